@@ -146,6 +146,7 @@ def test_reasoning_may_speak_of_the_marks(name: str, prose: str) -> None:
     how = parsing(name, reasoning)
     shown = prose.strip()
     assert every_split(how, prose)[:3] == (shown, "", [])
+    assert how.parse(f"{prose} ", (), "length").content == ""
     assert every_split(how, f"{prose}\n</think>\n\nI look. {call}")[:2] == (shown, "I look.")
     assert every_split(how, f"{prose}</think>{call}")[2][0][0] == "get_weather"
 

@@ -10,8 +10,15 @@ from typing import Any
 import pytest
 
 from tests.text_tokenizers import byte_level_tokenizer
+from tests.unit.api.test_tool_parsers import find
 from tp_engine.api.openai.chat.parser import ChatParsing, ParsedMessage
-from tp_engine.api.openai.reasoning import REASONING_FORMATS, Beginning, ReasoningFormat, ReasoningTokens
+from tp_engine.api.openai.reasoning import (
+    REASONING_FORMATS,
+    Beginning,
+    ReasoningFormat,
+    ReasoningParser,
+    ReasoningTokens,
+)
 from tp_engine.api.openai.structured import TokenWriting
 from tp_engine.api.openai.tools.formats import TOOL_FORMATS
 from tp_engine.api.openai.tools.request import ToolRequest
@@ -24,12 +31,14 @@ def begins(inside: bool) -> Beginning:
     return Beginning.REASONING if inside else Beginning.EITHER
 
 
+def divided(parser: ReasoningParser, text: Iterable[str], cut_off: bool = False) -> tuple[str, str]:
+    found = find(parser, text, cut_off)
+    return found.reasoning, found.content
+
+
 def divide(text: Iterable[str], *, inside: bool, cut_off: bool = False) -> tuple[str, str, bool]:
-    parser = REASONING_FORMATS["qwen3"].new_parser(begins(inside))
-    parts = [parser.feed(piece) for piece in text]
-    has_reasoning = parser.has_reasoning
-    parts.append(parser.finish(cut_off=cut_off))
-    return "".join(one for one, _ in parts), "".join(other for _, other in parts), has_reasoning
+    parser = ReasoningParser(REASONING_FORMATS["qwen3"], begins(inside))
+    return *divided(parser, text, cut_off), parser.has_reasoning
 
 
 CASES = [
@@ -80,10 +89,8 @@ def test_a_format_with_other_marks(text: str, inside: bool, reasoning: str, answ
     def renamed(words: str) -> str:
         return words.replace("</think", "[/THINK").replace("<think", "[THINK").replace("THINK>", "THINK]")
 
-    parser = marks.new_parser(begins(inside))
-    parts = [parser.feed(char) for char in renamed(text)] + [parser.finish(cut_off=False)]
-    expected = (renamed(reasoning), renamed(answer))
-    assert ("".join(one for one, _ in parts), "".join(other for _, other in parts)) == expected
+    parser = ReasoningParser(marks, begins(inside))
+    assert divided(parser, renamed(text)) == (renamed(reasoning), renamed(answer))
     assert marks.beginning("says [THINK]") is Beginning.REASONING
     assert marks.beginning("says <think>") is Beginning.EITHER
 
@@ -116,12 +123,9 @@ def test_every_split_in_other_formats(name: str, text: str, reasoning: str, answ
     form = REASONING_FORMATS[name]
     pieces: list[Iterable[str]] = [[text[:first], text[first:]] for first in range(len(text) + 1)]
     for split in (*pieces, text):
-        parser = form.new_parser(form.beginning("<|assistant|>"))
-        parts = [parser.feed(piece) for piece in split] + [parser.finish(cut_off=False)]
-        assert ("".join(one for one, _ in parts), "".join(other for _, other in parts)) == (reasoning, answer)
-        cut = form.new_parser(form.beginning("<|assistant|>"))
-        shown = [cut.feed(piece) for piece in list(split)[:1]] + [cut.finish(cut_off=True)]
-        assert answer.startswith("".join(other for _, other in shown))
+        begins = form.beginning("<|assistant|>")
+        assert divided(ReasoningParser(form, begins), split) == (reasoning, answer)
+        assert answer.startswith(divided(ReasoningParser(form, begins), list(split)[:1], cut_off=True)[1])
 
 
 LATE = ["<channel|>", "<|channel>thought\n<channel|>", "<|channel>thought\n<channel|><channel|>"]

@@ -1,12 +1,5 @@
 """Reasoning in generated text, such as ``<think>...</think>``, before the answer.
 
-::
-
-    BEFORE --<think>--> INSIDE --</think>--> BEHIND --not white space--> ANSWER
-       |                  +-- <tool_call> --> LOOKING --</think>--> BEHIND  ^
-       |                                         +-- a call has begun ------+
-       +--------- anything else, unless the prompt opened the mark ---------+
-
 White space around the reasoning is layout: neither part shows it.  The opening mark counts at the beginning of the text
 only, and the closing mark up to the beginning of the answer, so that an answer may contain them.  A model that calls a
 tool may forget the closing mark, so the opening mark of a call ends the reasoning, if a call follows it: reasoning may
@@ -18,6 +11,7 @@ from __future__ import annotations
 import bisect
 import enum
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -35,7 +29,7 @@ from tp_engine.api.openai.tools.events import (
 from tp_engine.api.openai.tools.formats import COHERE_RESPONSE, GEMMA_DROPS
 from tp_engine.api.openai.tools.harmony import ANALYSIS, END, HARMONY
 from tp_engine.api.openai.tools.harmony import TEMPLATE as HARMONY_TEMPLATE
-from tp_engine.api.openai.tools.text_parser import first_mark, partial_suffix
+from tp_engine.api.openai.tools.text_parser import EndOfTextError, Reading, TextParser, first_mark, num_settled
 
 if TYPE_CHECKING:
     from tp_engine.api.openai.structured import TokenWriting  # pydantic, which options are read without
@@ -94,10 +88,6 @@ class ReasoningFormat:
         if tail.endswith(self.closes) or thinking_disabled:
             return Beginning.ANSWER
         return Beginning.REASONING if self.always else Beginning.EITHER
-
-    def new_parser(self, begins: Beginning, calls: CallsInReasoning | None = None) -> ReasoningParser:
-        """Return a parser for one sequence; ``calls`` finds calls that end its reasoning."""
-        return ReasoningParser(self, begins, calls)
 
     def preamble(self, writing: TokenWriting, begins: Beginning) -> str | None:
         """Return what comes before an answer that must follow a grammar (``StructuredOutputsParams.preamble``), if
@@ -199,215 +189,149 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
 REASONING_ALIASES = {alias: name for name, reasoning in REASONING_FORMATS.items() for alias in reasoning.aliases}
 
 
-class CallsInReasoning(ToolParser):
-    """The parser of a model's calls, which may begin inside of reasoning.
+class ReasoningParser(TextParser):
+    """A ``MessageParser``: divides one sequence's text by ``marks``, and gives the answer to another parser.
 
-    A call there ends the reasoning.  Then its closing mark may come late, in the content, which does not show it.
+    ``marks`` None: all text is the answer.  ``new_answer`` makes the parser of the answer; None: all of it is content.
+    An opening mark is read also where the prompt has opened the reasoning, or has closed it, and a closing mark also
+    in front of an answer: models repeat them.  One of ``calls`` begins what may be a call inside of reasoning.  A call
+    ends the reasoning; then the closing mark may come late, in the content, which does not show it.
     """
 
-    def __init__(self, new_parser: Callable[[], ToolParser], marks: tuple[str, ...], closes: tuple[str, ...]) -> None:
-        self.marks = marks
-        self._new_parser = new_parser
-        self._parser = new_parser()
-        self._found: list[ChatEvent] = []
-        self._late = closes
-        self._is_late = False  # a closing mark may come
+    def __init__(
+        self,
+        marks: ReasoningFormat | None,
+        begins: Beginning,
+        new_answer: Callable[[], ToolParser] | None = None,
+        calls: tuple[str, ...] = (),
+    ) -> None:
+        self._closes = () if marks is None else marks.closes
+        super().__init__((*self._closes, *calls))
+        self._starts = () if marks is None else (*marks.bare_opens, *marks.opens)
+        self._unwrap = marks.unwrap() if marks is not None and marks.unwrap is not None else None
+        self._new_answer = new_answer
+        self._answer = None if new_answer is None else new_answer()
+        self._inside = begins is Beginning.REASONING
+        self._num_fed = 0
+        self._is_late = False  # a closing mark may come in the content
         self._held = ""  # the beginning of one
-
-    def look(self, text: str) -> tuple[str, bool]:
-        """Take the next piece of reasoning; returns what surely is, and whether a call has begun behind that."""
-        events = self._parser.feed(text)
-        started = next((place for place, event in enumerate(events) if isinstance(event, CallStarted)), len(events))
-        self._found, self._is_late = events[started:], started < len(events)
-        return _content(events[:started]), self._is_late
-
-    def end(self) -> str:
-        """End the reasoning without a call; returns what was held back."""
-        events, self._parser = self._parser.finish(cut_off=False), self._new_parser()
-        return _content(events)
+        self.has_reasoning = False
+        self.in_answer: bool | None = marks is None
+        self.num_reasoning_characters: int | None = None
 
     def feed(self, text: str) -> list[ChatEvent]:
-        found, self._found = self._found, []
-        return self._shown(found + self._parser.feed(text))
+        self._num_fed += len(text)
+        return super().feed(text)
 
     def finish(self, *, cut_off: bool) -> list[ChatEvent]:
-        return self._shown(self._parser.finish(cut_off=cut_off)) + self._released()
-
-    def _shown(self, events: list[ChatEvent]) -> list[ChatEvent]:
-        """``events`` without a late closing mark."""
-        if not self._is_late:
-            return events
-        shown: list[ChatEvent] = []
-        for event in events:
-            shown += self._without_mark(event.text) if isinstance(event, ContentText) else [*self._released(), event]
-        return shown
-
-    def _without_mark(self, text: str) -> list[ChatEvent]:
-        text = self._held + text
-        found = first_mark(text, self._late) if self._is_late else None
-        held = partial_suffix(text, *self._late) if self._is_late and found is None else 0
-        if found is not None:
-            self._is_late = False
-            text = text[: found[0]] + text[found[0] + len(found[1]) :]
-        self._held = text[len(text) - held :]
-        text = text[: len(text) - held]
-        return [ContentText(text)] if text else []
-
-    def _released(self) -> list[ChatEvent]:
-        text, self._held = self._held, ""
-        return [ContentText(text)] if text else []
-
-
-def _content(events: Sequence[ChatEvent]) -> str:
-    return "".join(event.text for event in events if isinstance(event, ContentText))
-
-
-class _TextPlace(enum.Enum):
-    BEFORE = enum.auto()
-    INSIDE = enum.auto()
-    LOOKING = enum.auto()
-    BEHIND = enum.auto()
-    ANSWER = enum.auto()
-
-
-class ReasoningParser:
-    """Divides one sequence's text by the marks of ``marks``; the joined results are the same for every split of it.
-
-    An opening mark is read also where the prompt has opened the reasoning, or has closed it, and a closing mark also
-    in front of an answer: models repeat them.
-    ``num_characters`` are those of the reasoning and its marks, known once a call of ``calls`` has ended it.
-    """
-
-    def __init__(self, marks: ReasoningFormat, begins: Beginning, calls: CallsInReasoning | None = None) -> None:
-        self._opens, self._closes = (*marks.bare_opens, *marks.opens), marks.closes
-        self._unwrap = marks.unwrap() if marks.unwrap is not None else None
-        self._calls = calls
-        self._ends = self._closes if calls is None else (*self._closes, *calls.marks)
-        self._first_characters = frozenset(mark[0] for mark in self._ends)
-        self._inside = begins is Beginning.REASONING
-        self._state = _TextPlace.BEFORE
-        self._pending = ""
-        self._space = ""  # white space at the end of the reasoning, given out if more reasoning follows
-        self._has_text = False
-        self._num_read = 0  # characters that are no longer pending
-        self._num_looked = 0  # up to the opening mark of what may be a call, and the mark
-        self.num_characters: int | None = None
-
-    @property
-    def has_reasoning(self) -> bool:
-        """Whether the text is known to begin with reasoning."""
-        return self._state is not _TextPlace.BEFORE and self._inside
-
-    @property
-    def in_answer(self) -> bool | None:
-        """Whether the next text belongs to the answer; None if it may belong to a call."""
-        return None if self._state is _TextPlace.LOOKING else self._state in (_TextPlace.BEHIND, _TextPlace.ANSWER)
-
-    def feed(self, text: str) -> tuple[str, str]:
-        """Take the next piece; returns the reasoning and the answer that are certain now."""
-        reasoning, answer = self._divide(text)
-        return reasoning, answer if self._unwrap is None else self._unwrap.feed(answer)
-
-    def _divide(self, text: str) -> tuple[str, str]:
-        if self._state is _TextPlace.ANSWER:
-            return "", text
-        if self._state is _TextPlace.INSIDE and not self._pending and self._first_characters.isdisjoint(text):
-            self._num_read += len(text)
-            return self._reasoning(text), ""
-        self._pending += text
-        if self._state is _TextPlace.BEFORE and not self._read_beginning():
-            return "", ""
-        reasoning = self._read_reasoning() if self._state in (_TextPlace.INSIDE, _TextPlace.LOOKING) else ""
-        return reasoning, self._read_answer() if self.in_answer else ""
-
-    def finish(self, *, cut_off: bool) -> tuple[str, str]:
-        """Return the reasoning and the answer that were held back.  ``cut_off``: a limit ended the text; drop half a
-        mark."""
-        reasoning, answer = self._rest(cut_off=cut_off)
+        if not cut_off:
+            self._has_ended = True
+            with suppress(EndOfTextError):
+                next(self._reading)
         if self._unwrap is not None:
-            answer = self._unwrap.feed(answer) + self._unwrap.finish(cut_off=cut_off)
-        return reasoning, answer
+            self._show(self._unwrap.finish(cut_off=cut_off), is_wrapped=False)
+        if self._answer is not None and self.in_answer is not None:
+            self._add(self._answer.finish(cut_off=cut_off))
+        self._sink.content(self._held)
+        return self._sink.take()
 
-    def _rest(self, *, cut_off: bool) -> tuple[str, str]:
-        pending, self._pending = self._pending, ""
-        if cut_off:
-            return "", ""
-        if self.in_answer or (self._state is _TextPlace.BEFORE and not self._inside):
-            return "", pending
-        if self._state is _TextPlace.LOOKING and self._calls is not None:
-            pending = self._calls.look(pending)[0] + self._calls.end()
-        return self._reasoning(pending), ""
+    def _read(self) -> Reading[None]:
+        if not self.in_answer:
+            mark = yield from self._read_beginning()
+            is_divided = mark in self._closes
+            if self.has_reasoning:
+                is_divided = yield from self._read_reasoning()
+            self.in_answer = True
+            if is_divided:
+                yield from self._read_more_closes()
+        while True:
+            self._show(self._take(len(self._pending)))
+            yield
 
-    def _read_beginning(self) -> bool:
-        """Read the beginning of the text; False if that needs more text."""
-        solid = self._pending.lstrip()
-        closes = () if self._inside else self._closes
-        if any(one != solid and one.startswith(solid) for one in (*self._opens, *closes)):
-            return False
-        mark = next((one for one in self._opens if solid.startswith(one)), None)
-        if mark is not None:
-            self._state, self._inside = _TextPlace.INSIDE, True
-            self._read(len(self._pending) - len(solid) + len(mark))
-        elif solid.startswith(closes):
-            self._state = _TextPlace.BEHIND
-        else:
-            self._state = _TextPlace.INSIDE if self._inside else _TextPlace.ANSWER
-        return True
+    def _read_beginning(self) -> Reading[str]:
+        """Read up to the first reasoning, or answer; returns the mark that is there."""
+        self._is_unsure = True
+        try:
+            mark = yield from self._mark(*self._starts, *(() if self._inside else self._closes))
+        except EndOfTextError:
+            (self._give if self._inside else self._show)(self._pending)
+            raise
+        self._is_unsure = False
+        self._take(self._at if mark else 0)
+        self.has_reasoning = self._inside or mark in self._starts
+        return mark
 
-    def _read(self, size: int) -> str:
-        """Take ``size`` characters of the pending text."""
-        text, self._pending = self._pending[:size], self._pending[size:]
-        self._num_read += size
-        return text
+    def _read_reasoning(self) -> Reading[bool]:
+        """Read the reasoning; whether a closing mark has ended it, and not a call."""
+        mark = yield from self._read_text()
+        if mark in self._closes:
+            self._take(len(mark))
+            return True
+        num_characters = self._num_fed - len(self._pending) + len(mark)
+        assert self._answer is not None and self._new_answer is not None
+        self.in_answer = None
+        while True:
+            found = first_mark(self._pending, self._closes)
+            size = num_settled(self._pending, self._closes) if found is None else found[0]
+            events = self._answer.feed(self._take(size))
+            started = next((place for place, one in enumerate(events) if isinstance(one, CallStarted)), len(events))
+            self._give(_content(events[:started]))
+            if started < len(events):
+                self._is_late, self._unwrap, self.num_reasoning_characters = True, None, num_characters
+                self._add(events[started:])
+                return False
+            if found is None and not self._has_ended:
+                yield from self._more()
+                continue
+            if found is None:
+                self._give(_content(self._answer.feed(self._take(len(self._pending)))))
+            self._give(_content(self._answer.finish(cut_off=False)))
+            self._answer = self._new_answer()
+            self._take(0 if found is None else len(found[1]))
+            return True
 
-    def _read_reasoning(self) -> str:
-        """Read up to the end of the reasoning, or of the pending text."""
-        shown = ""
-        while self._state in (_TextPlace.INSIDE, _TextPlace.LOOKING):
-            ends = self._closes if self._state is _TextPlace.LOOKING else self._ends
-            found = first_mark(self._pending, ends)
-            text = self._read(len(self._pending) - partial_suffix(self._pending, *ends) if found is None else found[0])
-            shown += self._looked(text) if self._state is _TextPlace.LOOKING else self._reasoning(text)
-            if found is None or self.num_characters is not None:
-                break
-            if found[1] in self._closes:
-                self._read(len(found[1]))
-                if self._state is _TextPlace.LOOKING and self._calls is not None:
-                    shown += self._reasoning(self._calls.end())
-                self._state = _TextPlace.BEHIND
-            else:
-                self._state, self._num_looked = _TextPlace.LOOKING, self._num_read + len(found[1])
-        return shown
+    def _read_more_closes(self) -> Reading[None]:
+        try:
+            while (yield from self._mark(*self._closes)):
+                pass
+        except EndOfTextError:
+            self._show(self._pending[self._at :])
+            raise
+        self._take(self._at)
 
-    def _looked(self, text: str) -> str:
-        """Reasoning out of ``text``, behind the opening mark of a call."""
-        assert self._calls is not None
-        shown, has_call = self._calls.look(text)
-        if has_call:
-            self._state, self._unwrap, self.num_characters = _TextPlace.ANSWER, None, self._num_looked
-        return self._reasoning(shown)
-
-    def _reasoning(self, text: str) -> str:
-        """``text`` without the white space at both ends of the reasoning."""
+    def _give(self, text: str) -> None:
+        """Pass on reasoning without the white space at both of its ends."""
         whole = self._space + text if self._has_text else text.lstrip()
         solid = whole.rstrip()
         self._space = whole[len(solid) :]
         self._has_text |= bool(solid)
-        return solid
+        self._sink.reasoning(solid)
 
-    def _read_answer(self) -> str:
-        text, self._pending = self._pending, ""
-        while self._state is _TextPlace.BEHIND:
-            text = text.lstrip()
-            mark = next((one for one in self._closes if text.startswith(one)), None)
-            if mark is not None:
-                text = text[len(mark) :]
-            elif any(one.startswith(text) for one in self._closes):
-                self._pending, text = text, ""
-                break
-            else:
-                self._state = _TextPlace.ANSWER
-        return text
+    def _show(self, text: str, *, is_wrapped: bool = True) -> None:
+        """Pass on text of the answer."""
+        if self._unwrap is not None and is_wrapped:
+            text = self._unwrap.feed(text)
+        self._add([ContentText(text)] if self._answer is None else self._answer.feed(text))
+
+    def _add(self, events: Sequence[ChatEvent]) -> None:
+        """Add events of the answer, without a closing mark that comes late."""
+        for event in events:
+            text, self._held = self._held, ""
+            if not isinstance(event, ContentText):
+                self._sink.content(text)
+                self._sink.add(event)
+                continue
+            text += event.text
+            found = first_mark(text, self._closes) if self._is_late else None
+            if found is not None:
+                self._is_late, text = False, text[: found[0]] + text[found[0] + len(found[1]) :]
+            size = num_settled(text, self._closes) if self._is_late else len(text)
+            self._sink.content(text[:size])
+            self._held = text[size:]
+
+
+def _content(events: Sequence[ChatEvent]) -> str:
+    return "".join(event.text for event in events if isinstance(event, ContentText))
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,18 +352,11 @@ class ReasoningTokens:
         ``num_characters``: a call has ended the reasoning, which has so many with the call's opening mark.
         """
         ids = list(token_ids)
-        if num_characters is not None:
-            return self._first(ids, lambda text: len(text) >= num_characters)
-        if self.close_id is not None:
+        if num_characters is None and self.close_id is not None:
             return ids.index(self.close_id) + 1 if self.close_id in ids else len(ids)
-        return self._first(ids, lambda text: any(mark in text for mark in self.closes))
 
-    def count_piece(self, token_ids: Sequence[int]) -> int:
-        """Do as ``count``, for one piece of a text that has not reached its answer."""
-        if self.close_id is not None and self.close_id in token_ids:
-            return list(token_ids).index(self.close_id) + 1
-        return len(token_ids)
+        def has_ended(end: int) -> bool:
+            text = self.decode(ids[:end])
+            return any(mark in text for mark in self.closes) if num_characters is None else len(text) >= num_characters
 
-    def _first(self, ids: list[int], holds: Callable[[str], bool]) -> int:
-        """The number of the first tokens whose text ``holds``; all of them if it never does."""
-        return bisect.bisect_left(range(len(ids)), True, key=lambda end: holds(self.decode(ids[:end])))
+        return bisect.bisect_left(range(len(ids)), True, key=has_ended)

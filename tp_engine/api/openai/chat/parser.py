@@ -1,21 +1,15 @@
 """From the generated text of a chat to reasoning, content and tool calls.
 
-Two parsers do it, one behind the other (``DividedParser``), or one that reads whole messages (``MessageFormat``).
+Two parsers do it, one behind the other (``ReasoningParser``), or one that reads whole messages (``MessageFormat``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from tp_engine.api.openai.reasoning import (
-    Beginning,
-    CallsInReasoning,
-    ReasoningFormat,
-    ReasoningParser,
-    ReasoningTokens,
-)
+from tp_engine.api.openai.reasoning import Beginning, ReasoningFormat, ReasoningParser, ReasoningTokens
 from tp_engine.api.openai.tools.events import (
     CallArguments,
     CallStarted,
@@ -97,13 +91,10 @@ class ChatParsing:
         """Parse a whole text; the joined events of a stream give the same message."""
         parser, message = self.new_parser(), ParsedMessage()
         for start in range(0, len(text), _PIECE):
-            message.add(parser.feed(text[start : start + _PIECE]))
+            message.add(parser.feed(text[start : start + _PIECE], () if start else token_ids))
         message.add(parser.finish(finish_reason))
         message.finish_reason = parser.finish_reason(finish_reason)
-        if parser.message.has_reasoning and self.reasoning_tokens is not None:
-            message.num_reasoning_tokens = self.reasoning_tokens.count(
-                token_ids, parser.message.num_reasoning_characters
-            )
+        message.num_reasoning_tokens = parser.num_reasoning_tokens
         return message
 
     def message_parser(self) -> MessageParser:
@@ -111,29 +102,24 @@ class ChatParsing:
         if self.message is not None:
             return self.message.new_parser(self.tools, self.prompt)
         if self.reasoning is None or (self.constrained and self.begins is Beginning.ANSWER):
-            return DividedParser(None, self._tool_parser())
-        if self.tools is None or self.tools.choice != "auto" or self.constrained:
-            return DividedParser(self.reasoning.new_parser(self.begins), self._tool_parser())
-        calls = CallsInReasoning(self._model_parser, self._model_format().opens, self.reasoning.closes)
-        return DividedParser(self.reasoning.new_parser(self.begins, calls), calls)
+            return ReasoningParser(None, self.begins, self._new_tool_parser())
+        may_call = self.tools is not None and self.tools.choice == "auto" and not self.constrained
+        calls = self._model_format().opens if may_call else ()
+        return ReasoningParser(self.reasoning, self.begins, self._new_tool_parser(), calls)
 
-    def _tool_parser(self) -> ToolParser | None:
-        """The parser of one sequence's calls; without tools, one that drops marks from the answer, or None."""
-        if self.tools is None:
+    def _new_tool_parser(self) -> Callable[[], ToolParser] | None:
+        """What makes the parser of calls; without tools, one that drops marks from the answer, or None."""
+        tools = self.tools
+        if tools is None:
             drops = () if self.reasoning is None or self.constrained else self.reasoning.drops
-            return TextParser((), drops=drops) if drops else None
-        new_call_id = openai_call_id if self.tool_format is None else self.tool_format.call_ids(self.tools)
-        if self.forced is not None:
-            return self._model_parser()
-        if self.tools.choice == "required":
-            return CallListParser(new_call_id)
-        if self.tools.name is not None:
-            return NamedCallParser(self.tools.name, new_call_id)
-        return self._model_parser()
-
-    def _model_parser(self) -> ToolParser:
-        assert self.tools is not None
-        return self._model_format().new_parser(self.tools)
+            return (lambda: TextParser((), drops=drops)) if drops else None
+        if tools.choice == "auto" or self.forced is not None:
+            return lambda: self._model_format().new_parser(tools)
+        new_call_id = openai_call_id if self.tool_format is None else self.tool_format.call_ids(tools)
+        if tools.name is None:
+            return lambda: CallListParser(new_call_id)
+        name = tools.name
+        return lambda: NamedCallParser(name, new_call_id)
 
     def _model_format(self) -> ToolFormat:
         assert self.tool_format is not None, "checked with the options"
@@ -152,38 +138,33 @@ class ChatParser:
         self._shows_reasoning = parsing.reasoning is not None and parsing.include_reasoning
         self._max_calls = None if parsing.tools is None or parsing.tools.several else 1
         self._num_calls = 0
-        self._num_reasoning_tokens = 0
-        self._num_unsure_tokens = 0  # of reasoning or of a call
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        """Tokens of reasoning among those that ``feed`` got."""
-        return self._num_reasoning_tokens if self.message.has_reasoning else 0
+        self._token_ids: list[int] = []
+        self._counts_tokens = parsing.reasoning_tokens is not None
+        self.num_reasoning_tokens = 0  # among those that ``feed`` got; those of what may be a call are not yet counted
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ChatEvent]:
         """Take the next piece of text with its tokens; returns the events that are certain now."""
-        in_answer = self.message.in_answer
         events = self.message.feed(text)
-        if self._parsing.reasoning_tokens is not None and in_answer is not True:
-            self._count(self._parsing.reasoning_tokens.count_piece(token_ids), is_sure=in_answer is False)
+        if self._counts_tokens:
+            self._token_ids += token_ids
+            self._count(self.message.in_answer)
         return self._allowed(events)
 
-    def _count(self, num_tokens: int, *, is_sure: bool) -> None:
-        """Count tokens of reasoning; those that may belong to a call wait until that is known."""
-        if is_sure:
-            self._num_reasoning_tokens += num_tokens
-            return
-        self._num_unsure_tokens += num_tokens
-        if self.message.in_answer:
-            is_reasoning = self.message.num_reasoning_characters is None
-            self._num_reasoning_tokens += self._num_unsure_tokens if is_reasoning else 0
-            self._num_unsure_tokens = 0
+    def _count(self, in_answer: bool | None) -> None:
+        counter, message = self._parsing.reasoning_tokens, self.message
+        if message.has_reasoning and counter is not None:
+            if in_answer:
+                self.num_reasoning_tokens = counter.count(self._token_ids, message.num_reasoning_characters)
+            elif in_answer is False:
+                self.num_reasoning_tokens = len(self._token_ids)
+        self._counts_tokens = not in_answer
 
     def finish(self, finish_reason: str | None) -> list[ChatEvent]:
         """End the text for this reason; returns the events that were held back."""
-        self._num_reasoning_tokens += self._num_unsure_tokens
-        self._num_unsure_tokens = 0
-        return self._allowed(self.message.finish(cut_off=finish_reason in _CUT_OFF))
+        events = self.message.finish(cut_off=finish_reason in _CUT_OFF)
+        if self._counts_tokens:
+            self._count(self.message.in_answer or False)
+        return self._allowed(events)
 
     def finish_reason(self, finish_reason: str | None) -> str | None:
         """``tool_calls`` for an answer that stopped with calls that the model chose to make."""
@@ -199,42 +180,3 @@ class ChatParser:
             events = [one for one in events if not isinstance(one, ReasoningText)]
         self._num_calls += sum(isinstance(one, CallStarted) for one in events)
         return events
-
-
-class DividedParser(MessageParser):
-    """Two parsers: the first divides reasoning from answer, the second reads the answer.
-
-    Without ``reasoning`` all text is the answer; without ``tools`` all of the answer is content.
-    """
-
-    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
-        self._reasoning = reasoning
-        self._tools = tools
-
-    @property
-    def has_reasoning(self) -> bool:
-        return self._reasoning is not None and self._reasoning.has_reasoning
-
-    @property
-    def in_answer(self) -> bool | None:
-        return self._reasoning is None or self._reasoning.in_answer
-
-    @property
-    def num_reasoning_characters(self) -> int | None:
-        return None if self._reasoning is None else self._reasoning.num_characters
-
-    def feed(self, text: str) -> list[ChatEvent]:
-        return self._answer(text) if self._reasoning is None else self._divided(*self._reasoning.feed(text))
-
-    def finish(self, *, cut_off: bool) -> list[ChatEvent]:
-        events = [] if self._reasoning is None else self._divided(*self._reasoning.finish(cut_off=cut_off))
-        return events if self._tools is None else events + self._tools.finish(cut_off=cut_off)
-
-    def _divided(self, reasoning: str, answer: str) -> list[ChatEvent]:
-        events: list[ChatEvent] = [ReasoningText(reasoning)] if reasoning else []
-        return events + self._answer(answer) if answer or self.in_answer else events
-
-    def _answer(self, text: str) -> list[ChatEvent]:
-        if self._tools is not None:
-            return self._tools.feed(text)
-        return [ContentText(text)] if text else []

@@ -199,11 +199,11 @@ class EventSink:
 
     def content(self, text: str) -> None:
         """Add text of the answer."""
-        self._add(ContentText(text))
+        self.add(ContentText(text))
 
     def reasoning(self, text: str) -> None:
         """Add text of the reasoning."""
-        self._add(ReasoningText(text))
+        self.add(ReasoningText(text))
 
     def start_call(self, name: str) -> None:
         """Begin the next call."""
@@ -212,11 +212,14 @@ class EventSink:
 
     def arguments(self, text: str) -> None:
         """Add to the arguments of the last call."""
-        self._add(CallArguments(self.num_calls - 1, text))
+        self.add(CallArguments(self.num_calls - 1, text))
 
-    def _add(self, event: ReasoningText | ContentText | CallArguments) -> None:
+    def add(self, event: ChatEvent) -> None:
+        """Add an event."""
         last = self._events[-1] if self._events else None
-        if isinstance(last, type(event)):
+        if isinstance(event, CallStarted):
+            self._events.append(event)
+        elif isinstance(last, type(event)):
             self._events[-1] = replace(last, text=last.text + event.text)
         elif event.text:
             self._events.append(event)

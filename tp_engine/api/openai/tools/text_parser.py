@@ -140,7 +140,7 @@ class TextParser:
         while True:
             yield from self._next(space)
             found = next((mark for mark in marks if self._pending.startswith(mark, self._at)), "")
-            if found or not self._may_begin(marks, self._at):
+            if not self._may_begin(marks, self._at):  # or one that is longer
                 self._at += len(found)
                 return found
             yield from self._more()
