@@ -2,15 +2,11 @@
 
 ::
 
-    header   magic | version | block bytes | groups | store (16) | salt key (32) | checksum
-    record   length | node, parent, logical blocks, blocks, bytes of the salt | salt | token ids |
-                      blocks: place, slot, serial (int64 each) | checksum
-    ...      a record that is torn ends the journal
+    frame    length (4 bytes) | xxh3-64 of the content (8) | content (msgpack)
+    journal  a frame of ``JournalHeader`` | frames of ``Record`` ...       a frame that is torn ends the journal
 
 A *node* is a logical block, named by the identity that it had in the prefix cache of the process that wrote it
-(``PrefixCache``).  A record has nodes that follow each other, behind ``parent`` or, at -1, behind the salt.  Block i is
-at ``place`` = node of the record * groups + group.  Its content is in ``slot`` of every rank's file under ``serial``,
-a number that no other write has had.
+(``PrefixCache``).  A record has nodes that follow each other, behind a parent or a salt.
 
 A record is written when all ranks have written its blocks.  There is no record of an end: the newest record of a slot
 counts, and only if the slot has its serial on every rank, which the next start finds out.  So a process may die at any
@@ -23,29 +19,23 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Protocol
+from itertools import islice
+from typing import NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from tp_engine.sched.blocks.lru_queue import BlockIds
-from tp_engine.sched.blocks.prefix_cache import NO_BLOCK, Place, PrefixCache, Run
+from tp_engine.sched.blocks.prefix_cache import NO_BLOCK, Identity, Place, PrefixCache
 
-_MAGIC = b"tpkvjrn1"
-_VERSION = 1
-_HEADER = struct.Struct("<8sIII16s32s")
-_RECORD = struct.Struct("<qqiiH")
-_LENGTH = struct.Struct("<I")
-_SUM = struct.Struct("<Q")
-_ROOT = -1
+_VERSION = 2
+_FRAME = struct.Struct("<IQ")
 _SALT_BYTES = 16
-_GROWTH = 4 << 20  # bytes that the journal may grow beyond twice its size before it is written anew
 
 
-@dataclass(frozen=True, slots=True)
-class JournalHeader:
+class JournalHeader(msgspec.Struct, frozen=True, array_like=True):
     """``store`` (16 bytes) ties the journal to the files of the ranks; ``salt_key`` is secret.  ``block_bytes`` is the
     size of a block's token ids."""
 
@@ -53,11 +43,11 @@ class JournalHeader:
     num_groups: int
     store: bytes
     salt_key: bytes
+    version: int = _VERSION
 
     def encode(self) -> bytes:
         """Return the first bytes of the journal."""
-        packed = _HEADER.pack(_MAGIC, _VERSION, self.block_bytes, self.num_groups, self.store, self.salt_key)
-        return packed + _SUM.pack(xxhash.xxh3_64_intdigest(packed))
+        return _frame(self)
 
     def digest(self, salt: str) -> str:
         """Return what stands for ``salt`` in the prefix cache and in the journal; no salt stays none."""
@@ -66,12 +56,25 @@ class JournalHeader:
         return hashlib.blake2b(salt.encode(), digest_size=_SALT_BYTES, key=self.salt_key).hexdigest()
 
 
+class Record(msgspec.Struct, frozen=True, array_like=True):
+    """Nodes from ``first`` on, behind the node or the salt ``parent``; ``token_bytes`` are their token ids.
+
+    ``blocks`` are (place, slot, serial), (n, 3) int64.  A block is at ``place`` = node of the record * groups + group.
+    Its content is in ``slot`` of every rank's file under ``serial``, a number that no other write has had.
+    """
+
+    first: int
+    parent: Identity
+    token_bytes: bytes
+    blocks: bytes
+
+
 @dataclass(slots=True)
 class Node:
-    """A logical block of the journal: ``parent`` is a node or, in front of the first block, a salt.  ``blocks`` has
-    (slot, serial) of each group that is there."""
+    """A logical block of the journal.  ``blocks`` has (slot, serial) of each group that is there; ``newest`` is the
+    largest serial of the node and of those behind it."""
 
-    parent: int | str
+    parent: Identity
     token_bytes: bytes
     blocks: dict[int, tuple[int, int]] = field(default_factory=dict)
     children: list[int] = field(default_factory=list)
@@ -99,124 +102,82 @@ class DiskContents:
     clock: Callable[[], float] = time.monotonic
 
 
-class Journal:
-    """The journal as it grows."""
-
-    def __init__(self, contents: DiskContents, cache: PrefixCache) -> None:
-        self._header, self._sink, self._cache = contents.header, contents.sink, cache
-        self._num_bytes = self._limit = 0
-
-    @property
-    def has_grown(self) -> bool:
-        """Whether it is worth a pause to write it anew."""
-        return self._num_bytes > self._limit
-
-    @property
-    def has_grown_far(self) -> bool:
-        """Whether it has to be written anew, without a pause."""
-        return self._num_bytes > 2 * self._limit
-
-    def append(self, records: bytes) -> None:
-        """Add records."""
-        self._num_bytes += len(records)
-        self._sink.append(records)
-
-    def rewrite(self, ids: BlockIds, slots: BlockIds, serials: npt.NDArray[np.int64]) -> None:
-        """Write it anew, with these blocks: ``encode_blocks``."""
-        data = self._header.encode() + encode_blocks(self._cache, ids, slots, serials)
-        self._sink.rewrite(data)
-        self._num_bytes, self._limit = len(data), 2 * len(data) + _GROWTH
-
-
 def encode_blocks(cache: PrefixCache, ids: BlockIds, slots: BlockIds, serials: npt.NDArray[np.int64]) -> bytes:
     """Records of the blocks ``ids``, which are in runs of the cache, if they can still be found there."""
+    if not len(ids):
+        return b""
     runs, places = cache.where(ids)
     order = np.lexsort((places, runs))
-    runs, places, slots, serials = runs[order], places[order], slots[order], serials[order]
+    runs, blocks = runs[order], np.stack((places, slots, serials), axis=1)[order]
+    numbers = blocks[:, 0] // cache.num_groups
+    breaks = np.flatnonzero((np.diff(runs) != 0) | (np.diff(numbers) > 1)) + 1
     found: list[bytes] = []
-    breaks = (np.flatnonzero((np.diff(runs) != 0) | (np.diff(places // cache.num_groups) > 1)) + 1).tolist()
-    for start, end in pairwise((0, *breaks, len(ids))):
-        run = cache.run(int(runs[start])) if start < end else None
-        if run is not None:
-            blocks = np.stack((places[start:end], slots[start:end], serials[start:end]), axis=1)
-            blocks = blocks[places[start:end] < run.length * cache.num_groups]
-            if len(blocks):
-                found.append(_encode(run, blocks.astype("<i8"), cache.num_groups))
+    for serial, part in zip(runs[[0, *breaks]].tolist(), np.split(blocks, breaks), strict=True):
+        run = cache.run(serial)
+        if run is None or not len(part := part[part[:, 0] < run.length * cache.num_groups]):
+            continue
+        first, last = (part[[0, -1], 0] // cache.num_groups).tolist()
+        before, size = run.name[0], len(run.name[1])
+        record = Record(
+            first=run.serial + first,
+            parent=run.serial + first - 1 if first else str(before) if isinstance(before, str) else before,
+            token_bytes=run.token_bytes[first * size : (last + 1) * size],
+            blocks=(part - (first * cache.num_groups, 0, 0)).astype("<i8").tobytes(),
+        )
+        found.append(_frame(record))
     return b"".join(found)
-
-
-def _encode(run: Run, blocks: npt.NDArray[np.int64], num_groups: int) -> bytes:
-    first, last = int(blocks[0, 0]) // num_groups, int(blocks[-1, 0]) // num_groups
-    blocks[:, 0] -= first * num_groups
-    before = run.serial + first - 1 if first else run.name[0]
-    parent, salt_bytes = (_ROOT, before.encode()) if isinstance(before, str) else (before, b"")
-    size = len(run.name[1])
-    head = _RECORD.pack(run.serial + first, parent, last - first + 1, len(blocks), len(salt_bytes))
-    body = b"".join((head, salt_bytes, run.token_bytes[first * size : (last + 1) * size], blocks.tobytes()))
-    body = _LENGTH.pack(len(body)) + body
-    return body + _SUM.pack(xxhash.xxh3_64_intdigest(body))
 
 
 def read_header(data: bytes) -> JournalHeader | None:
     """Return the header, if ``data`` begins with one of this version."""
-    end = _HEADER.size + _SUM.size
-    if len(data) < end or _SUM.unpack_from(data, _HEADER.size)[0] != xxhash.xxh3_64_intdigest(data[: _HEADER.size]):
+    try:
+        header = msgspec.msgpack.decode(next(_contents(data), b""), type=JournalHeader)
+    except msgspec.DecodeError:
         return None
-    magic, version, block_bytes, num_groups, store, salt_key = _HEADER.unpack_from(data)
-    return JournalHeader(block_bytes, num_groups, store, salt_key) if (magic, version) == (_MAGIC, _VERSION) else None
+    return header if header.version == _VERSION else None
 
 
 def read_nodes(data: bytes, header: JournalHeader, serials: Sequence[npt.NDArray[np.int64]]) -> dict[int, Node]:
     """Return the nodes of all whole records, with those blocks that every rank has: ``serials`` are each rank's, by
     slot."""
     nodes: dict[int, Node] = {}
-    owner: dict[int, tuple[int, int]] = {}  # of each slot, by the newest record: node, group
-    for first, parent, tokens, blocks in _records(data, header):
-        size = header.block_bytes
-        for number in range(len(tokens) // size):
-            node = nodes.get(first + number)
-            if node is None:
-                nodes[first + number] = Node(parent, tokens[number * size : (number + 1) * size])
-            parent = first + number
-        for place, slot, serial in blocks:
+    newest: dict[int, tuple[Node, int, int]] = {}  # of each slot, in the order of the records: node, group, serial
+    size = header.block_bytes
+    for content in islice(_contents(data), 1, None):
+        record = msgspec.msgpack.decode(content, type=Record)
+        parent = record.parent
+        for number in range(len(record.token_bytes) // size):
+            name = record.first + number
+            nodes.setdefault(name, Node(parent, record.token_bytes[number * size : (number + 1) * size]))
+            parent = name
+        for place, slot, serial in np.frombuffer(record.blocks, "<i8").reshape(-1, 3).tolist():
             number, group = divmod(place, header.num_groups)
-            if slot in owner:
-                old_node, old_group = owner[slot]
-                if nodes[old_node].blocks.get(old_group, (None,))[0] == slot:
-                    del nodes[old_node].blocks[old_group]
-            owner[slot] = first + number, group
-            nodes[first + number].blocks[group] = slot, serial
-    shortest = min((len(one) for one in serials), default=0)
-    for node in nodes.values():
-        node.blocks = {
-            group: (slot, serial)
-            for group, (slot, serial) in node.blocks.items()
-            if slot < shortest and all(int(one[slot]) == serial for one in serials)
-        }
+            newest.pop(slot, None)
+            newest[slot] = nodes[record.first + number], group, serial
+    for slot, (node, group, serial) in newest.items():
+        if all(slot < len(one) and int(one[slot]) == serial for one in serials):
+            node.blocks[group] = slot, serial
     return nodes
 
 
-def _records(data: bytes, header: JournalHeader) -> Iterator[tuple[int, int | str, bytes, list[list[int]]]]:
-    """First node, parent, token ids and (place, slot, serial) of each record, until one is torn."""
-    start = _HEADER.size + _SUM.size
-    while start + _LENGTH.size <= len(data):
-        end = start + _LENGTH.size + _LENGTH.unpack_from(data, start)[0]
-        if end + _SUM.size > len(data):
-            return
-        if _SUM.unpack_from(data, end)[0] != xxhash.xxh3_64_intdigest(data[start:end]):
-            return
-        node, parent, num_nodes, num_blocks, num_salt = _RECORD.unpack_from(data, start + _LENGTH.size)
-        salt_at = start + _LENGTH.size + _RECORD.size
-        tokens_at = salt_at + num_salt
-        blocks_at = tokens_at + num_nodes * header.block_bytes
-        blocks = np.frombuffer(data, "<i8", 3 * num_blocks, blocks_at).reshape(-1, 3).tolist()
-        before = data[salt_at:tokens_at].decode() if parent == _ROOT else parent
-        yield node, before, data[tokens_at:blocks_at], blocks
-        start = end + _SUM.size
+def _frame(content: JournalHeader | Record) -> bytes:
+    encoded = msgspec.msgpack.encode(content)
+    return _FRAME.pack(len(encoded), xxhash.xxh3_64_intdigest(encoded)) + encoded
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
+def _contents(data: bytes) -> Iterator[bytes]:
+    """The contents of all frames, until one is torn."""
+    start = 0
+    while start + _FRAME.size <= len(data):
+        length, checksum = _FRAME.unpack_from(data, start)
+        content = data[start + _FRAME.size : start + _FRAME.size + length]
+        if len(content) < length or xxhash.xxh3_64_intdigest(content) != checksum:
+            return
+        yield content
+        start += _FRAME.size + length
+
+
+class Restored(NamedTuple):
     """Slots whose content is in the cache again, those that should be lost first in front, and their serials."""
 
     slots: BlockIds
@@ -244,9 +205,8 @@ def restore(nodes: dict[int, Node], cache: PrefixCache, first_id: int, is_full: 
         added, place = cache.insert(blocks, place, b"".join(node.token_bytes for node in chain))
         entered += [orders[one] for one in added.tolist()]  # not what another node of equal tokens has
         stack += [(child, place, depth + len(chain)) for child in chain[-1].children]
-    entered.sort()
-    slots = np.array([slot for _, _, slot, _ in entered], dtype=np.intp)
-    return Restored(slots, np.array([serial for *_, serial in entered], dtype=np.int64))
+    columns = np.array(sorted(entered), dtype=np.int64).reshape(-1, 4)
+    return Restored(columns[:, 2].astype(np.intp), columns[:, 3].copy())
 
 
 def _link(nodes: dict[int, Node], needed: Sequence[int]) -> dict[int, Node]:

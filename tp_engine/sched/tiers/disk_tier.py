@@ -27,7 +27,7 @@ from tp_engine.plan import NO_PAIRS, BoolArray, IntArray
 from tp_engine.sched.blocks.lru_queue import NO_BLOCKS, BlockIds, LruQueue
 from tp_engine.sched.blocks.prefix_cache import PrefixCache
 from tp_engine.sched.limits import NO_REPORTS, SchedulerLimits, TierReports
-from tp_engine.sched.tiers.disk_journal import DiskContents, Journal, encode_blocks, restore
+from tp_engine.sched.tiers.disk_journal import DiskContents, encode_blocks, restore
 from tp_engine.sched.tiers.tier_channel import TierBatch, TierChannel
 from tp_engine.sched.tiers.tier_slots import NO_SLOT, DiskSlots, HostSlots
 
@@ -36,6 +36,7 @@ _logger = get_logger(__name__)
 _WRITES_SHARE, _READS_SHARE = 4, 2  # what part of the host's slots writes, or reads, may have at once
 _READ_WINDOW = 4  # reads that may be under way, in moves of a plan: some tenths of a second of a disk
 _SILENCE_S = 10.0  # between two lines of the log about blocks that failed
+_JOURNAL_GROWTH = 4 << 20  # bytes that the journal may grow beyond twice its size before it is written anew
 
 
 class TierLinks(NamedTuple):
@@ -59,7 +60,8 @@ class DiskTierManager:
         self.num_written = self.num_read = 0
         self._first_host = limits.num_blocks
         self._cache, self._host = cache, host
-        self._journal, self.clock = Journal(contents, cache), contents.clock
+        self._journal, self._header, self.clock = contents.sink, contents.header, contents.clock
+        self._journal_bytes = self._journal_limit = 0
         self.salt = contents.header.digest
         self._next_serial = contents.first_serial
         self._slots = DiskSlots(self.first, limits.num_disk_slots)
@@ -200,7 +202,7 @@ class DiskTierManager:
     def rest(self) -> None:
         """Note that an idle engine could order nothing: it need not ask again before there are news."""
         self._is_stuck = True
-        if self._journal.has_grown:
+        if self._journal_bytes > self._journal_limit:
             self._rewrite_journal()
 
     def settle(self) -> None:
@@ -212,8 +214,9 @@ class DiskTierManager:
             self.num_written += len(batch.slots) - int(np.count_nonzero(has_failed))
             self._end(batch, has_failed, "written")
             if batch.first > self._num_void:
+                self._journal_bytes += len(batch.records)
                 self._journal.append(batch.records)
-        if self._journal.has_grown_far:
+        if self._journal_bytes > 2 * self._journal_limit:  # without a pause
             self._rewrite_journal()
 
     def _end(self, batch: TierBatch, has_failed: BoolArray, verb: str) -> None:
@@ -314,7 +317,10 @@ class DiskTierManager:
 
     def _rewrite_journal(self) -> None:
         slots, above = self._slots.contents()
-        self._journal.rewrite(np.where(above >= 0, above, slots + self.first), slots, self._slots.serials[slots])
+        ids = np.where(above >= 0, above, slots + self.first)
+        data = self._header.encode() + encode_blocks(self._cache, ids, slots, self._slots.serials[slots])
+        self._journal.rewrite(data)
+        self._journal_bytes, self._journal_limit = len(data), 2 * len(data) + _JOURNAL_GROWTH
 
     def check_integrity(self) -> None:
         """Assert that slots, runs and the tiers above agree."""
