@@ -7,7 +7,7 @@ import random
 import numpy as np
 
 from tp_engine.sched.blocks.lru_queue import NO_BLOCKS, BlockIds
-from tp_engine.sched.tiers.tier_slots import NO_SLOT, HostSlots
+from tp_engine.sched.tiers.tier_slots import NO_SLOT, TierSlots
 
 
 def ids(*numbers: int) -> BlockIds:
@@ -18,7 +18,7 @@ def ids(*numbers: int) -> BlockIds:
 def test_doubles_of_blocks_that_stay_go_before_any_sole_copy() -> None:
     """By hand, four slots: a sole copy, three doubles.  Of the doubles only block 5 is taken next; a slot for new
     content is that of the latest other one, and when only its double is left, the oldest sole copy goes."""
-    slots = HostSlots(num_above=8, num_slots=4)
+    slots = TierSlots(num_above=8, num_slots=4)
     taken, lost = slots.take(4, NO_BLOCKS)
     assert taken.tolist() == [0, 1, 2, 3] and not len(lost)
     slots.add_soles(taken[:1])
@@ -34,16 +34,22 @@ def test_doubles_of_blocks_that_stay_go_before_any_sole_copy() -> None:
     assert slots.soles().tolist() == [3, 2, 0]
 
 
-def test_a_pinned_slot_stays_until_its_load_has_gone_out() -> None:
-    """By hand: of two sole copies one is pinned; no new content gets it, and then it doubles the block."""
-    slots = HostSlots(num_above=4, num_slots=2)
+def test_a_lent_slot_stays_until_it_is_given_back() -> None:
+    """By hand: of two sole copies one is lent to a load; no new content gets it, and then it doubles the block.  It is
+    lent to a write too, and stays until both have given it back."""
+    slots = TierSlots(num_above=4, num_slots=2)
     slots.add_soles(slots.take(2, NO_BLOCKS)[0])
-    slots.pin(ids(0))
-    slots.pair_pinned(ids(3), ids(0))
+    slots.lend(ids(0))
+    slots.pair(ids(3), ids(0))
+    slots.lend(ids(0))
     taken, lost = slots.take(2, NO_BLOCKS)
     assert taken.tolist() == lost.tolist() == [1]
     slots.add_soles(taken)
-    slots.unpin(ids(3))
+    slots.give_back(ids(0))
+    slots.check_integrity()
+    assert slots.take(1, NO_BLOCKS)[0].tolist() == [1]
+    slots.add_soles(ids(1))
+    slots.give_back(ids(0))
     slots.check_integrity()
     assert slots.take(1, NO_BLOCKS)[0].tolist() == [0]
 
@@ -51,7 +57,7 @@ def test_a_pinned_slot_stays_until_its_load_has_gone_out() -> None:
 def test_random_acts_lose_no_slot() -> None:
     """Oracle: every slot is in one state, after each of 500 acts; a cleared tier is empty."""
     rng = random.Random(3)
-    slots = HostSlots(num_above=12, num_slots=9)
+    slots = TierSlots(num_above=12, num_slots=9)
     for _ in range(500):
         dirty = [block for block in range(12) if slots.slot_of[block] == NO_SLOT]
         clean = [block for block in range(12) if slots.slot_of[block] != NO_SLOT]
@@ -67,9 +73,9 @@ def test_random_acts_lose_no_slot() -> None:
             slots.add_soles(slots.part(blocks))
         elif len(soles := slots.soles()):
             pinned = soles[: len(chosen)]
-            slots.pin(pinned)
-            slots.pair_pinned(chosen[: len(pinned)], pinned)
-            slots.unpin(chosen[: len(pinned)])
+            slots.lend(pinned)
+            slots.pair(chosen[: len(pinned)], pinned)
+            slots.give_back(pinned)
         slots.check_integrity()
     slots.clear()
     slots.check_integrity()

@@ -29,7 +29,7 @@ from tp_engine.sched.blocks.prefix_cache import PrefixCache
 from tp_engine.sched.limits import NO_REPORTS, SchedulerLimits, TierReports
 from tp_engine.sched.tiers.disk_journal import DiskContents, encode_blocks, restore
 from tp_engine.sched.tiers.tier_channel import TierBatch, TierChannel
-from tp_engine.sched.tiers.tier_slots import NO_SLOT, DiskSlots, HostSlots
+from tp_engine.sched.tiers.tier_slots import NO_SLOT, TierSlots
 
 _logger = get_logger(__name__)
 
@@ -53,7 +53,7 @@ class DiskTierManager:
     """What is on disk, and the reads and writes of the plan in the making."""
 
     def __init__(
-        self, limits: SchedulerLimits, cache: PrefixCache, host: HostSlots, reports: TierReports, contents: DiskContents
+        self, limits: SchedulerLimits, cache: PrefixCache, host: TierSlots, reports: TierReports, contents: DiskContents
     ) -> None:
         """Enters what ``contents`` has into the cache, which is empty."""
         self.first = limits.num_blocks + limits.num_host_slots
@@ -64,7 +64,8 @@ class DiskTierManager:
         self._journal_bytes = self._journal_limit = 0
         self.salt = contents.header.digest
         self._next_serial = contents.first_serial
-        self._slots = DiskSlots(self.first, limits.num_disk_slots)
+        self._slots = TierSlots(self.first, limits.num_disk_slots)
+        self._serials = np.zeros(limits.num_disk_slots, dtype=np.int64)  # of the last writes
         self._most_writes = max(1, min(limits.max_host_moves, limits.num_host_slots // _WRITES_SHARE))
         self._most_reads = max(1, min(_READ_WINDOW * limits.max_host_moves, limits.num_host_slots // _READS_SHARE))
         self._unwritten = LruQueue(self.first)
@@ -77,7 +78,8 @@ class DiskTierManager:
         self._num_lost, self._next_word_s = 0, 0.0  # that the log has not told yet
         self._num_void = 0  # writes whose content has been forgotten since
         restored = restore(contents.nodes, cache, self.first, limits.kv_windows.is_full.tolist())
-        self._slots.put(restored.slots, restored.serials)
+        self._slots.restore(restored.slots)
+        self._serials[restored.slots] = restored.serials
         self._rewrite_journal()
 
     def stats(self) -> dict[str, int]:
@@ -175,7 +177,8 @@ class DiskTierManager:
             return
         self._host.lend(slots)
         self._cache.rename(far, slots + self._first_host)
-        self._slots.raise_(copies, slots + self._first_host)
+        self._slots.lend(copies)
+        self._slots.pair(slots + self._first_host, copies)
         self.reads.order(slots, copies)
         self._read_of[slots] = np.arange(self.reads.num_ordered - len(far), self.reads.num_ordered) + 1
         self._to_read.append(np.stack((copies, slots), axis=1).astype(np.int32))
@@ -273,7 +276,9 @@ class DiskTierManager:
             return NO_PAIRS
         serials = np.arange(self._next_serial, self._next_serial + len(ids))
         self._next_serial += len(ids)
-        self._slots.attach(ids, slots, serials)
+        self._serials[slots] = serials
+        self._slots.lend(slots)
+        self._slots.pair(ids, slots)
         self._writes.order(host, slots, encode_blocks(self._cache, ids, slots, serials))
         return np.stack((host, slots), axis=1).astype(np.int32)
 
@@ -316,9 +321,10 @@ class DiskTierManager:
             self._unwritten.append(ids[is_new & self._cache.are_found(ids)])
 
     def _rewrite_journal(self) -> None:
-        slots, above = self._slots.contents()
+        slots = self._slots.contents()
+        above = self._slots.id_of[slots]
         ids = np.where(above >= 0, above, slots + self.first)
-        data = self._header.encode() + encode_blocks(self._cache, ids, slots, self._slots.serials[slots])
+        data = self._header.encode() + encode_blocks(self._cache, ids, slots, self._serials[slots])
         self._journal.rewrite(data)
         self._journal_bytes, self._journal_limit = len(data), 2 * len(data) + _JOURNAL_GROWTH
 

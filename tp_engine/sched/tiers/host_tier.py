@@ -20,7 +20,7 @@ of moves by the plan alone (``StepPlan.stores`` and ``loads``), and report only 
 Moves run beside forward passes, so no block may be read or written by a row before its last move has ended.  Each block
 has the number of the last batch that moves it; a plan in which a row gets the block, or reads it, waits for that batch.
 Slots need no such care, as moves are made in the order of the plans, and the stores of a plan before its loads.  So a
-slot whose load has not gone out is pinned, and becomes free for stores of later plans only.
+slot whose load has not gone out is lent, and becomes free for stores of later plans only.
 """
 
 import msgspec
@@ -35,7 +35,7 @@ from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.sequence import Shared
 from tp_engine.sched.tiers.disk_tier import NO_LINKS, DiskTierManager, TierLinks
 from tp_engine.sched.tiers.tier_channel import StoreChecks
-from tp_engine.sched.tiers.tier_slots import NO_SLOT, HostSlots
+from tp_engine.sched.tiers.tier_slots import NO_SLOT, TierSlots
 from tp_engine.units import ceil_div
 
 _POOL_SHARE = 32  # what part of the pool is kept free or clean at most
@@ -51,7 +51,7 @@ class HostTierManager:
         """With ``links.contents`` there is a disk tier below."""
         self._num_dropped = self._num_stored = self._num_loaded = 0
         self._pool, self._cache = pool, cache
-        self._slots = HostSlots(limits.num_blocks, limits.num_host_slots)
+        self._slots = TierSlots(limits.num_blocks, limits.num_host_slots)
         self.disk = (
             None
             if links.contents is None
@@ -140,13 +140,13 @@ class HostTierManager:
         table, held = shared.table.copy(), shared.held.copy()  # views of a run, perhaps
         ids = held[on_host]
         slots = ids - self._num_blocks
-        self._slots.pin(slots)
+        self._slots.lend(slots)
         self._pool.share(held[~on_host])  # before the others push them out
         targets, lost = self._pool.allocate(len(ids))
         self.give_up(lost)
         self._pool.mark_full(targets)
         self._rename(ids, targets)
-        self._slots.pair_pinned(targets, slots)
+        self._slots.pair(targets, slots)
         self._pending.append(targets)
         table[self.on_host(table)] = targets  # in the order of ``held``
         held[on_host] = targets
@@ -157,7 +157,9 @@ class HostTierManager:
         possible."""
         if not len(lost):
             return
-        self._pending.remove(lost[self._pending.holds(lost)])
+        pending = lost[self._pending.holds(lost)]
+        self._pending.remove(pending)
+        self._slots.give_back(self._slots.slot_of[pending])
         found = self._cache.are_found(lost)
         slots = self._slots.slot_of[lost]
         has_slot = slots != NO_SLOT
@@ -220,7 +222,7 @@ class HostTierManager:
 
     def clear(self) -> None:
         """Forget all content.  Moves that have gone out may still run."""
-        self._pending.pop(len(self._pending))
+        self._slots.give_back(self._slots.slot_of[self._pending.pop(len(self._pending))])
         self._slots.clear()
         if self.disk is not None:
             self.disk.clear()
@@ -310,7 +312,7 @@ class HostTierManager:
             blocks = blocks[~must_stay]
         self._last_batch[blocks] = self._next_batch
         slots = self._slots.slot_of[blocks]
-        self._slots.unpin(blocks)
+        self._slots.give_back(slots)
         self._num_loaded += len(blocks)
         return np.stack((slots, blocks), axis=1).astype(np.int32)
 
