@@ -59,8 +59,8 @@ class SpeculationCounters:
 
 class DraftRun(msgspec.Struct, gc=False):
     """The draft rows of a row in a step, from the ``first`` on: ``tokens`` (n,) are their draft tokens, by the sources
-    of ``parts``, and ``masks`` (n, words) what a grammar allows there; once the result of the step ``step_id`` is
-    there, ``kept`` (a,) are the tokens behind the row's own that were sampled right."""
+    of ``parts``, and ``masks`` (n, words) what a grammar allows there.  Once the result of the step ``step_id`` is
+    there, ``kept`` (a,) are the tokens behind the row's own that were sampled right, with their ``logprobs``."""
 
     row: int
     tokens: IntArray
@@ -68,18 +68,8 @@ class DraftRun(msgspec.Struct, gc=False):
     masks: IntArray | None = None
     first: int = 0
     kept: IntArray = NO_IDS
+    logprobs: TokenLogprobs | None = None
     step_id: int = 0
-
-
-class Verified(msgspec.Struct, gc=False):
-    """A step with draft rows, without them: ``plan`` and ``result`` as if it had had none, the ``runs``, and the
-    log-probabilities of the draft rows, the first of which is ``logprobs[first_draft_row]``."""
-
-    plan: StepPlan
-    result: StepResult
-    runs: list[DraftRun]
-    logprobs: TokenLogprobs | None
-    first_draft_row: int
 
 
 class Speculation(SchedulerFeature):
@@ -108,7 +98,7 @@ class Speculation(SchedulerFeature):
         self._found: list[DraftRun] = []
         self._verifying: list[DraftRun] = []
         self._kept: list[DraftRun] = []
-        self._verified: Verified | None = None
+        self._judged: list[DraftRun] = []
         self.counters = SpeculationCounters(accepted_at=[0] * self._most_tokens)
 
     def stats(self) -> dict[str, SpeculationCounters]:
@@ -212,70 +202,74 @@ class Speculation(SchedulerFeature):
         return int(self._rows.capacity[row]) - end
 
     def on_result(self, plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepResult]:
+        """Judge the draft tokens of a step; return its plan and result as if it had had none."""
         self.sources.take(result)
-        if not len(plan.draft_base_rows):
+        num_draft_rows = len(plan.draft_base_rows)
+        if not num_draft_rows:
             return plan, result
-        self._verified = self._judge(plan, result)
-        return self._verified.plan, self._verified.result
-
-    def _judge(self, plan: StepPlan, result: StepResult) -> Verified:
-        """What the result of a plan with draft rows says of their draft tokens."""
-        runs, self._verifying = self._verifying, []
-        num_draft_rows, first = len(plan.draft_base_rows), len(plan.decode_rows) - len(plan.draft_base_rows)
-        draft_rows = slice(first, first + num_draft_rows)
-        sampled = result.token_ids
+        self._judged, self._verifying = self._verifying, []
+        first, sampled, logprobs = len(plan.decode_rows) - num_draft_rows, result.token_ids, result.logprobs
         own = dict(zip(plan.decode_rows[:first].tolist(), sampled[:first].tolist(), strict=True))
-        for run in runs:
-            behind = sampled[draft_rows][run.first : run.first + len(run.tokens)]
+        for run in self._judged:
+            begin = first + run.first
+            behind = sampled[begin : begin + len(run.tokens)]
             before = np.concatenate(([own[run.row]], behind[:-1]))
             num_right = int((run.tokens == before).cumprod().sum())
             run.kept, run.step_id = behind[:num_right].copy(), plan.step_id
-            self._count(plan, run, num_right)
-        logprobs = result.logprobs
-        return Verified(
-            plan=msgspec.structs.replace(
+            if logprobs is not None:
+                run.logprobs = slice_logprobs(logprobs, begin, begin + num_right, logprobs.token_ids.shape[1] - 1)
+            self._count(run)
+        draft_rows = slice(first, first + num_draft_rows)
+        if logprobs is not None:
+            logprobs = TokenLogprobs(
+                token_ids=np.delete(logprobs.token_ids, draft_rows, axis=0),
+                logprobs=np.delete(logprobs.logprobs, draft_rows, axis=0),
+                ranks=np.delete(logprobs.ranks, draft_rows),
+            )
+        return (
+            msgspec.structs.replace(
                 plan, decode_rows=plan.decode_rows[:first], draft_base_rows=NO_IDS, draft_tokens=NO_IDS
             ),
-            result=msgspec.structs.replace(
-                result,
-                token_ids=np.delete(sampled, draft_rows),
-                logprobs=None if logprobs is None else _without(logprobs, draft_rows),
-            ),
-            runs=runs,
-            logprobs=logprobs,
-            first_draft_row=first,
+            msgspec.structs.replace(result, token_ids=np.delete(sampled, draft_rows), logprobs=logprobs),
         )
 
-    def _count(self, plan: StepPlan, run: DraftRun, num_right: int) -> None:
-        self.sources.note(run.parts, len(run.tokens), num_right)
-        counters = self.counters
+    def _count(self, run: DraftRun) -> None:
+        num_tokens, num_right, counters = len(run.tokens), len(run.kept), self.counters
+        self.sources.note(run.parts, num_tokens, num_right)
         counters.num_drafts += 1
-        counters.num_draft_tokens += len(run.tokens)
+        counters.num_draft_tokens += num_tokens
         counters.num_accepted_tokens += num_right
         for place in range(num_right):
             counters.accepted_at[place] += 1
-        sequence = self._rows.sequences[run.row]
-        if sequence is not None and self._rows.since_step[run.row] <= plan.step_id:
-            sequence.num_draft_tokens += len(run.tokens)
+        if (sequence := self._occupant(run)) is not None:
+            sequence.num_draft_tokens += num_tokens
             sequence.num_accepted_tokens += num_right
+
+    def _occupant(self, run: DraftRun) -> Sequence | None:
+        """The sequence that ``run`` was for, if it still has its row."""
+        return self._rows.sequences[run.row] if self._rows.since_step[run.row] <= run.step_id else None
 
     def extend_output(self, output: StepOutput) -> list[Sequence]:
         """Do as ``SchedulerFeature``: the tokens behind the rows' own are entered, with a record for each row."""
-        verified, self._verified = self._verified, None
-        if verified is None:
+        judged, self._judged = self._judged, []
+        if not judged:
             return []
         ended: list[Sequence] = []
-        for run in verified.runs:
-            sequence = self._rows.sequences[run.row]
-            if not len(run.kept) or sequence is None or self._rows.since_step[run.row] > verified.plan.step_id:
+        for run in judged:
+            sequence = self._occupant(run)
+            if not len(run.kept) or sequence is None:
                 continue
-            end = self._cut(run, sequence) if sequence.constraint is None else self._follow(run, sequence)
+            end = self._cut(run, sequence)
             self._rows.extend(run.row, run.kept)
+            asked = int(self._rows.num_logprobs[run.row])
+            logprobs = None
+            if asked >= 0 and run.logprobs is not None:
+                logprobs = slice_logprobs(run.logprobs, 0, len(run.kept), asked)
             delta = SequenceDelta(
                 request_id=sequence.request_id,
                 index=sequence.index,
                 new_token_ids=run.kept.tolist(),
-                logprobs=self._logprobs(verified, run),
+                logprobs=logprobs,
                 first_scheduled_s=sequence.first_scheduled_s,
                 num_draft_tokens=sequence.num_draft_tokens,
                 num_accepted_tokens=sequence.num_accepted_tokens,
@@ -290,35 +284,20 @@ class Speculation(SchedulerFeature):
         return ended
 
     def _cut(self, run: DraftRun, sequence: Sequence) -> FinishDetails | None:
-        """How the sequence ends within ``run.kept``, if it does; what is behind the end is cut off."""
-        known, count = int(self._rows.num_tokens[run.row]), len(run.kept)
-        may_end = self._stops.may_stop(run.kept)
+        """How the sequence, whose grammar accepts what is kept, ends within ``run.kept``, if it does; what is behind
+        the end is cut off."""
+        known, constraint, is_accepted = int(self._rows.num_tokens[run.row]), sequence.constraint, True
+        may_end = self._stops.may_stop(run.kept) | (constraint is not None)
         may_end[-1] = True
         for place in np.flatnonzero(may_end).tolist():
-            end = ending(sequence, int(run.kept[place]), known + place + 1, sequence.max_tokens)
-            if end is not None and place < count:
-                run.kept = run.kept[: place + 1]
-                return end
-        return None
-
-    def _follow(self, run: DraftRun, sequence: Sequence) -> FinishDetails | None:
-        """As ``_cut``, for a sequence with a grammar, which accepts what is kept."""
-        assert sequence.constraint is not None, "a sequence without a grammar"
-        known = int(self._rows.num_tokens[run.row])
-        for place, token_id in enumerate(run.kept.tolist()):
+            token_id = int(run.kept[place])
             end = ending(sequence, token_id, known + place + 1, sequence.max_tokens)
-            is_accepted, end = accept(sequence.constraint, token_id, end)
+            if constraint is not None:
+                is_accepted, end = accept(constraint, token_id, end)
             if end is not None:
                 run.kept = run.kept[: place + is_accepted]
                 return end
         return None
-
-    def _logprobs(self, verified: Verified, run: DraftRun) -> TokenLogprobs | None:
-        asked = int(self._rows.num_logprobs[run.row])
-        if asked < 0 or verified.logprobs is None:
-            return None
-        first = verified.first_draft_row + run.first
-        return slice_logprobs(verified.logprobs, first, first + len(run.kept), asked)
 
     def on_end(self, sequence: Sequence) -> None:
         """Do as ``SchedulerFeature``: later requests may go on as this one did."""
@@ -358,19 +337,8 @@ class Speculation(SchedulerFeature):
         limits = self._state.limits
         if not limits.has_states:
             return copies
-        pairs = [
-            (limits.max_num_seqs + run.first + len(run.kept) - 1, run.row)
-            for run in kept
-            if self._rows.since_step[run.row] <= run.step_id
-        ]
+        living = [run for run in kept if self._occupant(run) is not None]
+        pairs = [(limits.max_num_seqs + run.first + len(run.kept) - 1, run.row) for run in living]
         found = np.concatenate((copies, np.array(pairs, dtype=np.int32).reshape(-1, 2)))
         assert len(np.unique(found[:, 1])) == len(found), f"two states for one row: {found.tolist()}"
         return found
-
-
-def _without(logprobs: TokenLogprobs, draft_rows: slice) -> TokenLogprobs:
-    return TokenLogprobs(
-        token_ids=np.delete(logprobs.token_ids, draft_rows, axis=0),
-        logprobs=np.delete(logprobs.logprobs, draft_rows, axis=0),
-        ranks=np.delete(logprobs.ranks, draft_rows),
-    )
