@@ -68,6 +68,11 @@ class SchedulerStats:
     kv_events: KVEventCounters | None = None
     images: ImageCounters | None = None
 
+    @property
+    def usage(self) -> float:
+        """Share of the pool's blocks that running requests hold, 0 to 1."""
+        return self.num_used_blocks / max(1, self.num_free_blocks + self.num_cached_blocks + self.num_used_blocks)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewLimits:

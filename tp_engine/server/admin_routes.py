@@ -102,7 +102,7 @@ def _add_metrics(app: FastAPI, state: ServerState) -> None:
             report = await state.watch.report()
         except (HttpError, EngineDeadError, TimeoutError):
             report = None
-        text = state.metrics.exposition(report, state.watch.monitor.summary().peak_usage)
+        text = state.metrics.exposition(report, state.watch.peak_usage)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -15,7 +15,6 @@ from tp_engine.api.openai.errors import HttpError
 from tp_engine.engine.report import EngineReport
 from tp_engine.errors import EngineDeadError
 from tp_engine.log import get_logger
-from tp_engine.sched.allocation_monitor import AllocationMonitor
 from tp_engine.sched.view import SchedulerStats, ViewLimits
 from tp_engine.server.metrics.figures import RequestFigures
 
@@ -57,7 +56,6 @@ class EngineWatch:
         self._engine = engine
         self._figures = figures
         self._logs = logs
-        self.monitor = AllocationMonitor(max_samples=MAX_SAMPLES)
         self.history: deque[TrafficSample] = deque(maxlen=MAX_SAMPLES)
         self._seen_tokens = (0, 0)
         self._seen_s = time.monotonic()
@@ -65,6 +63,11 @@ class EngineWatch:
         self._has_advised = False
         self._viewing: asyncio.Task[EngineReport] | None = None
         self._viewed_s = 0.0
+
+    @property
+    def peak_usage(self) -> float:
+        """Largest share of the pool's blocks that running requests held, of the samples that are kept."""
+        return max((sample.stats.usage for sample in self.history), default=0.0)
 
     async def report(self) -> EngineReport:
         """Ask rank 0.  ``HttpError`` or ``EngineDeadError`` if there is no engine, ``TimeoutError`` if it hangs."""
@@ -134,7 +137,6 @@ class EngineWatch:
             (now - before) / max(seconds, 1e-3) for now, before in zip(tokens, self._seen_tokens, strict=True)
         )
         self._seen_tokens, self._seen_s = tokens, now_s
-        self.monitor.observe(stats, now_s)
         self.history.append(
             TrafficSample(
                 time_s=now_s,
@@ -154,7 +156,6 @@ class EngineWatch:
         self._next_log_s = now_s + _LOG_EVERY_S
         stats = self.history[-1].stats
         hit_rate = stats.num_prefix_hit_tokens / max(1, stats.num_prefix_query_tokens)
-        assert self.monitor.latest is not None
         logger.info(
             "prompt throughput: %.1f tokens/s, generation throughput: %.1f tokens/s, running: %d, waiting: %d, "
             "KV cache usage: %.1f%%, prefix cache hit rate: %.1f%%",
@@ -162,6 +163,6 @@ class EngineWatch:
             sum(sample.generation_tokens_per_s for sample in recent) / len(recent),
             stats.num_running,
             stats.num_waiting,
-            self.monitor.latest.usage * 100,
+            stats.usage * 100,
             hit_rate * 100,
         )

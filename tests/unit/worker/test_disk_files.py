@@ -26,7 +26,7 @@ from tp_engine.units import GIB
 from tp_engine.worker.codecs.base import BlockCopy
 from tp_engine.worker.effective_config import resolve
 from tp_engine.worker.memory.kv_cache import KvCacheShape
-from tp_engine.worker.tiers.disk_files import Identity, SlotFiles, choose_disk_slots, lock_directory, make_directory
+from tp_engine.worker.tiers.disk_files import Identity, SlotFiles, choose_disk_slots, lock_directory
 from tp_engine.worker.tiers.disk_start import make_identity
 from tp_engine.worker.tiers.disk_tier import DiskTierWorker
 
@@ -64,7 +64,7 @@ def read(opened: SlotFiles, slot: int) -> bytes | None:
 def test_what_was_written_is_there_after_a_restart(tmp_path: Path) -> None:
     """Oracle: the bytes; modes of directory and files; a larger and a smaller number of slots keep what fits."""
     path = tmp_path / "kv"
-    make_directory(path)
+    os.close(lock_directory(path))
     written(path)
     for num_slots, last in ((8, content(6)), (20, content(6)), (4, None)):
         opened = files(path, num_slots)
@@ -137,7 +137,7 @@ def test_a_directory_that_can_not_be_made_is_refused(tmp_path: Path) -> None:
     """Oracle: a file in its place."""
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"kv_disk_path is .* can not be used"):
-        make_directory(tmp_path / "file" / "kv")
+        lock_directory(tmp_path / "file" / "kv")
 
 
 def test_the_size_must_hold_a_block_and_be_free(tmp_path: Path) -> None:

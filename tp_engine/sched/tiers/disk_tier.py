@@ -69,7 +69,7 @@ class DiskTierManager:
         self._most_writes = max(1, min(limits.max_host_moves, limits.num_host_slots // _WRITES_SHARE))
         self._most_reads = max(1, min(_READ_WINDOW * limits.max_host_moves, limits.num_host_slots // _READS_SHARE))
         self._unwritten = LruQueue(self.first)
-        self._fresh: list[BlockIds] = []  # computed by the plan in the making, or later
+        self._fresh = LruQueue(self.first)  # those that are computed by the plan in the making, or later
         self._writes = TierChannel(reports, "disk_writes", self.clock)
         self.reads = TierChannel(reports, "disk_reads", self.clock)
         self._read_of = np.zeros(limits.num_host_slots, dtype=np.int64)  # number of the last read into each slot
@@ -98,18 +98,16 @@ class DiskTierManager:
         """Note that these blocks of the pool are in the cache now, and computed before the plan after the one in the
         making."""
         if len(blocks):
-            self._fresh.append(blocks)
+            self._fresh.append(blocks[~(self._fresh.holds(blocks) | self._unwritten.holds(blocks))])
             self._is_stuck = False
 
     def moved(self, old: BlockIds, new: BlockIds) -> None:
         """Note that the content of each id ``old`` is that of ``new``, both in the pool or on the host."""
         self._slots.move(old, new)
-        waiting = self._unwritten.holds(old)
-        if waiting.any():
-            self._unwritten.remove(old[waiting])
-            self._unwritten.append(new[waiting])
-        if self._fresh:
-            self._fresh.append(new[np.isin(old, np.concatenate(self._fresh))])
+        for queue in (self._unwritten, self._fresh):
+            waiting = queue.holds(old)
+            queue.remove(old[waiting])
+            queue.append(new[waiting])
 
     def lose(self, ids: BlockIds) -> None:
         """Note that the pool or the host have given up these ids, those that others follow behind the others: what has
@@ -131,15 +129,16 @@ class DiskTierManager:
     def forget(self, ids: BlockIds) -> None:
         """Note that the content of these ids, in the pool or on the host, leaves the cache."""
         if len(ids):
-            self._unwritten.remove(ids[self._unwritten.holds(ids)])
+            for queue in (self._unwritten, self._fresh):
+                queue.remove(ids[queue.holds(ids)])
             self._slots.forget(ids)
             self._cache.evict(ids)
 
     def clear(self) -> None:
         """Note that the cache is about to forget everything; what has been ordered may still run."""
         self._slots.clear()
-        self._unwritten.pop(len(self._unwritten))
-        self._fresh.clear()
+        for queue in (self._unwritten, self._fresh):
+            queue.pop(len(queue))
         self._num_void = self._writes.num_ordered
         self._rewrite_journal()
 
@@ -161,27 +160,25 @@ class DiskTierManager:
         far = ids[ids >= self.first]
         if len(far) and self.reads.num_open < self._most_reads and not self.reads.is_stalled:
             far = far[: self._most_reads - self.reads.num_open]
-            slots = take(len(far))
-            far = far[: len(slots)]
-            if len(far):
-                far = far[self._cache.are_found(far)]  # not if they lost what they followed
-            self._begin_reads(far, slots)
-            on_host = np.concatenate((on_host, slots[: len(far)]))
+            on_host = np.concatenate((on_host, self._begin_reads(far, take(len(far)))))
         return int(self._read_of[on_host].max()) if len(on_host) else 0
 
-    def _begin_reads(self, far: BlockIds, slots: BlockIds) -> None:
+    def _begin_reads(self, far: BlockIds, slots: BlockIds) -> BlockIds:
+        """Order reads of the first of ``far`` into ``slots``, which have been taken; those that are used."""
+        far = far[: len(slots)]
+        far = far[self._cache.are_found(far)] if len(far) else far  # not if they lost what they followed
         self._host.add_soles(slots)
         self._host.forget_soles(slots[len(far) :])
         slots, copies = slots[: len(far)], far - self.first
-        if not len(far):
-            return
-        self._host.lend(slots)
-        self._cache.rename(far, slots + self._first_host)
-        self._slots.lend(copies)
-        self._slots.pair(slots + self._first_host, copies)
-        self.reads.order(slots, copies)
-        self._read_of[slots] = np.arange(self.reads.num_ordered - len(far), self.reads.num_ordered) + 1
-        self._to_read.append(np.stack((copies, slots), axis=1).astype(np.int32))
+        if len(far):
+            self._host.lend(slots)
+            self._cache.rename(far, slots + self._first_host)
+            self._slots.lend(copies)
+            self._slots.pair(slots + self._first_host, copies)
+            self.reads.order(slots, copies)
+            self._read_of[slots] = np.arange(self.reads.num_ordered - len(far), self.reads.num_ordered) + 1
+            self._to_read.append(np.stack((copies, slots), axis=1).astype(np.int32))
+        return slots
 
     # Plans.
 
@@ -200,7 +197,7 @@ class DiskTierManager:
         """Whether blocks are to be written and can be, or are being written, to a disk that answers."""
         if self._writes.num_open:
             return not self._writes.is_stalled
-        return bool(len(self._unwritten) or self._fresh) and not self._is_stuck
+        return len(self._unwritten) + len(self._fresh) > 0 and not self._is_stuck
 
     def rest(self) -> None:
         """Note that an idle engine could order nothing: it need not ask again before there are news."""
@@ -251,7 +248,7 @@ class DiskTierManager:
         """Return the pairs (slot on the host, slot on disk) that go out with this plan.  ``double`` stores blocks of
         the pool, as far as there are slots to spare, and gives their slots on the host."""
         ids = self._next_written()
-        self._absorb()
+        self._unwritten.append(self._fresh.pop(len(self._fresh)))
         if not len(ids):
             return NO_PAIRS
         in_pool = ids < self._first_host
@@ -307,18 +304,6 @@ class DiskTierManager:
             return ids
         found: BlockIds = ids[self._cache.are_found(ids) & (self._slots.slot_of[ids] == NO_SLOT)]
         return found
-
-    def _absorb(self) -> None:
-        """What was published for this plan, and is still cached, may be stored by the next."""
-        if not self._fresh:
-            return
-        ids = np.concatenate(self._fresh)
-        self._fresh.clear()
-        if len(ids):
-            _, first = np.unique(ids, return_index=True)
-            ids = ids[np.sort(first)]
-            is_new = ~self._unwritten.holds(ids) & (self._slots.slot_of[ids] == NO_SLOT)
-            self._unwritten.append(ids[is_new & self._cache.are_found(ids)])
 
     def _rewrite_journal(self) -> None:
         slots = self._slots.contents()

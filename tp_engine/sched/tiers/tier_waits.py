@@ -13,8 +13,7 @@ room, it waits for those.  What has been read is on the host like any other bloc
 sequence enters.  So rounds after which no less is left to read are limited.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tp_engine.plan import StepPlan
 from tp_engine.sched.blocks.block_manager import Hits
@@ -39,8 +38,7 @@ class Reader(Protocol):
     num_read_blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class _DiskWait:
+class _DiskWait(NamedTuple):
     sequence: Sequence
     number: int
     deadline_s: float
@@ -124,23 +122,18 @@ class DiskWaits(SchedulerFeature):
         """Take in what ranks have reported, and let sequences go on that need not wait any longer."""
         disk, now_s = self._disk, self._clock()
         disk.settle()
-        if not self._waits:
-            return
-        ready: list[Sequence] = []
         left: list[_DiskWait] = []
         for wait in self._waits:
+            has_ended = wait.number <= disk.reads.num_ended
             if not wait.sequence.blocked & Blocked.READING:
                 continue  # aborted
-            if wait.number <= disk.reads.num_ended:
-                ready.append(wait.sequence)
-            elif disk.reads.is_stalled or now_s > wait.deadline_s:
-                wait.sequence.num_disk_waits = _MAX_ROUNDS
-                ready.append(wait.sequence)
-            else:
+            if not (has_ended or disk.reads.is_stalled or now_s > wait.deadline_s):
                 left.append(wait)
+                continue
+            if not has_ended:
+                wait.sequence.num_disk_waits = _MAX_ROUNDS
+            self._state.unblock(wait.sequence, Blocked.READING)
         self._waits = left
-        for sequence in ready:
-            self._state.unblock(sequence, Blocked.READING)
 
 
 class TierLoads(SchedulerFeature):

@@ -57,21 +57,20 @@ class Identity:
     parts: dict[str, str]
 
 
-def make_directory(path: Path) -> None:
-    """Create the directory, readable by its owner alone.  Raises ``ConfigError``."""
+def lock_directory(path: Path) -> int:
+    """Make the directory, readable by its owner alone, and lock it for this process's life; the descriptor.
+
+    Raises ``ConfigError`` if that can not be, or if another engine has it.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         if path.stat().st_mode & 0o077:
             path.chmod(0o700)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise ConfigError(
             f"kv_disk_path is {str(path)!r}, which can not be used ({error}); name a directory that this user owns"
         ) from error
-
-
-def lock_directory(path: Path) -> int:
-    """Lock the directory for this process's life; the descriptor.  Raises ``ConfigError`` if another engine has it."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     if not _locked(descriptor, 1.0):
         os.close(descriptor)
         raise ConfigError(
@@ -127,7 +126,7 @@ class SlotFiles:
             self.store, self.difference = self._read_header()
             self._entries = np.zeros(num_slots, dtype=ENTRY)
             if self.store:
-                data = _pread(self._index, num_slots * ENTRY.itemsize, _HEADER_BYTES)
+                data = os.pread(self._index, num_slots * ENTRY.itemsize, _HEADER_BYTES)
                 self._entries = np.frombuffer(data, dtype=ENTRY).copy()
                 is_ours = (self._entries["fingerprint"] == np.frombuffer(identity.fingerprint, "<u8")).all(axis=1)
                 self._entries[~is_ours] = np.zeros((), dtype=ENTRY)
@@ -161,12 +160,7 @@ class SlotFiles:
         entry = self._entries[slot]
         if not entry["serial"]:
             return False
-        done = 0
-        while done < len(target):
-            count = os.preadv(self._slots, [target[done:]], slot * self._stride + done)
-            if not count:
-                break
-            done += count
+        done = os.preadv(self._slots, [target], slot * self._stride)
         if done == len(target) and xxhash.xxh3_64_intdigest(target) == int(entry["checksum"]):
             return True
         self._clear(slot)
@@ -175,9 +169,7 @@ class SlotFiles:
     def write(self, slot: int, source: memoryview, serial: int) -> None:
         """Write a slot under ``serial``.  Raises ``OSError``; then the slot is empty."""
         self._clear(slot)
-        done = 0
-        while done < len(source):
-            done += os.pwritev(self._slots, [source[done:]], slot * self._stride + done)
+        _pwrite(self._slots, source, slot * self._stride)
         checksum = xxhash.xxh3_64_intdigest(source)
         entry = np.array((serial, checksum, np.frombuffer(self._identity.fingerprint, "<u8")), dtype=ENTRY)
         _pwrite(self._index, entry.tobytes(), _HEADER_BYTES + slot * ENTRY.itemsize)
@@ -211,7 +203,7 @@ class SlotFiles:
 
     def _read_header(self) -> tuple[str, str]:
         """The store, or why there is none for this engine."""
-        data = _pread(self._index, _HEADER_BYTES, 0).strip(b" \0")
+        data = os.pread(self._index, _HEADER_BYTES, 0).strip(b" \0")
         if not data:
             return "", ""
         try:
@@ -228,10 +220,7 @@ class SlotFiles:
 
     def _other(self, header: Stored) -> str:
         """Which parts of the fingerprint differ."""
-        parts = self._identity.parts
-        names = [
-            name for name in sorted(parts.keys() | header.parts.keys()) if parts.get(name) != header.parts.get(name)
-        ]
+        names = sorted({name for name, _ in self._identity.parts.items() ^ header.parts.items()})
         return f": {', '.join(names)}" if names else ""
 
 
@@ -247,15 +236,12 @@ def _open(path: Path) -> int:
 
 def _locked(descriptor: int, patience_s: float) -> bool:
     deadline_s = time.monotonic() + patience_s
-    while True:
-        try:
+    while time.monotonic() <= deadline_s:
+        with contextlib.suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline_s:
-                return False
-            time.sleep(0.02)
-        else:
             return True
+        time.sleep(0.02)
+    return False
 
 
 def _num_allocated(path: Path) -> int:
@@ -265,15 +251,7 @@ def _num_allocated(path: Path) -> int:
         return 0
 
 
-def _pread(descriptor: int, size: int, offset: int) -> bytes:
-    parts: list[bytes] = []
-    while size > 0 and (part := os.pread(descriptor, size, offset)):
-        parts.append(part)
-        size, offset = size - len(part), offset + len(part)
-    return b"".join(parts).ljust(size + sum(map(len, parts)), b"\0")
-
-
-def _pwrite(descriptor: int, data: bytes, offset: int) -> None:
+def _pwrite(descriptor: int, data: bytes | memoryview, offset: int) -> None:
     view = memoryview(data)
     while view:
         done = os.pwrite(descriptor, view, offset)

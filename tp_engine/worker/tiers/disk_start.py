@@ -35,7 +35,7 @@ from tp_engine.worker.features import RunnerFeatureParts
 from tp_engine.worker.memory.kv_cache import KvCacheShape
 from tp_engine.worker.memory.meter import settle_slots
 from tp_engine.worker.orders import StartUp
-from tp_engine.worker.tiers.disk_files import Identity, SlotFiles, choose_disk_slots, lock_directory, make_directory
+from tp_engine.worker.tiers.disk_files import Identity, SlotFiles, choose_disk_slots, lock_directory
 from tp_engine.worker.tiers.disk_tier import DiskTierWorker
 from tp_engine.worker.tiers.host_tier import HostTierWorker
 
@@ -84,11 +84,19 @@ def open_disk_tier(
     Raises ``ConfigError`` or ``MemoryBudgetError`` on a rank that can not, ``RankError`` on the others.
     """
     config, groups, slot_bytes = parts.effective.config, parts.groups, tier.slots.shape[1]
-    info = groups.info
-    assert config.kv_disk_path is not None
+    info, codec = groups.info, parts.codec
+    assert config.kv_disk_path is not None and codec is not None, "there is a host tier above"
     path = Path(config.kv_disk_path)
+
+    def open_files() -> SlotFiles:
+        names = [backend.name for backend in parts.backends]
+        identity = make_identity(parts.effective, info, kv_shape, names, codec=codec)
+        return SlotFiles(path, info.rank, num_slots, slot_bytes, identity)
+
     with contextlib.ExitStack() as undo:
-        lock = start_up.run_agreed_phase("locking the disk tier", lambda: _lock(path) if info.is_first else None)
+        lock = start_up.run_agreed_phase(
+            "locking the disk tier", lambda: lock_directory(path) if info.is_first else None
+        )
         if lock is not None:
             undo.callback(os.close, lock)
         num_slots = settle_slots(
@@ -104,8 +112,7 @@ def open_disk_tier(
             of="disk tier",
         )
         files = start_up.run_agreed_phase(
-            "opening the disk tier",
-            lambda: undo.enter_context(contextlib.closing(_open(path, num_slots, slot_bytes, parts, kv_shape))),
+            "opening the disk tier", lambda: undo.enter_context(contextlib.closing(open_files()))
         )
         own = _RankStore(files.store, files.difference, files.serials.tobytes(), secrets.token_hex(16))
         gathered = groups.host.all_gather_bytes(msgspec.msgpack.encode(own))
@@ -133,18 +140,6 @@ def open_disk_tier(
             first_serial=first_serial,
             lock=lock,
         )
-
-
-def _open(path: Path, num_slots: int, slot_bytes: int, parts: RunnerFeatureParts, kv_shape: KvCacheShape) -> SlotFiles:
-    assert parts.codec is not None, "there is a host tier above"
-    names, info = [backend.name for backend in parts.backends], parts.groups.info
-    identity = make_identity(parts.effective, info, kv_shape, names, codec=parts.codec)
-    return SlotFiles(path, info.rank, num_slots, slot_bytes, identity)
-
-
-def _lock(path: Path) -> int:
-    make_directory(path)
-    return lock_directory(path)
 
 
 def _log_loss(reports: list[_RankStore], *, keeps: bool) -> None:

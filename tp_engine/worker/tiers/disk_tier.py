@@ -13,7 +13,6 @@ memory that it reads into.  Which slots belong together is the scheduler's busin
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import TypeAlias
@@ -34,15 +33,8 @@ logger = get_logger(__name__)
 _END_S = 1.0
 _SILENCE_S = 10.0  # between two lines of the log
 Ready: TypeAlias = Callable[[], object]
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """Pairs of a plan, the serial of its first write, and what waits for the plan's moves."""
-
-    pairs: IntArray
-    serial: int
-    ready: Ready
+_Work: TypeAlias = tuple[IntArray, int, Ready]
+"""Pairs of a plan, the serial of its first write, and what waits for the plan's moves."""
 
 
 class DiskTierWorker:
@@ -78,9 +70,9 @@ class DiskTierWorker:
     def begin(self, reads: IntArray, writes: IntArray, ready: Ready) -> None:
         """Begin a plan's reads and writes; ``ready`` waits for the moves of this plan and those before."""
         if len(reads):
-            self._reads.put(_Work(np.array(reads), 0, ready))
+            self._reads.put((np.array(reads), 0, ready))
         if len(writes):
-            self._writes.put(_Work(np.array(writes), self._next_serial, ready))
+            self._writes.put((np.array(writes), self._next_serial, ready))
             self._next_serial += len(writes)
 
     def close(self) -> None:
@@ -103,10 +95,11 @@ class DiskTierWorker:
         self, queue: SimpleQueue[_Work | None], body: Callable[[int, int, int], bool], progress: TierProgress
     ) -> None:
         while (work := queue.get()) is not None:
-            work.ready()
-            for index, (source, target) in enumerate(work.pairs.tolist()):
+            pairs, first_serial, ready = work
+            ready()
+            for serial, (source, target) in enumerate(pairs.tolist(), first_serial):
                 try:
-                    is_done = body(source, target, work.serial + index)
+                    is_done = body(source, target, serial)
                 except OSError as error:
                     is_done = False
                     self._say(str(error))
