@@ -18,9 +18,12 @@ _INT64_HALF = 1 << 63
 
 
 def build_group(request: EngineRequest, limits: SchedulerLimits, number: int, cache_keys: CacheKeys) -> RequestGroup:
-    """Return the sequences of a request, the ``number``-th of this engine.  ``RequestError`` if it can never fit."""
-    prompt = _prompt_array(request)
+    """Return the sequences of a request, the ``number``-th of this engine, which ``InputProcessor`` has checked.
+    ``RequestError`` if the KV cache can never hold it."""
     _check_length(request, limits)
+    token_ids = request.prompt_token_ids
+    packed = bytearray(struct.pack(f"<{len(token_ids)}i", *token_ids))  # takes half of numpy's time
+    prompt: IntArray = np.frombuffer(packed, dtype="<i4")
     params = request.params
     eos = frozenset(() if params.ignore_eos else request.eos_token_ids)
     group = RequestGroup(
@@ -45,33 +48,8 @@ def build_group(request: EngineRequest, limits: SchedulerLimits, number: int, ca
     return group
 
 
-def _prompt_array(request: EngineRequest) -> IntArray:
-    if not request.prompt_token_ids:
-        raise RequestError("the prompt is empty; give at least one token", param=request.prompt_field)
-    try:
-        count = len(request.prompt_token_ids)
-        packed = bytearray(struct.pack(f"<{count}i", *request.prompt_token_ids))  # takes half of numpy's time
-    except struct.error as error:
-        raise RequestError(f"the prompt is not a list of token ids: {error}", param=request.prompt_field) from error
-    prompt: IntArray = np.frombuffer(packed, dtype="<i4")
-    if prompt.min() < 0:
-        raise RequestError(
-            f"the prompt contains {prompt.min()}; token ids are not negative", param=request.prompt_field
-        )
-    return prompt
-
-
 def _check_length(request: EngineRequest, limits: SchedulerLimits) -> None:
     length = len(request.prompt_token_ids)
-    num_generated = int(request.pooling is None)
-    if length > limits.max_model_len - num_generated:
-        reason = " and one token is generated" if num_generated else ""
-        raise RequestError(
-            f"the prompt has {length} tokens; at most {limits.max_model_len - num_generated} fit, because "
-            f"max_model_len is {limits.max_model_len}{reason}. Shorten the prompt",
-            param=request.prompt_field,
-            code="context_length_exceeded",
-        )
     if length > limits.capacity_tokens:
         groups = f", one for each of {limits.num_groups} groups of layers" if limits.num_groups > 1 else ""
         raise RequestError(

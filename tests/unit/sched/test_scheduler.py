@@ -92,32 +92,14 @@ def test_priority_then_arrival() -> None:
     assert order == [1, 3, 0, 2]
 
 
-@pytest.mark.parametrize(
-    ("changes", "length", "words"),
-    [
-        ({}, 64, ["64 tokens", "at most 63", "max_model_len is 64"]),
-        ({"num_blocks": 2}, 9, ["9 tokens", "holds 8", "2 blocks of 4"]),
-    ],
-)
-def test_what_never_fits_is_refused_at_once(changes: dict[str, int], length: int, words: list[str]) -> None:
+def test_what_never_fits_is_refused_at_once() -> None:
     """The promise: a refusal with its code and the numbers, and unchanged state."""
-    simulation = Simulation(limits(**changes))
-    with pytest.raises(RequestError) as caught:
-        simulation.add([1] * length)
+    simulation = Simulation(limits(num_blocks=2))
+    with pytest.raises(RequestError, match=r"9 tokens.*holds 8.*2 blocks of 4") as caught:
+        simulation.add([1] * 9)
     assert caught.value.code == "context_length_exceeded"
-    assert all(word in str(caught.value) for word in words)
     assert not simulation.scheduler.has_unfinished and simulation.step() is None
-    simulation.add([1] * (length - 1))
-    simulation.run()
-
-
-@pytest.mark.parametrize("prompt", [[], [1, -1], [2**31], [1.5], ["1"]])
-def test_bad_prompts_are_refused(prompt: list[Any]) -> None:
-    """The promise: a RequestError, and the next request is served."""
-    simulation = Simulation(limits())
-    with pytest.raises(RequestError, match="prompt"):
-        simulation.add(prompt)
-    simulation.add([1])
+    simulation.add([1] * 8)
     simulation.run()
 
 
