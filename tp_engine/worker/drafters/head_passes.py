@@ -12,7 +12,6 @@ Where there is no recording, the same is launched.  Recordings are made and clos
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -35,16 +34,6 @@ from tp_engine.sampling.noise import device_noise_keys, gumbel_noise
 from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.graphs.recorder import Recorder, Recording
-
-
-@dataclass(slots=True)
-class _Recorded:
-    """The recordings of one size."""
-
-    store: Recording | None = None
-    take_in: Recording | None = None
-    go_on: Recording | None = None
-    choose: dict[bool, Recording] = field(default_factory=dict)
 
 
 class HeadPasses:
@@ -88,35 +77,34 @@ class HeadPasses:
         self._advance, self._copy_rows = op("advance_drafts", device.type), op("copy_rows", device.type)
         self._is_alone = communicator.info.world_size == 1
         self._library = native_library() if device.type == "cpu" and self._is_alone else None
-        self._recorded: dict[int, _Recorded] = {}
+        self._recorded: dict[tuple[object, ...], Recording] = {}  # by the pass and its arguments
+        self._sizes: set[int] = set()
 
     def record(self, size: int, recorder: Recorder) -> None:
         """Record what follows recorded steps of ``size`` decodes; a collective."""
-        own = self._recorded[size] = _Recorded()
+        self._sizes.add(size)
         if not self.needs_pass:
-            own.store = recorder.record(partial(self._store, size))
+            self._recorded[self._store, size] = recorder.record(partial(self._store, size))
         if size > self._most_rows:
             return
         if not self.needs_pass:
-            own.take_in = recorder.record(partial(self._take_in, size))
-        own.go_on = recorder.record(partial(self._go_on, size), partial(self._keep, size))
+            self._recorded[self._take_in, size] = recorder.record(partial(self._take_in, size))
+        self._recorded[self._go_on, size] = recorder.record(partial(self._go_on, size), partial(self._keep, size))
         on_tapes = () if self._library is None or self.head.has_map else (False,)
         for is_noisy in (False, True) if self.out.device.type == "cuda" else on_tapes:
-            own.choose[is_noisy] = recorder.record(partial(self._choose, size, is_noisy))
+            self._recorded[self._choose, size, is_noisy] = recorder.record(partial(self._choose, size, is_noisy))
 
     def forget(self) -> None:
         """Destroy the recordings."""
         self._recorded.clear()
+        self._sizes.clear()
 
     def take_in(self, sampled: torch.Tensor, *, drafts: bool) -> None:
         """Give the head the recorded step that has just ended with ``sampled`` (n,), by way of ``states``; if it
         ``drafts``, its outputs are in ``out`` and ``fed``, else it stores K/V alone."""
         count = len(sampled)
         self._tokens[:count].copy_(sampled)
-        size = self._size_for(count)
-        own = _Recorded() if size is None else self._recorded[size]
-        recorded, launch = (own.take_in, self._take_in) if drafts else (own.store, self._store)
-        _ = launch(count) if recorded is None else recorded.run()
+        self._run(self._take_in if drafts else self._store, self._size_for(count))
 
     def draft(
         self,
@@ -133,17 +121,13 @@ class HeadPasses:
         ``first`` and ``fed`` (m, hidden) are what the head gave at ``position`` (m,); if a run ``needs_pass``, the last
         tokens (m,) and the model's states behind which they came.  A collective.
         """
-        num_rows, size = len(rows), self._size_for(len(rows))
-        own = _Recorded() if size is None else self._recorded[size]
-        size = num_rows if size is None else size
+        num_rows, size, found = len(rows), self._size_for(len(rows)), list[torch.Tensor]()
         is_noisy = self._begin(rows, limits, size)
         self._enter(first, fed, position)
-        go_on, choose, found = own.go_on, own.choose.get(is_noisy), list[torch.Tensor]()
         for index in range(count):
             if index or self.needs_pass:
-                _ = self._go_on(size) if go_on is None else go_on.run()
-            tokens = self._choose(size, is_noisy) if choose is None else choose.run()
-            found.append(tokens[:num_rows].clone())
+                self._run(self._go_on, size)
+            found.append(self._run(self._choose, size, is_noisy)[:num_rows].clone())
         return torch.stack(found, 1)
 
     def _enter(self, first: torch.Tensor, fed: torch.Tensor, position: torch.Tensor) -> None:
@@ -152,10 +136,15 @@ class HeadPasses:
             if given.data_ptr() != place.data_ptr():
                 place[: len(given)].copy_(given)
 
-    def _size_for(self, count: int) -> int | None:
-        """The smallest size that is recorded for ``count`` requests, the others of which are padding, if there is
-        one."""
-        return min((size for size in self._recorded if size >= count), default=None)
+    def _run(self, launch: Callable[..., torch.Tensor], *given: Any) -> torch.Tensor:
+        """What ``launch`` makes of what it is ``given``, by its recording if there is one."""
+        recorded = self._recorded.get((launch, *given))
+        return launch(*given) if recorded is None else recorded.run()
+
+    def _size_for(self, count: int) -> int:
+        """The smallest size that is recorded for ``count`` requests, the others of which are padding; ``count`` itself
+        if there is none."""
+        return min((size for size in self._sizes if size >= count), default=count)
 
     def _begin(self, rows: IntArray, limits: npt.NDArray[np.int64], size: int) -> bool:
         """Enter the requests, padded to ``size``; return whether some have noise."""
