@@ -107,3 +107,12 @@ def _check(path: Path, found: os.stat_result, max_bytes: int | None) -> None:
         raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
     if max_bytes is not None and found.st_size > max_bytes:
         raise OSError(errno.EFBIG, f"it has {found.st_size:,} bytes, more than {max_bytes:,}", str(path))
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in ``folder`` to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

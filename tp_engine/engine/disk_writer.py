@@ -10,9 +10,11 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
+from tp_engine.files import sync_folder
 from tp_engine.log import get_logger
 from tp_engine.plan import StepPlan
 from tp_engine.sched.scheduler import Scheduler
@@ -35,24 +37,22 @@ class JournalFile:
         self._path = folder / _NAME
         self._descriptor = -1
         self._has_failed = False
-        self._queue: SimpleQueue[tuple[bytes, bool] | None] = SimpleQueue()
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="disk_journal", daemon=True)
 
     def append(self, records: bytes) -> None:
-        self._queue.put((records, False))
+        self._queue.put(partial(self._append, records))
 
     def rewrite(self, data: bytes) -> None:
         """Do as ``JournalSink``.  The first call, at the start, returns when the journal is on disk.  Serials go on
         behind those that slots have, which may be less than those of the old journal, if slots have been cleared since.
         So the old one has to be gone before the first write."""
         if self._thread.ident is not None:
-            self._queue.put((data, True))
+            self._queue.put(partial(self._replace, data))
             return
-        try:
-            self._replace(data)
-        except OSError as error:
+        self._try(partial(self._replace, data))
+        if self._has_failed:
             self._path.unlink(missing_ok=True)
-            self._fail(error)
         self._thread.start()
 
     def close(self) -> None:
@@ -61,18 +61,21 @@ class JournalFile:
             self._thread.join(_END_S)
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            data, is_new = item
-            try:
-                if is_new:
-                    self._replace(data)
-                    self._has_failed = False
-                elif not self._has_failed:  # what stands behind a torn record is not read
-                    _write(self._descriptor, data)
-            except OSError as error:
-                self._fail(error)
+        while (act := self._queue.get()) is not None:
+            self._try(act)
         if self._descriptor >= 0:
             os.close(self._descriptor)
+
+    def _try(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except OSError as error:
+            self._has_failed = True
+            logger.warning("the journal of the disk tier can not be written (%s): a later start finds less", error)
+
+    def _append(self, records: bytes) -> None:
+        if not self._has_failed:  # what stands behind a torn record is not read
+            _write(self._descriptor, records)
 
     def _replace(self, data: bytes) -> None:
         """Begin a new journal, which takes the old one's place when it is on disk."""
@@ -83,17 +86,13 @@ class JournalFile:
             _write(descriptor, data)
             os.fsync(descriptor)
             path.replace(self._path)
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
         except OSError:
             os.close(descriptor)
             raise
         if self._descriptor >= 0:
             os.close(self._descriptor)
-        self._descriptor = descriptor
-
-    def _fail(self, error: OSError) -> None:
-        self._has_failed = True
-        logger.warning("the journal of the disk tier can not be written (%s): a later start finds less", error)
+        self._descriptor, self._has_failed = descriptor, False
 
 
 def read_contents(start: DiskStart, *, block_bytes: int, num_groups: int) -> tuple[DiskContents, JournalFile]:
@@ -154,12 +153,3 @@ def _write(descriptor: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
-
-
-def _sync_folder(folder: Path) -> None:
-    """Let the names in ``folder`` be on disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -58,11 +58,10 @@ class PixelFile:
 
 @dataclass(slots=True)
 class _Prompt:
-    """A request's images, by their names, and the files that hold their pixels."""
+    """A request's images, each with its name, and the files that hold their pixels."""
 
-    images: tuple[ImageInput, ...]
+    images: list[tuple[ImageInput, int]]
     files: list[PixelFile]
-    names: list[int]
 
 
 class EncoderCache:
@@ -99,11 +98,9 @@ class EncoderCache:
         assert image not in self._places, "an image is encoded once"
         if self._gap(count, (self._places[one] for one in kept)) is None:
             return None
-        leaving = [one for one in self._places if one not in kept]
-        first = self._gap(count, self._places.values())
-        while first is None:
-            del self._places[leaving.pop(0)]
-            first = self._gap(count, self._places.values())
+        leaving = iter([one for one in self._places if one not in kept])
+        while (first := self._gap(count, self._places.values())) is None:
+            del self._places[next(leaving)]
         self._places[image] = first, count
         return first
 
@@ -175,10 +172,11 @@ class Images(SchedulerFeature):
             return
         assert self._opened is not None and self._opened[0] == request.request_id
         files, self._opened = self._opened[1], None
-        names = [self._name(request.params.cache_salt or "", image.digest) for image in request.images]
-        self._prompts[request.request_id] = _Prompt(request.images, files, names)
+        salt = request.params.cache_salt or ""
+        images = [(image, self._name(salt, image.digest)) for image in request.images]
+        self._prompts[request.request_id] = _Prompt(images, files)
         tokens = group.sequences[0].token_ids.copy()
-        for image, name in zip(request.images, names, strict=True):
+        for image, name in images:
             tokens[image.start + row_places(image)] = name
         for sequence in group.sequences:
             sequence.token_ids = tokens
@@ -193,16 +191,9 @@ class Images(SchedulerFeature):
     def limit_chunk(self, sequence: Sequence, start: int, end: int) -> int:
         """Return where a chunk from ``start`` ends that could go to ``end``: before the first image that can not be
         encoded now, or that would be cut and must not be.  ``start`` itself: it has to wait."""
-        if not sequence.group.request.images:
-            return end
-        prompt = self._prompts[sequence.request_id]
-        for image, name in zip(prompt.images, prompt.names, strict=True):
-            behind = image.start + image.num_tokens
-            if image.start >= end:
-                break
-            if behind <= start:
-                continue
-            if (self._limits.is_bidirectional and behind > end) or not self._reserve(name, image):
+        for image, name in self._touched(sequence, start, end):
+            is_cut = self._limits.is_bidirectional and image.start + image.num_tokens > end
+            if is_cut or not self._reserve(name, image):
                 return max(image.start, start)
         return end
 
@@ -215,13 +206,14 @@ class Images(SchedulerFeature):
         entering: list[tuple[int, ...]] = [
             (admission.row, image.start, image.num_tokens, *image.grid)
             for admission in plan.admitted
-            for image in self._images_at(admission.row)
+            if (sequence := rows.sequences[admission.row]) is not None
+            for image in sequence.group.request.images
         ]
         touched: list[tuple[int, ...]] = []
         encoded: dict[int, ImageInput] = {}
         for row, count in zip(plan.prefill_rows.tolist(), plan.prefill_tokens.tolist(), strict=True):
             end = int(rows.num_scheduled[row])
-            for image, name in self._touched(row, end - count, end):
+            for image, name in self._touched(rows.sequences[row], end - count, end):
                 first = self._cache.use(name)
                 assert first is not None, "a chunk was planned without its image"
                 touched.append((row, image.start, first))
@@ -295,18 +287,13 @@ class Images(SchedulerFeature):
         self._used.add(name)
         return True
 
-    def _images_at(self, row: int) -> tuple[ImageInput, ...]:
-        sequence = self._state.rows.sequences[row]
-        return () if sequence is None else sequence.group.request.images
-
-    def _touched(self, row: int, start: int, end: int) -> list[tuple[ImageInput, int]]:
-        sequence = self._state.rows.sequences[row]
+    def _touched(self, sequence: Sequence | None, start: int, end: int) -> list[tuple[ImageInput, int]]:
+        """The images, and their names, of which a chunk from token ``start`` to ``end`` has a part."""
         if sequence is None or not sequence.group.request.images:
             return []
-        prompt = self._prompts[sequence.request_id]
         return [
             (image, name)
-            for image, name in zip(prompt.images, prompt.names, strict=True)
+            for image, name in self._prompts[sequence.request_id].images
             if image.start < end and start < image.start + image.num_tokens
         ]
 

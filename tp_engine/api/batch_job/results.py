@@ -24,6 +24,7 @@ import numpy.typing as npt
 from tp_engine.api.batch_job.lines import ResultLine, line_number
 from tp_engine.closing import Closing
 from tp_engine.errors import ConfigError
+from tp_engine.files import sync_folder
 
 _DIGEST_BYTES = 16
 
@@ -41,7 +42,7 @@ class ResultFile:
         try:
             self._lock()
             self._resume(earlier)
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -151,15 +152,6 @@ class Results(Closing):
     def close(self) -> None:
         """Bring all lines to the disk and close the files."""
         self._opened.close()
-
-
-def _sync_folder(folder: Path) -> None:
-    """Bring the names of new files to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class _LineResponse(msgspec.Struct):

@@ -29,6 +29,7 @@ from tp_engine.api.batches.objects import Batch, StoredFile, new_id
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.closing import Closing
 from tp_engine.errors import ConfigError, RequestError, shown
+from tp_engine.files import sync_folder
 from tp_engine.log import get_logger
 
 logger = get_logger(__name__)
@@ -231,8 +232,4 @@ def _write_json(path: Path, value: object) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     new.replace(path)
-    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(path.parent)

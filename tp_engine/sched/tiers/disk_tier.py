@@ -57,7 +57,6 @@ class DiskTierManager:
     ) -> None:
         """Enters what ``contents`` has into the cache, which is empty."""
         self.first = limits.num_blocks + limits.num_host_slots
-        self.num_written = self.num_read = 0
         self._first_host = limits.num_blocks
         self._cache, self._host = cache, host
         self._journal, self._header, self.clock = contents.sink, contents.header, contents.clock
@@ -87,8 +86,8 @@ class DiskTierManager:
         return {
             "num_disk_slots": self._slots.num_slots,
             "num_used_disk_slots": self._slots.num_used,
-            "num_disk_written_blocks": self.num_written,
-            "num_disk_read_blocks": self.num_read,
+            "num_disk_written_blocks": self._writes.num_ended - self._writes.num_failed,
+            "num_disk_read_blocks": self.reads.num_ended - self.reads.num_failed,
             "num_disk_failed_blocks": self.reads.num_failed + self._writes.num_failed,
         }
 
@@ -208,10 +207,8 @@ class DiskTierManager:
     def settle(self) -> None:
         """Take in what ranks have reported."""
         for batch, has_failed in self.reads.ended():
-            self.num_read += len(batch.slots) - int(np.count_nonzero(has_failed))
             self._end(batch, has_failed, "read")
         for batch, has_failed in self._writes.ended():
-            self.num_written += len(batch.slots) - int(np.count_nonzero(has_failed))
             self._end(batch, has_failed, "written")
             if batch.first > self._num_void:
                 self._journal_bytes += len(batch.records)

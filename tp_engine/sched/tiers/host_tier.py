@@ -69,8 +69,7 @@ class HostTierManager:
         self._next_batch = 1
         self._waited = 0  # all moves up to this batch have ended before any plan in the making runs
         self._wait = 0
-        self._stores: list[tuple[BlockIds, BlockIds]] = []
-        self._num_stores = 0
+        self._stores: dict[int, int] = {}  # of the plan in the making, blocks by slots
 
     def stats(self) -> dict[str, int]:
         """Return the fields of ``SchedulerStats`` of this tier and the disk's, but for the hits."""
@@ -91,7 +90,7 @@ class HostTierManager:
     @property
     def num_moves_left(self) -> int:
         """Stores for which the plan in the making has room."""
-        return self._max_moves - self._num_stores
+        return self._max_moves - len(self._stores)
 
     def on_host(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         """Return which of these ids are slots."""
@@ -205,9 +204,10 @@ class HostTierManager:
             writes = self.disk.writes(self._double)
             reads = self.disk.ordered_reads()
         loads = self._loads(plan.copies[:, 0]) if len(self._pending) else NO_PAIRS
-        if not (self._num_stores or len(loads) or self._wait or len(writes) or len(reads)):
+        if not (self._stores or len(loads) or self._wait or len(writes) or len(reads)):
             return plan
-        stores = self._take_stores() if self._stores else NO_PAIRS
+        stores = np.array([pair[::-1] for pair in self._stores.items()], dtype=np.int32).reshape(-1, 2)
+        self._stores.clear()
         if self._checks is not None and len(stores):
             self._checks.order(stores)
         if len(stores) or len(loads):
@@ -282,22 +282,13 @@ class HostTierManager:
     def _store(self, blocks: BlockIds, slots: BlockIds) -> None:
         if not len(blocks):
             return
-        self._stores.append((blocks, slots))
-        self._num_stores += len(blocks)
+        for block, slot in zip(blocks.tolist(), slots.tolist(), strict=True):
+            self._stores.pop(slot, None)  # of two in one slot, as happens with very few, the later one counts
+            self._stores[slot] = block
         self._num_stored += len(blocks)
         self._last_batch[blocks] = self._next_batch
         if self._checks is not None:
             self._checks.begin(slots)
-
-    def _take_stores(self) -> IntArray:
-        """The pairs that go out with this plan.  Of two in one slot, as happens with very few, the later one counts."""
-        blocks, slots = (np.concatenate(parts) for parts in zip(*self._stores, strict=True))
-        stores = np.stack((blocks, slots), axis=1).astype(np.int32)
-        if len(self._stores) > 1:
-            _, from_end = np.unique(slots[::-1], return_index=True)
-            stores = stores[np.sort(len(slots) - 1 - from_end)]
-        self._stores, self._num_stores = [], 0
-        return stores
 
     def _loads(self, copy_sources: IntArray) -> IntArray:
         """The pairs that go out with this plan: at least those that are urgent, and none into ``copy_sources``."""

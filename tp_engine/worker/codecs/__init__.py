@@ -1,10 +1,8 @@
 """The codecs of the tiers below the pool: a table of what ``kv_offloading_codec`` may name.
 
-A new codec is a file with a class that does what ``base.Codec`` says, a line in ``_CODECS``, and its name in
+A new codec is a file with a class that does what ``base.Codec`` says, a place in ``make_codec``, and its name in
 ``tp_engine/kv_codec.py``, which also reads the settings of ``pca``.
 """
-
-from collections.abc import Callable
 
 import torch
 
@@ -15,10 +13,7 @@ from tp_engine.worker.codecs.eight_bits import EightBits
 from tp_engine.worker.codecs.pca import Pca
 from tp_engine.worker.memory.kv_cache import KvCacheShape
 
-_CODECS: dict[str, Callable[[BlockForm], Codec]] = {
-    "int8": lambda form: EightBits(form, torch.int8),
-    "fp8": lambda form: EightBits(form, torch.float8_e4m3fn),
-}
+_EIGHT_BITS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def make_codec(name: str, shape: KvCacheShape, simd_width: int) -> Codec:
@@ -38,8 +33,6 @@ def make_codec(name: str, shape: KvCacheShape, simd_width: int) -> Codec:
     )
     assert form.block_bytes == shape.block_bytes, "the configuration refuses a quantised cache"
     pca = pca_settings(name)
-    return (
-        _CODECS[name](form)
-        if pca is None
-        else Pca(form, pca.rank, pca.bound, [group.num_parts * len(group.layers) for group in shape.layout.groups])
-    )
+    if pca is None:
+        return EightBits(form, _EIGHT_BITS[name])
+    return Pca(form, pca.rank, pca.bound, [group.num_parts * len(group.layers) for group in shape.layout.groups])
