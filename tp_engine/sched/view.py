@@ -147,7 +147,7 @@ def stats_of(state: SchedulerState, of_features: Mapping[str, Any]) -> Scheduler
 
 def view_scheduler(state: SchedulerState, limits: ViewLimits) -> SchedulerView:
     """Return the view of ``state``, which is not changed."""
-    holders = _holders(state.rows, state.blocks.pool.num_blocks)
+    holders = state.blocks.pool.ref_counts
     states = np.minimum(holders, 2).astype(np.uint8)
     states += states > 0
     states[(states == 0) & state.blocks.pool.contents()] = 1
@@ -158,14 +158,6 @@ def view_scheduler(state: SchedulerState, limits: ViewLimits) -> SchedulerView:
         running=[_running(sequence, state.rows, holders, limits.max_blocks) for sequence in shown],
         num_omitted=len(running) - len(shown),
     )
-
-
-def _holders(rows: RunningBatch, num_blocks: int) -> npt.NDArray[np.int64]:
-    """How many rows hold each block, as the pool counts too; found without a loop over the pool."""
-    width = int(rows.num_blocks.max(initial=0))
-    numbers = np.arange(width)[:, None]
-    is_held = (numbers >= rows.first_block[:, None]) & (numbers < rows.num_blocks[:, None, None])
-    return np.bincount(rows.block_table[:, :width][is_held], minlength=num_blocks)
 
 
 def _grid(states: npt.NDArray[np.uint8], max_cells: int) -> PoolGrid:

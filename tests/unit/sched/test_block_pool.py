@@ -67,7 +67,7 @@ def test_golden_hit_leaves_the_middle_of_the_queue() -> None:
     assert order(pool) == [3, 2, 0]
     pool.share(ids(1))
     pool.release(ids(1))
-    assert order(pool) == [3, 2, 0] and pool.ref_count(1) == 1
+    assert order(pool) == [3, 2, 0] and pool.ref_counts[1] == 1
     pool.release(ids(1))
     assert order(pool) == [3, 2, 0, 1]
 

@@ -199,7 +199,7 @@ def test_fragmentation_and_the_view_know_all_groups(windows: tuple[int | None, .
         view = simulation.scheduler.view(ViewLimits())
         pool = simulation.scheduler._state.blocks.pool
         for one in view.running:
-            assert one.num_blocks == len(one.blocks) and all(pool.ref_count(block) for block in one.blocks)
+            assert one.num_blocks == len(one.blocks) and all(pool.ref_counts[block] for block in one.blocks)
         states = [view.grid.cells[block // 4] >> 2 * (block % 4) & 3 for block in range(60)]
         assert sum(state >= 2 for state in states) == stats.num_used_blocks
     simulation.run()

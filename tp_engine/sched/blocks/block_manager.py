@@ -161,7 +161,7 @@ class BlockManager:
         """Return how many of ``blocks``, which may be on the host, some row holds."""
         if self.tier is not None:
             blocks = blocks[~self.tier.on_host(blocks)]
-        return len(blocks) - self.pool.num_idle(blocks)
+        return int(np.count_nonzero(self.pool.ref_counts[blocks]))
 
     def num_host_tokens(self, shared: Shared) -> int:
         """Tokens of the logical blocks that are on the host, in any group."""
@@ -334,8 +334,7 @@ class BlockManager:
             for block, group in zip(held, self.windows.held(groups, first).tolist(), strict=True):
                 assert group_of.setdefault(block, group) == group, f"block {block} is held in two groups"
             holders.update(held)
-        for block in range(self.pool.num_blocks):
-            assert self.pool.ref_count(block) == holders[block], f"block {block}"
+        assert self.pool.ref_counts.tolist() == [holders[block] for block in range(self.pool.num_blocks)]
         cached = [block for block in self.cache.cached_blocks() if block < self.pool.num_blocks]
         assert np.flatnonzero(self.pool.contents()).tolist() == sorted(cached)
         if self.tier is not None:

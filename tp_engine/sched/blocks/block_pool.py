@@ -34,7 +34,7 @@ _ONE = np.ones((), dtype=np.int64)  # numpy adds an array in less time than a Py
 
 
 class BlockPool:
-    """Owner of the queues and of the reference counts; block ids are 0 to ``num_blocks - 1``."""
+    """Owner of the queues and of ``ref_counts``, how many rows hold each block; ids are 0 to ``num_blocks - 1``."""
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 1
@@ -44,7 +44,7 @@ class BlockPool:
         self._free: BlockIds = np.arange(num_blocks - 1, -1, -1)  # the first ``num_free``, last on top
         self._tails: deque[int] = deque()
         self._kept = LruQueue(num_blocks)
-        self._ref_count = np.zeros(num_blocks, dtype=np.int64)
+        self.ref_counts = np.zeros(num_blocks, dtype=np.int64)
         self._content = np.zeros(num_blocks, dtype=np.uint8)
 
     @property
@@ -70,24 +70,24 @@ class BlockPool:
             lost = self._pop_cached(count - from_free)
             self._content[lost] = _NOTHING
             taken = np.concatenate((taken, lost)) if from_free else lost
-        self._ref_count[taken] = 1
+        self.ref_counts[taken] = 1
         self.num_available -= count
         return taken, lost
 
     def share(self, blocks: BlockIds) -> None:
         """Count one more holder of each block; a cached one leaves the queue and is used again."""
-        counts = self._ref_count[blocks]
+        counts = self.ref_counts[blocks]
         idle = blocks[counts == 0]
         assert np.all(self._content[idle] == _FULL), f"one of blocks {idle} is free: it holds nothing to share"
-        self._ref_count[blocks] = counts + _ONE
+        self.ref_counts[blocks] = counts + _ONE
         self._kept.remove(idle)
         self.num_available -= len(idle)
 
     def release(self, table: BlockIds) -> None:
         """Give back the block table of one holder, last block first."""
-        counts = self._ref_count[table]
+        counts = self.ref_counts[table]
         assert 0 not in counts.tolist(), f"one of blocks {table} is released but no row holds it"
-        self._ref_count[table] = counts - _ONE
+        self.ref_counts[table] = counts - _ONE
         left = table[counts == _ONE][::-1]
         content = self._content[left]
         free = left[content == _NOTHING]
@@ -99,7 +99,7 @@ class BlockPool:
 
     def release_repeated(self, blocks: BlockIds) -> None:
         """Do as ``release``, by several holders at once: each block is listed once for each of them."""
-        while len(blocks) and self._ref_count[blocks].max() > 1:
+        while len(blocks) and self.ref_counts[blocks].max() > 1:
             _, places = np.unique(blocks, return_index=True)
             places.sort()
             self.release(blocks[places])
@@ -113,7 +113,7 @@ class BlockPool:
     def mark_tail(self, blocks: BlockIds) -> None:
         """Note that the prefix cache knows the first tokens of these partly filled blocks, which leave their only
         holder."""
-        counts = self._ref_count[blocks]
+        counts = self.ref_counts[blocks]
         assert np.all(counts == 1), f"blocks {blocks} have {counts} holders: they can be no tail"
         self._content[blocks] = _TAIL
 
@@ -129,19 +129,6 @@ class BlockPool:
         """Return the full blocks, oldest first, among the next ``count`` that will be allocated."""
         return self._kept.peek(count - self.num_free - len(self._tails))
 
-    def ref_count(self, block: int) -> int:
-        """Return how many rows hold ``block``."""
-        return int(self._ref_count[block])
-
-    def num_idle(self, blocks: BlockIds) -> int:
-        """Return how many of these no row holds."""
-        return len(blocks) - int(np.count_nonzero(self._ref_count[blocks]))
-
-    def are_idle(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
-        """Return which of these no row holds."""
-        idle: npt.NDArray[np.bool_] = self._ref_count[blocks] == 0
-        return idle
-
     def contents(self) -> npt.NDArray[np.bool_]:
         """Return whether each block is in the prefix cache, used or not."""
         known: npt.NDArray[np.bool_] = self._content != _NOTHING
@@ -155,8 +142,8 @@ class BlockPool:
         """Assert that free + cached + used = all, and that the queues hold exactly the unused blocks, in order."""
         order = self.free_order()
         assert len(order) == self.num_available, f"{len(order)} blocks in the queues, {self.num_available} counted"
-        assert sorted(order) == np.flatnonzero(self._ref_count == 0).tolist(), "queues and reference counts disagree"
-        assert self._ref_count.min() >= 0
+        assert sorted(order) == np.flatnonzero(self.ref_counts == 0).tolist(), "queues and reference counts disagree"
+        assert self.ref_counts.min() >= 0
         contents = self._content[order].tolist()
         expected = [_NOTHING] * self.num_free + [_TAIL] * len(self._tails) + [_FULL] * len(self._kept)
         assert contents == expected, "a block is in the wrong queue"

@@ -150,7 +150,7 @@ class Prefetcher(SchedulerFeature):
         if self._waits is not None and self._waits.read_ahead(one, shared.held):
             return False
         is_wanted = on_host.copy()
-        is_wanted[~on_host] = blocks.pool.are_idle(shared.held[~on_host])
+        is_wanted[~on_host] = blocks.pool.ref_counts[shared.held[~on_host]] == 0
         num_idle = blocks.pool.num_available - self._state.rows.num_running * blocks.num_groups
         fits = (is_wanted.cumsum() <= num_idle // _IDLE_SHARE) & (on_host.cumsum() <= tier.num_moves_left)
         count = int(np.count_nonzero(fits))  # both sums only grow
