@@ -12,6 +12,8 @@ A step counts once all ranks have ended it.  Before a step without decodes there
 the time since rank 0 published its plan counts as waiting.
 """
 
+from __future__ import annotations
+
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -22,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tp_engine.ipc.job_board import JobBoard
-from tp_engine.ipc.rank_slot import NUM_RECORDS, RECORD_FIELDS, RankSlot, resident_bytes
+from tp_engine.ipc.rank_slot import NUM_RECORDS, RECORD_FIELDS, resident_bytes
 from tp_engine.kv_layout import DiskCounters, MoveCounters
 from tp_engine.sched.view import SchedulerStats, SchedulerView
 
@@ -38,7 +40,10 @@ Int64s: TypeAlias = npt.NDArray[np.int64]
 _NS = 1e-9
 _RECENT = 32
 _MARGIN = 16  # records that the ranks may overwrite soon
-_FIELD = {name: index for index, name in enumerate(RECORD_FIELDS)}
+_BOUNDS = {
+    "step_tokens": STEP_TOKENS, "plan_bytes": PLAN_BYTES, "step_skew": WAIT_S, "plan_wait": WAIT_S,
+    "step_time": STEP_TIME_S, "collective_wait": WAIT_S,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +52,11 @@ class Distribution:
 
     counts: list[int]
     total: float
+
+    def plus(self, bounds: Sequence[float], values: npt.NDArray[Any]) -> Distribution:
+        """Return this one with ``values`` besides; ``bounds`` are the buckets' inclusive upper ends."""
+        found = np.bincount(np.searchsorted(np.array(bounds), values), minlength=len(self.counts))
+        return Distribution(counts=(self.counts + found).tolist(), total=self.total + float(values.sum()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,28 +137,30 @@ class EngineReport:
 
 
 class StepStatistics:
-    """Totals since the start over the steps of all ranks; ``update`` adds the steps since the last call."""
+    """Totals since the start over the steps of all ranks; ``update`` adds the steps since the last call.  ``of_job``
+    and ``of_rank`` have the distributions by their names in the reports."""
 
     def __init__(self, board: JobBoard) -> None:
         self._board = board
-        self._slots = board.slots
         self._last_counted = 0
         self.num_missed = 0
-        self.step_tokens = _Tally(STEP_TOKENS)
-        self.plan_bytes = _Tally(PLAN_BYTES)
-        self.step_skew = _Tally(WAIT_S)
-        self._ranks = [_RankTally() for _ in board.slots]
+        self.of_job = _no_values(("step_tokens", "plan_bytes", "step_skew"))
+        self.of_rank = [_no_values(("plan_wait", "step_time", "collective_wait")) for _ in board.slots]
+        self._recent: list[deque[float]] = [deque(maxlen=_RECENT) for _ in board.slots]
+        self._num_last = np.zeros(len(board.slots), np.int64)
 
     def update(self) -> None:
         """Count the steps that every rank has ended and whose records still exist."""
-        last = min(slot.step_done for slot in self._slots)
+        slots = self._board.slots
+        last = min(slot.step_done for slot in slots)
         first = max(self._last_counted + 1, last - NUM_RECORDS + _MARGIN)
         if last < first:
             return
         steps = np.arange(first - 1, last + 1)  # with the step before the first, whose end begins the first wait
-        records = np.stack([slot.records[steps % NUM_RECORDS] for slot in self._slots])
-        is_there = ((records[:, :, _FIELD["step_id"]] == steps) & (records[:, :, _FIELD["done_ns"]] > 0)).all(axis=0)
-        self._count(records, is_there)
+        records = np.stack([slot.records[steps % NUM_RECORDS] for slot in slots])
+        columns = {name: records[:, :, index] for index, name in enumerate(RECORD_FIELDS)}
+        is_there = ((columns["step_id"] == steps) & (columns["done_ns"] > 0)).all(axis=0)
+        self._count(columns, is_there)
         self.num_missed += (last - self._last_counted) - int(is_there[1:].sum())
         self._last_counted = last
 
@@ -158,93 +170,60 @@ class StepStatistics:
         return EngineReport(
             stats=stats,
             ranks=self.rank_reports(),
-            step_tokens=self.step_tokens.distribution(),
-            plan_bytes=self.plan_bytes.distribution(),
-            step_skew=self.step_skew.distribution(),
             num_missed_steps=self.num_missed,
             view=view,
+            **self.of_job,
             **of_rank,
         )
 
     def rank_reports(self) -> list[RankReport]:
         """Return one for each rank: steps as of the last ``update``, everything else as of now."""
-        now_ns = time.monotonic_ns()
+        now_ns, board = time.monotonic_ns(), self._board
         return [
-            _report(slot, tally, now_ns, self._board.topology.host_of(slot.rank), is_far=slot in self._board.far_slots)
-            for slot, tally in zip(self._slots, self._ranks, strict=True)
+            RankReport(
+                rank=slot.rank,
+                host=board.topology.host_of(slot.rank),
+                host_name=slot.host.name,
+                pid=slot.pid,
+                state=slot.state.name.lower(),
+                num_steps=slot.step_done,
+                num_last=int(self._num_last[slot.rank]),
+                cpu_s=slot.cpu_ns * _NS,
+                heartbeat_age_s=max(0, now_ns - slot.heartbeat_ns) * _NS,
+                collective_s=slot.collective_ns * _NS,
+                resident_bytes=slot.host.resident_bytes if slot in board.far_slots else resident_bytes(slot.pid),
+                memory=slot.memory,
+                recent_step_s=list(self._recent[slot.rank]),
+                startup_s=slot.startup_s,
+                **self.of_rank[slot.rank],
+            )
+            for slot in board.slots
         ]
 
-    def _count(self, records: Int64s, is_there: npt.NDArray[np.bool_]) -> None:
-        """``records``: (ranks, steps, fields); the first step is not counted, its end begins the second step's wait."""
-        columns = {name: records[:, :, index] for name, index in _FIELD.items()}
+    def _count(self, columns: dict[str, Int64s], is_there: npt.NDArray[np.bool_]) -> None:
+        """``columns``: (ranks, steps) each; the first step is not counted, its end begins the second step's wait."""
         counted, follows = is_there[1:], is_there[:-1]
         started, done, received = (columns[name][:, 1:] for name in ("started_ns", "done_ns", "received_ns"))
         free = np.where(follows, columns["done_ns"][:, :-1], 0)
         is_busy = follows & (columns["decode_rows"][0, 1:] > 0)
-        waits = np.maximum(received - np.where(is_busy, free, np.maximum(free, received[0])), 0)
-        times = np.maximum(done - np.maximum(started, free), 0)
-        self.step_tokens.add((columns["decode_rows"] + columns["prefill_tokens"])[0, 1:][counted])
-        for tally, wait, taken in zip(self._ranks, waits[:, counted], times[:, counted], strict=True):
-            tally.plan_wait.add(wait * _NS)
-            tally.step_time.add(taken * _NS)
-            tally.recent.extend((taken[-_RECENT:] * _NS).tolist())
-        if len(self._slots) > 1:
-            self.plan_bytes.add(columns["plan_bytes"][0, 1:][counted])
-            self._count_skew(started[:, counted])
-
-    def _count_skew(self, started: Int64s) -> None:
-        leads = started.max(axis=0) - started
-        self.step_skew.add(leads.max(axis=0) * _NS)
-        num_last = np.bincount(started.argmax(axis=0), minlength=len(self._ranks)).tolist()
-        for tally, lead, count in zip(self._ranks, leads, num_last, strict=True):
-            tally.collective_wait.add(lead * _NS)
-            tally.num_last += count
+        waits = np.maximum(received - np.where(is_busy, free, np.maximum(free, received[0])), 0)[:, counted] * _NS
+        times = np.maximum(done - np.maximum(started, free), 0)[:, counted] * _NS
+        leads = (started.max(axis=0) - started)[:, counted] * _NS
+        _add(self.of_job, step_tokens=(columns["decode_rows"] + columns["prefill_tokens"])[0, 1:][counted])
+        for rank, spreads in enumerate(self.of_rank):
+            _add(spreads, plan_wait=waits[rank], step_time=times[rank])
+            self._recent[rank].extend(times[rank, -_RECENT:].tolist())
+        if len(self.of_rank) > 1:
+            _add(self.of_job, plan_bytes=columns["plan_bytes"][0, 1:][counted], step_skew=leads.max(axis=0))
+            self._num_last += np.bincount(leads.argmin(axis=0), minlength=len(leads))
+            for spreads, lead in zip(self.of_rank, leads, strict=True):
+                _add(spreads, collective_wait=lead)
 
 
-class _Tally:
-    """Values by bucket; ``bounds`` are the buckets' inclusive upper ends."""
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = np.array(bounds)
-        self._counts = np.zeros(len(bounds) + 1, dtype=np.int64)
-        self._total = 0.0
-
-    def add(self, values: npt.NDArray[Any]) -> None:
-        self._counts += np.bincount(np.searchsorted(self._bounds, values), minlength=len(self._counts))
-        self._total += float(values.sum())
-
-    def distribution(self) -> Distribution:
-        return Distribution(counts=self._counts.tolist(), total=self._total)
+def _no_values(names: Sequence[str]) -> dict[str, Distribution]:
+    return {name: Distribution(counts=[0] * (len(_BOUNDS[name]) + 1), total=0.0) for name in names}
 
 
-class _RankTally:
-    """One rank's."""
-
-    def __init__(self) -> None:
-        self.plan_wait = _Tally(WAIT_S)
-        self.step_time = _Tally(STEP_TIME_S)
-        self.collective_wait = _Tally(WAIT_S)
-        self.recent: deque[float] = deque(maxlen=_RECENT)
-        self.num_last = 0
-
-
-def _report(slot: RankSlot, tally: _RankTally, now_ns: int, host: int, *, is_far: bool) -> RankReport:
-    return RankReport(
-        rank=slot.rank,
-        host=host,
-        host_name=slot.host.name,
-        pid=slot.pid,
-        state=slot.state.name.lower(),
-        num_steps=slot.step_done,
-        num_last=tally.num_last,
-        cpu_s=slot.cpu_ns * _NS,
-        heartbeat_age_s=max(0, now_ns - slot.heartbeat_ns) * _NS,
-        collective_s=slot.collective_ns * _NS,
-        resident_bytes=slot.host.resident_bytes if is_far else resident_bytes(slot.pid),
-        memory=slot.memory,
-        plan_wait=tally.plan_wait.distribution(),
-        step_time=tally.step_time.distribution(),
-        collective_wait=tally.collective_wait.distribution(),
-        recent_step_s=list(tally.recent),
-        startup_s=slot.startup_s,
-    )
+def _add(spreads: dict[str, Distribution], **values: npt.NDArray[Any]) -> None:
+    for name, found in values.items():
+        spreads[name] = spreads[name].plus(_BOUNDS[name], found)

@@ -7,7 +7,7 @@ makes another ``plan_codec.VERSION``.
 
 ``encode`` appends what a value consists of to ``parts``, to be joined, and returns its size in bytes; ``TypeError`` for
 another dtype.  ``decode`` returns the value in ``size`` bytes from ``offset`` on, as views, given the ``fields`` before
-it; ``PlanError`` for anything that ``encode`` did not write.
+it.  These bytes are what ``encode`` wrote: the codec has compared their checksum and version.
 """
 
 import struct
@@ -18,7 +18,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tp_engine.errors import PlanError
 from tp_engine.kv_layout import MAX_GROUPS
 from tp_engine.plan import Admission, RowSampling
 
@@ -41,7 +40,6 @@ class ArraySection:
         self.name, self.dtype, self.per, self._most = name, dtype, per, most
         self._columns = columns
         self._num_dimensions = 2 if columns else 1
-        self._item_bytes = dtype.itemsize * max(columns, 1)
 
     def encode(self, value: AnyArray, parts: list[Part]) -> int:
         if value.dtype is not self.dtype and value.dtype != self.dtype:
@@ -51,26 +49,15 @@ class ArraySection:
         return value.nbytes
 
     def decode(self, buffer: Buffer, offset: int, size: int, fields: Mapping[str, Any]) -> AnyArray:
-        num_owners = len(fields[self.per]) if self.per else 0
-        if self.per and not num_owners:
-            raise PlanError(f"malformed step plan: its {self.name} are there, and its {self.per} are empty")
-        item_bytes = self._item_bytes if self._columns != ANY else self._item_bytes * num_owners
-        if size % item_bytes:
-            raise PlanError(f"malformed step plan: its {self.name} take {size} bytes, not a multiple of {item_bytes}")
         values: AnyArray = np.frombuffer(buffer, self.dtype, size // self.dtype.itemsize, offset)
-        if self._columns:
-            values = values.reshape((num_owners, -1) if self._columns == ANY else (-1, self._columns))
-        if self.per and not self.fits(len(values), num_owners):
-            raise PlanError(f"malformed step plan: {self.misfit(len(values), num_owners)}")
-        return values
+        if self._columns == ANY:
+            return values.reshape(len(fields[self.per]), -1)
+        return values.reshape(-1, self._columns) if self._columns else values
 
-    def fits(self, count: int, num_owners: int) -> bool:
-        """Return whether so many items of this section may belong to so many of section ``per``."""
-        return count == num_owners or (num_owners > 0 == count % num_owners and 0 < count <= num_owners * self._most)
-
-    def misfit(self, count: int, num_owners: int) -> str:
-        """Return what is wrong where they do not fit."""
-        return f"{count} {self.name} for {num_owners} {self.per}"
+    def check(self, count: int, num_owners: int) -> None:
+        """Assert that so many items of this section may belong to so many of section ``per``."""
+        fits = count == num_owners or (num_owners > 0 == count % num_owners and 0 < count <= num_owners * self._most)
+        assert fits, f"{count} {self.name} for {num_owners} {self.per}"
 
 
 class AdmissionSection:
@@ -81,14 +68,11 @@ class AdmissionSection:
     def __init__(self, name: str, scalars: Mapping[str, str], arrays: Sequence[ArraySection]) -> None:
         self.name, self._arrays = name, arrays
         self._record = struct.Struct(f"<{''.join(scalars.values())}{len(arrays)}I")
-        self._get_scalars = attrgetter(*scalars)
-        self._get_arrays = attrgetter(*(array.name for array in arrays))
-        self._scalars = _split(list(scalars))
         names = [array.name for array in arrays]
+        self._get_scalars, self._get_arrays = attrgetter(*scalars), attrgetter(*names)
         self._related = [(array, names.index(array.name), names.index(array.per)) for array in arrays if array.per]
-        own, sampling = _split(names)
-        dtypes = [array.dtype for array in arrays]
-        self._named_arrays = [*zip(own, dtypes, strict=False)], [*zip(sampling, dtypes[len(own) :], strict=True)]
+        self._num_own = sum(not scalar.startswith(_SAMPLING) for scalar in scalars)
+        self._scalars = [scalar.removeprefix(_SAMPLING) for scalar in scalars]
 
     def encode(self, value: Sequence[Admission], parts: list[Part]) -> int:
         place = len(parts)
@@ -98,7 +82,7 @@ class AdmissionSection:
             arrays = self._get_arrays(admission)
             lengths = list(map(len, arrays))
             for array, index, owner in self._related:
-                assert lengths[index] == lengths[owner], array.misfit(lengths[index], lengths[owner])
+                array.check(lengths[index], lengths[owner])
             records.append(self._record.pack(*self._get_scalars(admission), *lengths))
             for index, length in enumerate(lengths):
                 if length:
@@ -107,37 +91,22 @@ class AdmissionSection:
         return size
 
     def decode(self, buffer: Buffer, offset: int, size: int, fields: Mapping[str, Any]) -> tuple[Admission, ...]:
-        count = _COUNT.unpack_from(buffer, offset)[0] if size >= _COUNT.size else 0
-        start = _COUNT.size + count * self._record.size
-        if not count or start > size or size % INT.itemsize:
-            raise PlanError(f"malformed step plan: its {self.name} take {size} bytes, {count} need at least {start}")
+        start = _COUNT.size + _COUNT.unpack_from(buffer, offset)[0] * self._record.size
         items = np.frombuffer(buffer, INT, (size - start) // INT.itemsize, offset + start)
-        records = memoryview(buffer)[offset + _COUNT.size : offset + start]
-        return tuple(self._admissions(records, items))
+        return tuple(self._admissions(memoryview(buffer)[offset + _COUNT.size : offset + start], items))
 
     def _admissions(self, records: memoryview, items: AnyArray) -> Iterator[Admission]:
-        own_scalars, sampling_scalars = self._scalars
-        own_arrays, sampling_arrays = self._named_arrays
-        first, last = len(own_scalars), len(own_scalars) + len(sampling_scalars)
-        place = 0
+        first, last, place = self._num_own, len(self._scalars), 0
         for values in self._record.iter_unpack(records):
-            own = dict(zip(own_scalars, values, strict=False))
-            sampling = dict(zip(sampling_scalars, values[first:], strict=False))
-            lengths = values[last:]
-            for (name, _), length in zip(own_arrays, lengths, strict=False):
-                own[name] = items[place : place + length]  # shorter, if the length is wrong: seen at the end
-                place += length
-            if any(lengths[len(own_arrays) :]):
-                for array, index, owner in self._related:
-                    if lengths[index] != lengths[owner]:
-                        raise PlanError(f"malformed step plan: {array.misfit(lengths[index], lengths[owner])}")
-                for (name, dtype), length in zip(sampling_arrays, lengths[len(own_arrays) :], strict=True):
-                    if length:
-                        sampling[name] = items[place : place + length].view(dtype)
-                        place += length
+            own = dict(zip(self._scalars[:first], values, strict=False))
+            sampling = dict(zip(self._scalars[first:], values[first:], strict=False))
+            for array, length in zip(self._arrays, values[last:], strict=True):
+                part, place = items[place : place + length], place + length
+                if not array.name.startswith(_SAMPLING):
+                    own[array.name] = part
+                elif length:
+                    sampling[array.name.removeprefix(_SAMPLING)] = part.view(array.dtype)
             yield Admission(sampling=RowSampling(**sampling), **own)
-        if place != len(items):
-            raise PlanError(f"malformed step plan: its {self.name} have {place} array items, {len(items)} are there")
 
 
 class BytesSection:
@@ -151,8 +120,6 @@ class BytesSection:
         return len(value)
 
     def decode(self, buffer: Buffer, offset: int, size: int, fields: Mapping[str, Any]) -> bytes:
-        if not size:
-            raise PlanError(f"malformed step plan: its {self.name} is there, and is empty")
         return bytes(memoryview(buffer)[offset : offset + size])
 
 
@@ -167,19 +134,7 @@ class NumberSection:
         return _NUMBER.size
 
     def decode(self, buffer: Buffer, offset: int, size: int, fields: Mapping[str, Any]) -> int:
-        if size != _NUMBER.size:
-            raise PlanError(f"malformed step plan: its {self.name} takes {size} bytes, it must be {_NUMBER.size}")
-        value: int = _NUMBER.unpack_from(buffer, offset)[0]
-        if not value:
-            raise PlanError(f"malformed step plan: its {self.name} is there, and is 0")
-        return value
-
-
-def _split(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """An admission's own names, and those of its sampling."""
-    own = [name for name in names if not name.startswith(_SAMPLING)]
-    sampling = [name.removeprefix(_SAMPLING) for name in names[len(own) :]]
-    return own, sampling
+        return int(_NUMBER.unpack_from(buffer, offset)[0])
 
 
 _COUNT = struct.Struct("<I")

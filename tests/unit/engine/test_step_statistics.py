@@ -65,10 +65,10 @@ def test_two_ranks_and_three_steps() -> None:
     assert one.step_time.total == pytest.approx(0.00469)
     assert spread(WAIT_S, one.collective_wait) == {1e-5: 3} and one.num_last == 2  # 0, 0, 5
     assert spread(WAIT_S, two.collective_wait) == {5e-5: 2, 1e-5: 1} and two.num_last == 1  # 50, 40, 0
-    assert spread(WAIT_S, statistics.step_skew.distribution()) == {5e-5: 2, 1e-5: 1}
-    assert spread(PLAN_BYTES, statistics.plan_bytes.distribution()) == {256: 3}
-    assert spread(STEP_TOKENS, statistics.step_tokens.distribution()) == {128: 1, 8: 1, 16: 1}
-    assert statistics.step_tokens.distribution().total == 82
+    assert spread(WAIT_S, statistics.of_job["step_skew"]) == {5e-5: 2, 1e-5: 1}
+    assert spread(PLAN_BYTES, statistics.of_job["plan_bytes"]) == {256: 3}
+    assert spread(STEP_TOKENS, statistics.of_job["step_tokens"]) == {128: 1, 8: 1, 16: 1}
+    assert statistics.of_job["step_tokens"].total == 82
 
 
 def test_steps_are_counted_once_and_when_all_ranks_have_ended_them() -> None:
@@ -80,10 +80,10 @@ def test_steps_are_counted_once_and_when_all_ranks_have_ended_them() -> None:
     statistics = StepStatistics(board)
     for _ in range(3):
         statistics.update()
-        assert sum(statistics.step_tokens.distribution().counts) == 2
+        assert sum(statistics.of_job["step_tokens"].counts) == 2
     write(board.slots[1], 3, received=300, started=301, done=390)
     statistics.update()
-    assert sum(statistics.step_tokens.distribution().counts) == 3
+    assert sum(statistics.of_job["step_tokens"].counts) == 3
     assert [sum(rank.plan_wait.counts) for rank in statistics.rank_reports()] == [3, 3]
 
 
@@ -94,9 +94,9 @@ def test_what_was_written_over_is_missed() -> None:
         write(board.slots[0], step, received=step * 100, started=step * 100 + 1, done=step * 100 + 90)
     statistics = StepStatistics(board)
     statistics.update()
-    counted = sum(statistics.step_tokens.distribution().counts)
+    counted = sum(statistics.of_job["step_tokens"].counts)
     assert counted == NUM_RECORDS - 16 + 1 and statistics.num_missed == 2000 - counted
-    assert not any(statistics.plan_bytes.distribution().counts), "one rank: no plan is sent"
+    assert not any(statistics.of_job["plan_bytes"].counts), "one rank: no plan is sent"
     assert len(statistics.rank_reports()[0].recent_step_s) == 32
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import struct
 from typing import Any
 
@@ -188,18 +187,6 @@ def moving(plan: StepPlan) -> StepPlan:
     return msgspec.structs.replace(plan, stores=stores, loads=loads, disk_reads=reads, disk_writes=writes, wait_load=5)
 
 
-def verifying(plan: StepPlan) -> StepPlan:
-    """With a draft row, with two tokens that an earlier step verified, and with drafts."""
-    return msgspec.structs.replace(
-        plan,
-        draft_base_rows=int32(5),
-        draft_tokens=int32(31),
-        kept_rows=int32(5, 5),
-        kept_tokens=int32(8, 9),
-        num_drafts=3,
-    )
-
-
 def with_states(plan: StepPlan) -> StepPlan:
     """A plan with two state copies besides."""
     return msgspec.structs.replace(plan, state_copies=int32(1, 4, 1, 5).reshape(2, 2))
@@ -210,11 +197,6 @@ SMALL_PLANS = pytest.mark.parametrize(
     [small_plan(), small_plan_of_three_groups(), moving(small_plan()), with_states(small_plan())],
     ids=["one", "three", "moving", "states"],
 )
-
-
-def resealed(data: bytes) -> bytes:
-    """The same bytes with the right checksum."""
-    return data[:8] + xxhash.xxh3_64_intdigest(data[16:]).to_bytes(8, "little") + data[16:]
 
 
 GOLDEN = (
@@ -292,9 +274,6 @@ def test_a_new_section_is_a_field_and_a_line() -> None:
     data = codec.encode(plan)
     assert_equal(codec.decode(data), plan)
     assert codec.encode(WiderPlan(**fields)) == encode_plan(small_plan())
-    wider = PlanCodec((*SECTIONS, NumberSection("step_id")))
-    with pytest.raises(PlanError, match="malformed step plan: it has sections 0x100004ff, 28 are known"):
-        decode_plan(wider.encode(small_plan()))
 
 
 def test_golden_bytes() -> None:
@@ -312,86 +291,6 @@ def test_golden_bytes_of_groups() -> None:
     data = encode_plan(steady, 7)
     assert data.hex() == GOLDEN_STEADY_OF_TWO_GROUPS
     assert_equal(decode_plan(data, 7, steady.decode_rows), steady)
-
-
-def test_groups_without_blocks_are_malformed() -> None:
-    """Oracle: ``encode_plan`` never writes such bytes, neither for a plan that only decodes nor for one of
-    everything."""
-    for plan in (StepPlan(step_id=1, decode_rows=int32(0)), StepPlan(step_id=1, released=int32(3))):
-        data = bytearray(encode_plan(plan))
-        data[40] = 0b100
-        with pytest.raises(PlanError, match="malformed step plan: it has only one of block_rows and block_ids"):
-            decode_plan(resealed(bytes(data)))
-
-
-@settings(max_examples=200, deadline=None)
-@given(num_ids=st.integers(0, 20), plan=plans())
-def test_a_wrong_number_of_groups_never_reads_past_the_end(num_ids: int, plan: StepPlan) -> None:
-    """Oracle: with another size of the block ids and a matching checksum, a PlanError or another whole plan."""
-    data = bytearray(encode_plan(plan))
-    if not len(plan.block_rows):
-        return
-    struct.pack_into("<I", data, 44 + 4 * (1 + bool(len(plan.released))), 4 * num_ids)
-    try:
-        decode_plan(resealed(bytes(data)))
-    except PlanError as error:
-        assert "malformed" in str(error)
-
-
-def test_items_of_no_owner_are_malformed() -> None:
-    """Oracle: an error: ``encode_plan`` leaves empty sections out.  Empty owners of masks and of new blocks."""
-    masked = StepPlan(step_id=1, mask_rows=int32(), masks=int32().reshape(0, 3))
-    for plan, bits, name in ((masked, 0b11 << 8, "mask_rows"), (StepPlan(step_id=1), 0b110, "block_rows")):
-        data = bytearray(encode_plan(plan)) + bytes(8)
-        struct.pack_into("<I", data, 16, len(data))
-        struct.pack_into("<I", data, 40, bits)
-        with pytest.raises(PlanError, match=f"are there, and its {name} are empty"):
-            decode_plan(resealed(bytes(data)))
-        struct.pack_into("<q", data, 32, 5)
-        with pytest.raises(PlanError, match=f"are there, and its {name} are empty"):
-            decode_plan(resealed(bytes(data)), 5, int32(0, 1))
-
-
-def test_steady_plans_are_decoded_as_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the general decoder.  Each byte of the bitmap and the sizes changed, with a matching checksum."""
-    plan = StepPlan(step_id=1, rows_epoch=5, block_rows=int32(0, 1), block_ids=int32(7, 8), decode_rows=int32(0, 1))
-    data = encode_plan(plan, 5)
-    changed = []
-    for offset, value in itertools.product(range(40, 52), range(256)):
-        changed.append(bytearray(data))
-        changed[-1][offset] = value
-
-    def outcome(wrong: bytearray) -> Any:
-        try:
-            return decode_plan(resealed(bytes(wrong)), 5, plan.decode_rows)
-        except PlanError as error:
-            return str(error)
-
-    found = [outcome(one) for one in changed]
-    monkeypatch.setattr(PlanCodec, "_decode_steady", lambda self, *arguments: None)
-    for ours, theirs in zip(found, map(outcome, changed), strict=True):
-        assert_equal(ours, theirs)
-    assert sum(not isinstance(one, str) for one in found) > 8
-
-
-def test_a_section_that_is_too_long_is_named() -> None:
-    """Oracle: each section of a plan of everything in turn, made as long as the plan; and a section of half an item."""
-    plan = with_states(moving(small_plan()))
-    plan = msgspec.structs.replace(plan, mask_rows=int32(1), masks=int32(-1, 7, 9).reshape(1, 3))
-    adapted = {"adapter_loads": int32(1, 2).reshape(1, 2), "adapter_drops": int32(3)}
-    adapted |= {"images": int32(*range(5)).reshape(1, 5), "image_rows": int32(4, 5, 6).reshape(1, 3)}
-    adapted |= {"encodes": int32(*range(10)).reshape(1, 10)}
-    plan = msgspec.structs.replace(verifying(plan), order=b"{}", **adapted)
-    data, names = encode_plan(plan), [section.name for section in SECTIONS]
-    for place, name in enumerate(names):
-        longer = bytearray(data)
-        struct.pack_into("<I", longer, 44 + 4 * place, len(data))
-        with pytest.raises(PlanError, match=rf"malformed step plan: its {name} end at byte \d+, the plan ends at"):
-            decode_plan(resealed(bytes(longer)))
-    half = bytearray(data)
-    struct.pack_into("<I", half, 44, 3)
-    with pytest.raises(PlanError, match="malformed step plan: its released take 3 bytes, not a multiple of 4"):
-        decode_plan(resealed(bytes(half)))
 
 
 @SMALL_PLANS
@@ -429,49 +328,6 @@ def test_errors_give_both_values() -> None:
         decode_plan(data[:8] + struct.pack("<Q", wrong) + data[16:])
 
 
-@settings(max_examples=200, deadline=None)
-@given(offset=st.integers(40, 95), value=st.integers(0, 255), plan=plans())
-def test_wrong_counts_never_read_past_the_end(offset: int, value: int, plan: StepPlan) -> None:
-    """Oracle: with any byte of the bitmap, the sizes or the first sections changed and a matching checksum, a PlanError
-    or another whole plan."""
-    data = bytearray(encode_plan(plan))
-    data[min(offset, len(data) - 1)] = value
-    try:
-        decode_plan(resealed(bytes(data)))
-    except PlanError as error:
-        assert "malformed" in str(error) or "step plan lost" in str(error)
-
-
-@pytest.mark.parametrize("offset", range(96, 124, 4))
-def test_wrong_counts_of_an_admission_are_seen(offset: int) -> None:
-    """Oracle: with each of an admission's seven counts made huge and a matching checksum, the plan is malformed."""
-    empty = Admission(
-        row=0,
-        token_ids=int32(),
-        num_prompt_tokens=0,
-        num_computed_tokens=0,
-        block_ids=int32(),
-        sampling=RowSampling(),
-    )
-    data = bytearray(encode_plan(StepPlan(step_id=0, admitted=(empty,))))
-    assert data[48 + offset : 48 + offset + 4] == bytes(4)
-    struct.pack_into("<I", data, 48 + offset, 2**31)
-    with pytest.raises(PlanError, match="malformed"):
-        decode_plan(resealed(bytes(data)))
-
-
-@settings(max_examples=200, deadline=None)
-@given(offset=st.integers(48, 48 + 116), value=st.integers(0, 255))
-def test_a_wrong_admission_never_reads_past_the_end(offset: int, value: int) -> None:
-    """Oracle: with any byte of an admission changed and a matching checksum, a PlanError or another whole plan."""
-    data = bytearray(encode_plan(StepPlan(step_id=1, admitted=small_plan().admitted)))
-    data[offset] = value
-    try:
-        decode_plan(resealed(bytes(data)))
-    except PlanError as error:
-        assert "malformed" in str(error)
-
-
 def test_masks_are_a_section_of_their_own() -> None:
     """Oracle: the drawing in ``plan_codec``: two sizes in the header, 8 + 16 bytes before the plan's admission."""
     plain = small_plan()
@@ -482,24 +338,16 @@ def test_masks_are_a_section_of_their_own() -> None:
     assert after[88:152] + after[152 + len(section) :] == before[80:]
     assert after[start + 8 : start + 8 + len(section)] == section
     assert_equal(decode_plan(after), masked)
-    with pytest.raises(PlanError, match="masks end at byte"):
-        decode_plan(resealed(after[:80] + b"\xff\xff" + after[82:]))
 
 
 def test_moves_take_eight_bytes_each_and_nothing_where_there_are_none() -> None:
-    """Oracle: by hand: five sizes in the header; 8 bytes for each pair, 8 of a number, behind the rest.  A
-    number that is 0, or of another size, is not what ``encode_plan`` writes."""
+    """Oracle: by hand: five sizes in the header; 8 bytes for each pair, 8 of a number, behind the rest."""
     plan = StepPlan(step_id=1, rows_epoch=5, decode_rows=int32(0, 1))
     before, after = encode_plan(plan, 5), encode_plan(moving(plan), 5)
     assert (len(before), len(after)) == (48, 48 + 16 + 48)
     assert after[40:64] == struct.pack("<6I", (1 << 26) | (0b1111 << 11), 16, 8, 8, 8, 8)
     assert after[64:] == struct.pack("<10iq", 8, 1, 9, 2, 3, 7, 40, 3, 4, 41, 5)
     assert_equal(decode_plan(after, 5, plan.decode_rows), moving(plan))
-    for place, number, error in ((104, 0, "wait_load is there, and is 0"), (60, 4, "wait_load takes 4 bytes")):
-        wrong = bytearray(after)
-        struct.pack_into("<I", wrong, place, number)
-        with pytest.raises(PlanError, match=error):
-            decode_plan(resealed(bytes(wrong)), 5, plan.decode_rows)
 
 
 def test_wrong_dtypes_are_our_own_fault() -> None:
