@@ -159,7 +159,7 @@ def in_columns(deltas: Sequence[SequenceDelta]) -> StepOutput:
 
 def fake_distribution(bounds: Sequence[float], count: int) -> Distribution:
     """``count`` values in the first bucket."""
-    return Distribution(counts=[count] + [0] * len(bounds), total=count * bounds[0])
+    return Distribution(counts=[count] + [0] * len(bounds), total=float(count * bounds[0]))
 
 
 def fake_rank(rank: int, num_steps: int) -> RankReport:

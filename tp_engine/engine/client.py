@@ -14,7 +14,7 @@ from tp_engine.engine.report import EngineReport
 from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.log import get_logger
 from tp_engine.request import EngineRequest, StepOutput
-from tp_engine.sched.view import SchedulerStats, ViewLimits
+from tp_engine.sched.view import ViewLimits
 
 logger = get_logger(__name__)
 
@@ -89,11 +89,6 @@ class EngineClient:
     def prefetch_session(self, session: str, salt: str) -> None:
         """Say that a session will go on soon; does nothing if the engine has ended."""
         self._send(messages.ExpectSession(session=session, salt=salt))
-
-    async def stats(self, *, timeout_s: float = 5.0) -> SchedulerStats:
-        """Return the scheduler's counters; the engine answers between two steps."""
-        stats: SchedulerStats = await self._ask(messages.GetStats(), timeout_s)
-        return stats
 
     async def report(self, view: ViewLimits | None, *, timeout_s: float) -> EngineReport:
         """Return the state of the whole job; the engine answers between two steps."""
@@ -178,7 +173,7 @@ class EngineClient:
                 self._events.on_output(output)
             case messages.Rejected(request_id=request_id, message=text, param=param, code=code):
                 self._events.on_rejected(request_id, RequestError(text, param=param, code=code))
-            case messages.Stats(stats=answer) | messages.Report(report=answer):
+            case messages.Report(report=answer):
                 self._answer(answer)
             case messages.CommandDone() as done:
                 self._answer(done)

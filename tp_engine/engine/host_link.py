@@ -37,6 +37,7 @@ from typing import Final
 from tp_engine.ipc.board_mirror import Mirrored, SlotPacker, unpack_slots
 from tp_engine.ipc.job_board import JobBoard
 from tp_engine.ipc.rank_slot import Ended, State, process_vitals, resident_bytes
+from tp_engine.ipc.relay import Messages, framed
 from tp_engine.log import get_logger
 
 logger = get_logger(__name__)
@@ -46,9 +47,8 @@ _SILENT_S: Final = 1.0
 _VITALS_S: Final = 1.0
 _FAREWELL_S: Final = 0.5
 _FIRST_ROUNDS: Final = 8
-_HEADER: Final = struct.Struct("<IQQQ")
+_TIMES: Final = struct.Struct("<QQQ")
 _CHUNK_BYTES: Final = 1 << 18
-_MAX_BYTES: Final = 1 << 26
 _LOST: Final = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 
 
@@ -79,7 +79,7 @@ class _Link:
         self.ranks = ranks  # whose slots are sent
         self.clock = ClockOffset()
         self.packer = SlotPacker()
-        self.arrived = bytearray()
+        self.arriving = Messages(connection)
         self.unsent = memoryview(b"")
         self.is_due = False  # a beat has to wait for the rest of the one before
         self.peer_sent_ns = self.peer_received_ns = 0
@@ -207,8 +207,7 @@ class HostLinks:
         slots = [self._board.slots[rank] for rank in link.ranks]
         packed = link.packer.pack(slots, with_records=self._rank != 0) if is_heard or not link.num_rounds else b""
         held_ns = now_ns - link.peer_received_ns if link.peer_received_ns else 0
-        header = _HEADER.pack(_HEADER.size - 4 + len(packed), now_ns, link.peer_sent_ns, held_ns)
-        return memoryview(header + packed)
+        return framed(_TIMES.pack(now_ns, link.peer_sent_ns, held_ns) + packed)
 
     def _send_rest(self, link: _Link) -> None:
         try:
@@ -223,35 +222,23 @@ class HostLinks:
         if link.is_over:
             return
         try:
-            data = link.socket.recv(_CHUNK_BYTES)
-        except BlockingIOError:
-            return
+            for beat in link.arriving.take():
+                self._take_beat(link, beat)
         except OSError as error:
             self._lose(link, error)
-            return
-        if not data:
+        except (ValueError, struct.error) as error:
+            self._end(link, Ended.CLOSED, f"what came is no beat: {error}")
+        if link.arriving.has_ended:
             self._end(link, Ended.CLOSED, "the other end closed it")
-            return
-        link.arrived += data
-        while len(link.arrived) >= _HEADER.size:
-            length = 4 + int.from_bytes(link.arrived[:4], "little")
-            if not _HEADER.size <= length <= _MAX_BYTES:
-                self._end(link, Ended.CLOSED, f"a beat of {length} bytes came")
-                return
-            if len(link.arrived) < length:
-                return
-            beat = bytes(link.arrived[:length])
-            del link.arrived[:length]
-            self._take_beat(link, beat)
 
-    def _take_beat(self, link: _Link, beat: bytes) -> None:
+    def _take_beat(self, link: _Link, beat: bytearray) -> None:
         now_ns = time.monotonic_ns()
-        _, sent_ns, echoed_ns, held_ns = _HEADER.unpack_from(beat)
+        sent_ns, echoed_ns, held_ns = _TIMES.unpack_from(beat)
         if echoed_ns:
             link.clock.add(echoed_ns, sent_ns, held_ns, now_ns)
         link.peer_sent_ns, link.peer_received_ns = sent_ns, now_ns
         ahead_ns = link.clock.ahead_ns
-        slots = memoryview(beat)[_HEADER.size :]
+        slots = memoryview(beat)[_TIMES.size :]
         if ahead_ns is not None and unpack_slots(self._board, slots, ahead_ns, self.mirrored):
             self.wake()
             if self._rank == 0 and len(self._links) > 1:

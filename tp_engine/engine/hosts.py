@@ -29,7 +29,7 @@ from tp_engine.distributed.store import Store, WatchedStore
 from tp_engine.engine.job import Job
 from tp_engine.errors import ConfigError, RankError
 from tp_engine.interfaces import address_towards, interface_of, is_loopback
-from tp_engine.ipc.handshake import KEY_BYTES, HostHello, Listener, connect, new_hello, watch_peer
+from tp_engine.ipc.handshake import KEY_BYTES, PURPOSES, Listener, connect, watch_peer
 from tp_engine.ipc.relay import PlanLink, RelayReader
 from tp_engine.ipc.ring_buffer import RingWriter
 from tp_engine.log import get_logger
@@ -44,7 +44,6 @@ logger = get_logger(__name__)
 _MEETING = "where hosts meet"
 _FAILED = "a host that failed before it was connected"
 _LOOK_S = 0.25
-_POLL_S = 0.005
 
 
 def topology_of(launched: env.LaunchedRank) -> Topology:
@@ -65,59 +64,67 @@ class Hosts:
     def __init__(self, job: Job, store: Store, timeout_s: float) -> None:
         self._job, self._store, self._timeout_s = job, store, timeout_s
         self._looked_s = 0.0
-        self._plans: dict[int, socket.socket] = {}
+        self._connections: dict[tuple[int, str], socket.socket] = {}  # by the other host and the purpose
         self._listener: Listener | None = None
-        self._plan_socket: socket.socket | None = None
 
     def listen(self, address: str, identity: Mapping[str, str]) -> str:
         """Rank 0 begins to listen; returns what the other hosts must know to connect."""
         key = secrets.token_bytes(KEY_BYTES)
-        topology = self._job.board.topology
-        self._listener = Listener(address, key, identity, topology.far_hosts, self._accepted, self._refused)
+        self._listener = Listener(address, key, identity, self._job.board.topology.far_hosts)
         logger.info("other hosts connect to %s:%d (%s)", address, self._listener.port, interface_of(address))
         return json.dumps({"address": address, "port": self._listener.port, "key": key.hex()})
 
     def await_hosts(self, timeout_s: float) -> None:
-        """Rank 0 waits until all other hosts are connected; ``RankError`` names one that is not."""
+        """Rank 0 waits until all other hosts are connected; ``RankError`` names one that is not, or that differs from
+        rank 0's."""
         assert self._listener is not None
-        deadline_s = time.monotonic() + timeout_s
-        while missing := self._listener.missing_hosts:
+        board, deadline_s = self._job.board, time.monotonic() + timeout_s
+        while self._listener.missing:
+            for hello, refusal, connection in self._listener.take():
+                if refusal:  # the host can not take part: it is the cause of the job's end
+                    board.slots[board.topology.leader_of(hello.host)].fail(refusal)
+                    continue
+                self._serve(hello.host, hello.purpose, connection)
+                logger.info("host %d (%s) has its connection for %s", hello.host, hello.name, hello.purpose)
             self.check()
             if time.monotonic() > deadline_s:
+                missing = sorted({host for host, _ in self._listener.missing})
                 raise RankError(
-                    self._job.board.topology.leader_of(missing[0]),
+                    board.topology.leader_of(missing[0]),
                     f"has not connected within {timeout_s:g} s (missing hosts: {', '.join(map(str, missing))}); see "
                     "the log of its torchrun",
                 )
-            time.sleep(_POLL_S)
+        self.close()
 
     def connect(self, meeting: str, identity: Mapping[str, str], *, start_s: float) -> None:
         """Another host's first rank connects to rank 0."""
-        where, rank = json.loads(meeting), self._job.rank
-        host, key = self._job.board.host, bytes.fromhex(where["key"])
-        for purpose in ("watch", "plan"):
+        where, job = json.loads(meeting), self._job
+        for purpose in PURPOSES:
             connection = connect(
-                where["address"], where["port"], key, new_hello(host, purpose, identity),
-                rank=rank, timeout_s=start_s, check=self._job.check,
+                where["address"], where["port"], bytes.fromhex(where["key"]), job.board.host, purpose, identity,
+                rank=job.rank, timeout_s=start_s, check=job.check,
             )  # fmt: skip
-            watch_peer(connection, self._timeout_s)
-            if purpose == "watch":
-                self._job.connect().add(0, connection)
-            else:
-                self._plan_socket = connection
+            self._serve(0, purpose, connection)
         logger.info("connected to rank 0 at %s:%d", where["address"], where["port"])
+
+    def _serve(self, host: int, purpose: str, connection: socket.socket) -> None:
+        watch_peer(connection, self._timeout_s)
+        self._connections[host, purpose] = connection
+        if purpose == "watch":
+            self._job.connect().add(host, connection)
 
     def plan_links(self) -> list[PlanLink]:
         """Rank 0's connections for plans, one per other host."""
         topology = self._job.board.topology
         return [
-            PlanLink(self._plans[host], topology.leader_of(host), alive=self._job.alive) for host in sorted(self._plans)
+            PlanLink(connection, topology.leader_of(host), alive=self._job.alive)
+            for (host, purpose), connection in sorted(self._connections.items())
+            if purpose == "plan"
         ]
 
     def plan_reader(self, ring: RingWriter | None, *, ring_timeout_s: float) -> RelayReader:
         """Return the first rank's source of plans, which passes them on to its host's ``ring``."""
-        assert self._plan_socket is not None, "only the first rank of another host has one"
-        return RelayReader(self._plan_socket, ring, alive=self._job.alive, ring_timeout_s=ring_timeout_s)
+        return RelayReader(self._connections[0, "plan"], ring, alive=self._job.alive, ring_timeout_s=ring_timeout_s)
 
     def check(self) -> None:
         """Check as ``job.check``, for waits of the start, and on rank 0 also for a host that failed before it was
@@ -141,19 +148,6 @@ class Hosts:
         """Stop listening.  The connections belong to the job and to the plan channel."""
         if self._listener is not None:
             self._listener.close()
-
-    def _accepted(self, hello: HostHello, connection: socket.socket) -> None:
-        watch_peer(connection, self._timeout_s)
-        if hello.purpose == "watch":
-            self._job.connect().add(hello.host, connection)
-            logger.info("host %d (%s) is connected", hello.host, hello.name)
-        else:
-            self._plans[hello.host] = connection
-
-    def _refused(self, host: int, text: str) -> None:
-        """The host can not take part: it is the cause of the job's end."""
-        self._job.board.slots[self._job.board.topology.leader_of(host)].fail(text)
-        self._job.watchdog.wake()
 
 
 def link_hosts(effective: EffectiveConfig, launched: env.LaunchedRank, store: Store, job: Job) -> Hosts:

@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import importlib.metadata
+import operator
 import platform
 import threading
 import time
@@ -33,6 +34,11 @@ ExitCode: TypeAlias = Callable[[int], int | None]
 """How a rank's process ended (negative: by a signal) if this process is its parent, else None."""
 
 _TAIL_LINES = 25
+_AS_THEY_ARE = (
+    "rank", "pid", "count", "step_received", "step_started", "step_done", "busy_since_ns", "heartbeat_ns", "cpu_ns",
+    "failed_ns", "failed_rank",
+)  # fmt: skip
+_STEP_ID = operator.itemgetter("step_id")
 
 logger = get_logger(__name__)
 
@@ -161,45 +167,36 @@ def read_board(board: JobBoard, config: EngineConfig, *, cause: str, culprit: in
             "system": platform.platform(),
         },
         config=dataclasses.asdict(config),
-        ranks=[_rank(board, slot, slot.inputs.tolist()) for slot in board.slots],
+        ranks=[_rank(board, slot) for slot in board.slots],
     )
 
 
-def _rank(board: JobBoard, slot: RankSlot, input_echoes: list[int]) -> RankRecord:
-    code, is_far = slot.exit_code, slot in board.far_slots
+def _rank(board: JobBoard, slot: RankSlot) -> RankRecord:
+    code = slot.exit_code
     return RankRecord(
-        rank=slot.rank,
         host=board.topology.host_of(slot.rank),
         host_name=slot.host.name,
-        pid=slot.pid,
-        process=_far_process_state(slot) if is_far else process_state(slot.pid, slot.started_ticks),
+        process=_far_process_state(slot) if slot in board.far_slots else process_state(slot.pid, slot.started_ticks),
         exit=None if code is None else describe_exit(code),
         state=slot.state.name.lower(),
         phase=slot.phase.label,
-        count=slot.count,
-        step_received=slot.step_received,
-        step_started=slot.step_started,
-        step_done=slot.step_done,
-        busy_since_ns=slot.busy_since_ns,
-        heartbeat_ns=slot.heartbeat_ns,
-        cpu_ns=slot.cpu_ns,
-        failed_ns=slot.failed_ns,
-        failed_rank=slot.failed_rank,
         failure=slot.failure_text,
-        steps=_steps(slot, dict(split_echo(echo) for echo in input_echoes)),
+        steps=_steps(slot),
+        **{name: getattr(slot, name) for name in _AS_THEY_ARE},
     )
 
 
-def _steps(slot: RankSlot, digests: dict[int, int]) -> list[StepRecord]:
+def _steps(slot: RankSlot) -> list[StepRecord]:
     """The records in the order of their steps, without those of steps more than ``NUM_RECORDS`` before the last."""
-    rows = [dict(zip(RECORD_FIELDS, row, strict=True)) for row in slot.records.copy().tolist()]
-    last = max(row["step_id"] for row in rows)
-    rows = sorted((row for row in rows if row["step_id"] > max(0, last - NUM_RECORDS)), key=lambda row: row["step_id"])
+    digests = dict(map(split_echo, slot.inputs.tolist()))
+    rows = sorted((dict(zip(RECORD_FIELDS, row, strict=True)) for row in slot.records.tolist()), key=_STEP_ID)
+    first = max(1, rows[-1]["step_id"] - NUM_RECORDS + 1)
     return [
         StepRecord(
             **row | {"plan_checksum": row["plan_checksum"] & (1 << 64) - 1}, input_digest=digests.get(row["step_id"], 0)
         )
         for row in rows
+        if row["step_id"] >= first
     ]
 
 

@@ -2,8 +2,8 @@
 
 ::
 
-    frontend -> rank 0    Hello, AddRequest, AbortRequests, ExpectSession, GetStats, GetReport, Act, Stop
-    rank 0 -> frontend    Ready, Added, Rejected, Stats, Report, CommandDone, Stopped, EngineDead
+    frontend -> rank 0    Hello, AddRequest, AbortRequests, ExpectSession, GetReport, Act, Stop
+    rank 0 -> frontend    Ready, Added, Rejected, Report, CommandDone, Stopped, EngineDead
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from tp_engine.engine.report import EngineReport
 from tp_engine.images.settings import ImageSettings
 from tp_engine.model_config.classifier import ClassifierSpec
 from tp_engine.request import EngineRequest, StepOutput
-from tp_engine.sched.view import SchedulerStats, ViewLimits
+from tp_engine.sched.view import ViewLimits
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,10 +86,6 @@ class ExpectSession(_Message, frozen=True, kw_only=True):
     salt: str = ""
 
 
-class GetStats(_Message, frozen=True, kw_only=True):
-    """Asks for ``Stats``."""
-
-
 class GetReport(_Message, frozen=True, kw_only=True):
     """Asks for ``Report``; ``view`` asks for the pool and the running sequences too."""
 
@@ -128,12 +124,6 @@ class Rejected(_Message, frozen=True, kw_only=True):
     code: str | None = None
 
 
-class Stats(_Message, frozen=True, kw_only=True):
-    """The answer to ``GetStats``."""
-
-    stats: SchedulerStats
-
-
 class Report(_Message, frozen=True, kw_only=True):
     """The answer to ``GetReport``."""
 
@@ -157,8 +147,8 @@ class EngineDead(_Message, frozen=True, kw_only=True):
     reason: str
 
 
-ToEngine: TypeAlias = Hello | AddRequest | AbortRequests | ExpectSession | GetStats | GetReport | Act | Stop
-ToFrontend: TypeAlias = Ready | Added | Rejected | Stats | Report | CommandDone | Stopped | EngineDead
+ToEngine: TypeAlias = Hello | AddRequest | AbortRequests | ExpectSession | GetReport | Act | Stop
+ToFrontend: TypeAlias = Ready | Added | Rejected | Report | CommandDone | Stopped | EngineDead
 
 # Both ends are on one host, so arrays keep its byte order.
 _ARRAY_KINDS = {np.dtype(np.int32): "i4", np.dtype(np.float32): "f4"}

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tp_engine.ipc.job_board import JobBoard
-from tp_engine.ipc.rank_slot import RankSlot, State, process_start, process_vitals
+from tp_engine.ipc.rank_slot import State, process_start, process_vitals
 
 _NO_PIDFD = (errno.ENOSYS, errno.EPERM, errno.EINVAL)
 _LOOK_S = 0.5
@@ -151,11 +151,6 @@ class Peers:
     def kill_all(self) -> None:
         """Send SIGKILL to every other rank that has not left."""
         self.kill(slot.rank for slot in self._others if slot.state != State.LEFT)
-
-    def gone_here(self) -> list[RankSlot]:
-        """Return the ranks of this host whose process has ended."""
-        gone = self.gone()
-        return [slot for slot in self._others if slot.rank in gone]
 
     def missing(self) -> list[int]:
         """Return the ranks that have neither left, nor failed, nor ended."""

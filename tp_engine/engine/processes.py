@@ -6,7 +6,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tp_engine import env
@@ -110,16 +110,6 @@ class ChildRanks:
     def is_alive(self) -> bool:
         """Return whether all these processes run."""
         return all(child.poll() is None for child in self._children)
-
-    def wait_until(self, ready: Callable[[], bool], *, timeout_s: float, what: str) -> None:
-        """Wait until ``ready()``; ``RankError`` as soon as a rank ends."""
-        deadline = time.monotonic() + timeout_s
-        while not ready():
-            self.check()
-            if time.monotonic() > deadline:
-                last_rank = self._first_rank + len(self._children) - 1
-                raise TimeoutError(f"waited {timeout_s:g} s for ranks {self._first_rank} to {last_rank} to {what}")
-            time.sleep(0.01)
 
     def wait(self, *, timeout_s: float) -> None:
         """Wait for all ranks to end by themselves; kill those that still run after ``timeout_s``.  While a rank is at

@@ -116,8 +116,6 @@ class EngineService:
                 self._abort(request_ids)
             case messages.ExpectSession(session=session, salt=salt):
                 self._engine.prefetch_session(session, salt)
-            case messages.GetStats():
-                self._socket.send(messages.Stats(stats=self._engine.stats()))
             case messages.GetReport(view=view):
                 self._socket.send(messages.Report(report=self._engine.report(view)))
             case messages.Act(action=action, arguments=arguments):

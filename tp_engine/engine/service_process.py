@@ -6,6 +6,7 @@
 import dataclasses
 import os
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,7 @@ from tp_engine.log import configure_logging, get_logger
 logger = get_logger(__name__)
 
 _STOP_TIMEOUT_S = 15.0
+_POLL_S = 0.01
 
 
 class ServiceSpec(msgspec.Struct, kw_only=True):
@@ -78,14 +80,14 @@ def spawn_service(config: EngineConfig) -> ServiceHandle:
     spec = ServiceSpec(config=dataclasses.asdict(config), address=address, parent_pid=os.getpid(), pulse=pulse.address)
     process = ChildRanks("tp_engine.engine.service_process", [msgspec.json.encode(spec)], first_rank=0)
     service = ServiceHandle(process, address, pulse, config.watchdog_timeout_s)
-    socket_path = Path(address.removeprefix("ipc://"))
-
-    def is_ready() -> bool:
-        service.check_pulse()
-        return socket_path.exists()
-
+    socket_path, deadline_s = Path(address.removeprefix("ipc://")), time.monotonic() + config.startup_timeout_s
     try:
-        process.wait_until(is_ready, timeout_s=config.startup_timeout_s, what="be ready")
+        while not socket_path.exists():
+            service.check_pulse()
+            process.check()
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"waited {config.startup_timeout_s:g} s for rank 0 to be ready")
+            time.sleep(_POLL_S)
     except BaseException:
         service.kill()
         service.close()

@@ -187,8 +187,9 @@ class Watchdog:
         topology = self._board.topology
         if topology.num_hosts == 1 or not topology.is_leader(self._slot.rank):
             return
-        for slot in self.peers.gone_here():
-            if not slot.host.ended:
+        gone = self.peers.gone()
+        for slot in self._board.local_slots:
+            if slot.rank in gone and not slot.host.ended:
                 slot.host.note_ended(Ended.PROCESS, time.monotonic_ns())
                 self.tell_hosts()
 

@@ -32,11 +32,9 @@ def explain(record: FlightRecord) -> list[str]:
     waiting = [one for one in ahead if one.meets]
     others = [one for one in present if one not in (waiting or ahead)]
     lines = _divergence(record) + _whereabouts(waiting or ahead)
-    if not waiting:
-        return lines + [_apart(one) for one in others]
-    if not others:
+    if waiting and not others:
         return [*lines, "No rank is behind: what does not advance is the operation itself (network, device, driver)."]
-    return lines + [_awaited(one, waiting[0]) for one in others]
+    return lines + [_about(one, waiting[0].position if waiting else None) for one in others]
 
 
 def numbered(ranks: Sequence[int]) -> str:
@@ -52,35 +50,20 @@ def _whereabouts(ranks: Sequence[Standing]) -> list[str]:
     for one in ranks:
         groups[one.place].append(one)
     return [
-        f"{numbered([one.rank for one in group]).capitalize()} {'is' if len(group) == 1 else 'are'} {_where(group[0])}."
+        f"{numbered([one.rank for one in group]).capitalize()} {'is' if len(group) == 1 else 'are'} {group[0].where}."
         for group in groups.values()
     ]
 
 
-def _awaited(one: Standing, waiting: Standing) -> str:
-    """Why the waiting ranks wait for this one."""
-    if one.trouble == ABSENT:
-        return _apart(one)
-    fact = "has not reached it: it is" if one.position < waiting.position else "does not go on: it is"
-    return f"Rank {one.rank} {fact} {_where(one)}{_condition(one)}."
-
-
-def _apart(one: Standing) -> str:
-    """A rank that no other waits for in a step."""
+def _about(one: Standing, awaited_at: tuple[int, int] | None) -> str:
+    """Where a rank is, and whether the others wait for it at ``awaited_at``."""
     if one.trouble == ABSENT:
         return f"Rank {one.rank} never came."
-    return f"Rank {one.rank} is {_where(one)}{_condition(one)}."
-
-
-def _where(one: Standing) -> str:
-    separator = " " if one.when.startswith("done") else ", "
-    return one.place + separator + one.when if one.when else one.place
-
-
-def _condition(one: Standing) -> str:
-    if not one.trouble:
-        return ", running"
-    return f", {one.trouble}" + ("" if one.silent_s is None else f", last sign of life {one.silent_s:.1f} s ago")
+    fact = "is"
+    if awaited_at is not None:
+        fact = "has not reached it: it is" if one.position < awaited_at else "does not go on: it is"
+    seen = "" if one.silent_s is None or not one.trouble else f", last sign of life {one.silent_s:.1f} s ago"
+    return f"Rank {one.rank} {fact} {one.where}, {one.trouble or 'running'}{seen}."
 
 
 def _divergence(record: FlightRecord) -> list[str]:
@@ -109,17 +92,17 @@ def _difference(rank: int, sent: StepRecord, received: StepRecord) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """One rank: its ``position`` in the order above, the same in words (``place``), and what is wrong with it.
+    """One rank: its ``position`` in the order above, the same in words (``place``; ``where`` says its age at the time
+    of the record too), and what is wrong with it.
 
-    ``when`` is the age of that place at the time of the record, such as ``begun 9.8 s ago``, or empty; ``trouble`` is
-    empty for a rank that runs; ``silent_s`` is the time since its last sign of life, if any.  ``meets``: it waits for
-    the others there.  A rank that failed because of another counts as waiting.
+    ``trouble`` is empty for a rank that runs; ``silent_s`` is the time since its last sign of life, if any.  ``meets``:
+    it waits for the others there.  A rank that failed because of another counts as waiting.
     """
 
     rank: int
     position: tuple[int, int]
     place: str
-    when: str
+    where: str
     silent_s: float | None
     trouble: str
     meets: bool
@@ -133,22 +116,23 @@ def standings(record: FlightRecord) -> list[Standing]:
 
 def _standing(rank: RankRecord, record: FlightRecord) -> Standing:
     position, place, (event, event_ns) = _place(rank, record.created_ns)
-    silent_s = _age_s(rank.heartbeat_ns, record.written_ns)
-    age_s = _age_s(event_ns, record.written_ns)
+    silent_s, age_s = (_age_s(time_ns, record.written_ns) for time_ns in (rank.heartbeat_ns, event_ns))
     return Standing(
         rank=rank.rank,
         position=position,
         place=place,
-        when="" if age_s is None else f"{event} {age_s:.1f} s ago",
+        where=place if age_s is None else f"{place}{event} {age_s:.1f} s ago",
         silent_s=silent_s,
         trouble=_trouble(rank, silent_s),
-        meets=_meets(rank, position),
+        meets=rank.phase == "group_init" or rank.count > 0
+        if position[0] == _BEFORE_STEPS
+        else rank.phase == "collective" and position[1] != _DONE,
         has_left=rank.state == "left",
     )
 
 
 def _place(rank: RankRecord, created_ns: int) -> tuple[tuple[int, int], str, tuple[str, int]]:
-    """The position, its words, and the event whose age is shown."""
+    """The position, its words, and the event whose age is shown, with what stands before it."""
     last = rank.steps[-1] if rank.steps else None
     if rank.state in ("stopping", "left") or rank.phase == "shutdown":
         return (_AFTER_STEPS, 0), "in shutdown", ("", 0)
@@ -156,22 +140,15 @@ def _place(rank: RankRecord, created_ns: int) -> tuple[tuple[int, int], str, tup
         begun_ns = rank.busy_since_ns or (last.started_ns if last else 0)
         in_step = 2 * rank.count + (rank.phase == "sample") if rank.phase in ("collective", "sample") else 0
         phase = f"collective {rank.count}" if rank.phase == "collective" else rank.phase
-        return (rank.step_started, in_step), f"in {phase} of step {rank.step_started}", ("begun", begun_ns)
+        return (rank.step_started, in_step), f"in {phase} of step {rank.step_started}", (", begun", begun_ns)
     if rank.step_done:
         done_ns = last.done_ns if last and last.step_id == rank.step_done else 0
-        return (rank.step_done, _DONE), f"between steps, step {rank.step_done}", ("done", done_ns)
+        return (rank.step_done, _DONE), f"between steps, step {rank.step_done}", (" done", done_ns)
     if rank.state == "ready":
         return (0, _DONE), "ready, before the first step", ("", 0)
     order = 2 * PHASES.index(rank.phase) if rank.phase in PHASES else -1
     done = " (its own part is done)" if rank.count else ""
-    return (_BEFORE_STEPS, order + rank.count), f"in {rank.phase} of the start-up{done}", ("begun", created_ns)
-
-
-def _meets(rank: RankRecord, position: tuple[int, int]) -> bool:
-    """Whether the rank waits for the others at its position."""
-    if position[0] == _BEFORE_STEPS:
-        return rank.phase == "group_init" or rank.count > 0
-    return rank.phase == "collective" and position[1] != _DONE
+    return (_BEFORE_STEPS, order + rank.count), f"in {rank.phase} of the start-up{done}", (", begun", created_ns)
 
 
 def _trouble(rank: RankRecord, silent_s: float | None) -> str:

@@ -19,10 +19,10 @@ import hmac
 import secrets
 import socket
 import struct
-import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Final, Literal
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final, Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -41,6 +41,11 @@ _MAX_BYTES: Final = 1 << 16
 _PATIENCE_S: Final = 10.0
 _MAX_HANDSHAKES: Final = 32
 _RETRY_S: Final = 0.2
+_POLL_S: Final = 0.005
+
+Purpose: TypeAlias = Literal["watch", "plan"]
+PURPOSES: Final[tuple[Purpose, ...]] = get_args(Purpose)
+"""What a host's connections are for: the boards of all hosts, and step plans."""
 
 
 class HostHello(msgspec.Struct, kw_only=True):
@@ -49,7 +54,7 @@ class HostHello(msgspec.Struct, kw_only=True):
     protocol: int
     host: int
     name: str
-    purpose: Literal["plan", "watch"]
+    purpose: Purpose
     nonce: str
     identity: dict[str, str]
 
@@ -64,103 +69,87 @@ def differences(identity: Mapping[str, str], far: Mapping[str, str], host: int) 
 
 
 class Listener:
-    """Rank 0's end: accepts a connection of each purpose from each of ``hosts``, then closes its port.
-    ``accepted(hello, connection)`` and ``refused(host, text)`` are called from threads."""
+    """Rank 0's end: ``take`` accepts a connection of each purpose from each of ``hosts``; ``missing`` has those that
+    have not come.  Strangers are greeted in threads, a few at a time."""
 
-    def __init__(
-        self,
-        address: str,
-        key: bytes,
-        identity: Mapping[str, str],
-        hosts: range,
-        accepted: Callable[[HostHello, socket.socket], None],
-        refused: Callable[[int, str], None],
-    ) -> None:
+    def __init__(self, address: str, key: bytes, identity: Mapping[str, str], hosts: range) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        self._socket.bind((address, 0))
-        self._socket.listen(64)
+        self._socket = socket.create_server((address, 0), family=family, backlog=64)
+        self._socket.settimeout(_POLL_S)
         self.port = int(self._socket.getsockname()[1])
+        self.missing = {(host, purpose) for host in hosts for purpose in PURPOSES}
         self._key, self._identity = key, dict(identity)
-        self._accepted, self._refused = accepted, refused
-        self._missing = {(host, purpose) for host in hosts for purpose in ("plan", "watch")}
-        self._lock = threading.Lock()
-        self._over = threading.Event()
-        self._places = threading.Semaphore(_MAX_HANDSHAKES)
-        self._thread = threading.Thread(target=self._run, name="hosts", daemon=True)
-        self._thread.start()
+        self._pool = ThreadPoolExecutor(_MAX_HANDSHAKES, thread_name_prefix="hello")
+        self._greeted: dict[Future[tuple[HostHello, str]], tuple[socket.socket, str]] = {}
 
-    @property
-    def missing_hosts(self) -> list[int]:
-        """The hosts that have not made all of their connections."""
-        with self._lock:
-            return sorted({host for host, _ in self._missing})
+    def take(self) -> Iterator[tuple[HostHello, str, socket.socket]]:
+        """Wait for a few milliseconds at most; the hellos that have come, why not if they were refused, and their
+        connections."""
+        try:
+            if len(self._greeted) < _MAX_HANDSHAKES:
+                connection, (peer, *_) = self._socket.accept()
+                self._greeted[self._pool.submit(self._greet, connection)] = connection, peer
+            else:
+                time.sleep(_POLL_S)
+        except TimeoutError:
+            pass
+        except OSError as error:
+            logger.warning("a connection from another host was not accepted: %s", error)
+            time.sleep(_RETRY_S)
+        for greeting in [one for one in self._greeted if one.done()]:
+            connection, peer = self._greeted.pop(greeting)
+            try:
+                hello, refusal = greeting.result()
+            except (OSError, ValueError, msgspec.DecodeError) as error:
+                hello, refusal = None, str(error)
+            if hello is None or refusal:
+                logger.warning("a connection from %s was refused: %s", peer, refusal)
+                connection.close()
+            else:
+                self.missing.discard((hello.host, hello.purpose))
+            if hello is not None:
+                yield hello, refusal, connection
 
     def close(self) -> None:
         """Take no more connections; safe to call twice."""
-        self._over.set()
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for connection, _ in self._greeted.values():
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # its thread waits for no more bytes
 
-    def _run(self) -> None:
-        while True:
-            self._places.acquire()
-            try:
-                connection, peer = self._socket.accept()
-            except OSError as error:
-                self._places.release()
-                if self._over.wait(_RETRY_S):
-                    return
-                logger.warning("a connection from another host was not accepted: %s", error)
-                continue
-            threading.Thread(target=self._greet, args=(connection, str(peer[0])), name="hello", daemon=True).start()
-
-    def _greet(self, connection: socket.socket, peer: str) -> None:
-        try:
-            connection.settimeout(_PATIENCE_S)
-            hello = self._handshake(connection)
-            with self._lock:
-                self._accepted(hello, connection)
-                self._missing.discard((hello.host, hello.purpose))
-                is_last = not self._missing
-            if is_last:
-                self.close()
-        except (OSError, ValueError, msgspec.DecodeError) as error:
-            logger.warning("a connection from %s was refused: %s", peer, error)
-            connection.close()
-        finally:
-            self._places.release()
-
-    def _handshake(self, connection: socket.socket) -> HostHello:
+    def _greet(self, connection: socket.socket) -> tuple[HostHello, str]:
+        connection.settimeout(_PATIENCE_S)
         nonce = secrets.token_bytes(_NONCE_BYTES)
         connection.sendall(_MAGIC + nonce)
-        payload = _receive_proven(connection, self._key, b"host", nonce)
-        hello = msgspec.json.decode(payload, type=HostHello)
+        hello = msgspec.json.decode(_receive_proven(connection, self._key, b"host", nonce), type=HostHello)
         refusal = self._why_not(hello)
         _send_proven(connection, self._key, b"rank 0", bytes.fromhex(hello.nonce), refusal.encode())
-        if refusal:
-            raise ValueError(refusal)
-        return hello
+        return hello, refusal
 
     def _why_not(self, hello: HostHello) -> str:
-        with self._lock:
-            if (hello.host, hello.purpose) not in self._missing:
-                return f"host {hello.host} is not expected, or is connected already"
+        if (hello.host, hello.purpose) not in self.missing:
+            raise ValueError(f"host {hello.host} is not expected, or is connected already")
         found = differences(self._identity, hello.identity, hello.host)
         if hello.protocol != PROTOCOL:
             found = [f"protocol between hosts is {PROTOCOL} on host 0 and {hello.protocol} on host {hello.host}"]
-        if not found:
-            return ""
-        text = f"host {hello.host} ({hello.name}) differs from host 0 ({socket.gethostname()}): {'; '.join(found)}"
-        self._refused(hello.host, text)
-        return text
+        head = f"host {hello.host} ({hello.name}) differs from host 0 ({socket.gethostname()}): "
+        return head + "; ".join(found) if found else ""
 
 
 def connect(
-    address: str, port: int, key: bytes, hello: HostHello, *, rank: int, timeout_s: float, check: Callable[[], None]
+    address: str,
+    port: int,
+    key: bytes,
+    host: int,
+    purpose: Purpose,
+    identity: Mapping[str, str],
+    *,
+    rank: int,
+    timeout_s: float,
+    check: Callable[[], None],
 ) -> socket.socket:
-    """Return the other host's end.  ``RankError`` (``rank``) if rank 0 refuses it; ``RankError`` (0) if it does not
+    """Return the end of ``host``.  ``RankError`` (``rank``) if rank 0 refuses it; ``RankError`` (0) if it does not
     answer."""
     deadline_s = time.monotonic() + timeout_s
     while True:
@@ -172,33 +161,24 @@ def connect(
             if time.monotonic() > deadline_s:
                 raise RankError(0, f"can not be reached at {address}:{port}: {error}; open it for the hosts") from error
             time.sleep(_RETRY_S)
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    hello = HostHello(
+        protocol=PROTOCOL, host=host, name=socket.gethostname(), purpose=purpose, nonce=nonce.hex(),
+        identity=dict(identity),
+    )  # fmt: skip
     try:
-        connection.settimeout(_PATIENCE_S)
         greeting = _receive(connection, len(_MAGIC) + _NONCE_BYTES)
         if greeting[: len(_MAGIC)] != _MAGIC:
             raise ValueError("it is not rank 0 of this version")
-        payload = msgspec.json.encode(hello)
-        _send_proven(connection, key, b"host", greeting[len(_MAGIC) :], payload)
-        refusal = _receive_proven(connection, key, b"rank 0", bytes.fromhex(hello.nonce)).decode()
+        _send_proven(connection, key, b"host", greeting[len(_MAGIC) :], msgspec.json.encode(hello))
+        refusal = _receive_proven(connection, key, b"rank 0", nonce).decode()
     except (OSError, ValueError) as error:
         connection.close()
-        raise RankError(0, f"did not accept the connection of host {hello.host}: {error}") from error
+        raise RankError(0, f"did not accept the connection of host {host}: {error}") from error
     if refusal:
         connection.close()
         raise RankError(rank, f"rank 0 refused this host: {refusal}")
     return connection
-
-
-def new_hello(host: int, purpose: Literal["plan", "watch"], identity: Mapping[str, str]) -> HostHello:
-    """Return the hello of this process."""
-    return HostHello(
-        protocol=PROTOCOL,
-        host=host,
-        name=socket.gethostname(),
-        purpose=purpose,
-        nonce=secrets.token_hex(_NONCE_BYTES),
-        identity=dict(identity),
-    )
 
 
 def watch_peer(connection: socket.socket, timeout_s: float) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Sequence
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -105,62 +105,55 @@ class EchoCheck:
             return
         first = max(self._checked + 1, step_id - NUM_ECHOES + _MAX_AHEAD + 1)
         for one in range(first, step_id + 1):
-            if not _agree(self._plans, one):
-                raise PlanError(_difference(self._plans, one, "the plan", "sent"))
+            if (rank := _differing(self._plans, one)) is not None:
+                raise PlanError(_difference(one, rank, "the plan", "sent", self._plans[0], self._plans[rank]))
         self._checked = step_id
-        if self._inputs and not _agree(self._inputs, step_id):
-            raise PlanError(_difference(self._inputs, step_id, "inputs", "has"))
+        if self._inputs and (rank := _differing(self._inputs, step_id)) is not None:
+            raise PlanError(_difference(step_id, rank, "inputs", "has", self._inputs[0], self._inputs[rank]))
 
     def compare_far(self, slot: RankSlot, records: npt.NDArray[np.int64]) -> None:
         """``slot``, of another host's rank, has just arrived with ``records`` (steps, fields) of steps that have ended.
         Plans are compared in every step, inputs in the last few before each arrival."""
-        own = self._own.records[records[:, _STEP] % len(self._own.records)]
-        sent, received = own[:, _CHECKSUM], records[:, _CHECKSUM]
-        differs = (own[:, _STEP] == records[:, _STEP]) & (sent != received) & (own[:, _STEP] <= self._own.step_done)
-        if differs.any():
-            step_id, index = (int(records[differs][0, _STEP]), int(differs.argmax()))
-            words = [[echo_word(step_id, int(row[index]))] * NUM_ECHOES for row in (sent, received)]
-            self._note_far(words, slot.rank, step_id, "the plan", "sent")
+        own, last = self._own.records[records[:, _STEP] % len(self._own.records)], self._own.step_done
+        differs = (own[:, _STEP] == records[:, _STEP]) & (own[:, _CHECKSUM] != records[:, _CHECKSUM])
+        for mine, theirs in zip(own[differs].tolist(), records[differs].tolist(), strict=True):
+            if mine[_STEP] <= last:
+                words = [[echo_word(row[_STEP], row[_CHECKSUM])] * NUM_ECHOES for row in (mine, theirs)]
+                self._note_far(mine[_STEP], slot.rank, "the plan", "sent", *words)
         if not self._inputs:
             return
-        own_words, far_words = self._own.inputs.tolist(), slot.inputs.tolist()
-        for mine, theirs in zip(own_words, far_words, strict=True):
+        for mine, theirs in zip(self._own.inputs, slot.inputs, strict=True):
             (step_id, _), (far_step, _) = split_echo(mine), split_echo(theirs)
-            if step_id == far_step and mine != theirs and step_id <= min(self._own.step_done, slot.step_done):
-                self._note_far([own_words, far_words], slot.rank, step_id, "inputs", "has")
+            if step_id == far_step and mine != theirs and step_id <= min(last, slot.step_done):
+                self._note_far(step_id, slot.rank, "inputs", "has", self._own.inputs, slot.inputs)
 
-    def _note_far(self, words: list[list[int]], rank: int, step_id: int, what: str, verb: str) -> None:
-        self._far_difference = self._far_difference or _difference(words, step_id, what, verb, far_rank=rank)
+    def _note_far(self, step_id: int, rank: int, *values: Any) -> None:
+        self._far_difference = self._far_difference or _difference(step_id, rank, *values)
 
 
-def _agree(echoes: Echoes, step_id: int) -> bool:
-    """Whether all ranks have rank 0's word for ``step_id``, now or within ``_PATIENCE_S``."""
+def _differing(echoes: Echoes, step_id: int) -> int | None:
+    """The first rank that has another word for ``step_id`` than rank 0, now and after ``_PATIENCE_S``; None if all have
+    the same."""
     index = step_id % NUM_ECHOES
     expected = echoes[0][index]
     for words in echoes:
         if words[index] != expected:
             break
     else:
-        return True
+        return None
     deadline_s = time.monotonic() + _PATIENCE_S
-    while time.monotonic() < deadline_s:
+    while True:
+        rank = next((rank for rank, words in enumerate(echoes) if words[index] != expected), None)
+        if rank is None or time.monotonic() > deadline_s:
+            return rank
         time.sleep(0.001)
-        if all(words[index] == expected for words in echoes):
-            return True
-    return False
 
 
-def _difference(
-    echoes: Sequence[Sequence[int]], step_id: int, what: str, verb: str, *, far_rank: int | None = None
-) -> str:
-    """The first of ``echoes`` that differs from the first one, in words; it is ``far_rank``'s if given."""
-    index = step_id % NUM_ECHOES
-    column = [words[index] for words in echoes]
-    rank = next((rank for rank, word in enumerate(column) if word != column[0]), 0)
-    (own_step, own), (step, value) = split_echo(column[0]), split_echo(column[rank])
-    rank = rank if far_rank is None else far_rank
-    theirs = f"{value:#010x}" if step == own_step else f"{value:#010x} of step {step}"
+def _difference(step_id: int, rank: int, what: str, verb: str, mine: Sequence[int], theirs: Sequence[int]) -> str:
+    """The difference between rank 0's echoes and those of ``rank``, in words."""
+    (own_step, own), (step, value) = (split_echo(words[step_id % NUM_ECHOES]) for words in (mine, theirs))
+    shown = f"{value:#010x}" if step == own_step else f"{value:#010x} of step {step}"
     return (
-        f"step {step_id}: the ranks have diverged: rank {rank} has {what} {theirs}, rank 0 {verb} {own:#010x} "
+        f"step {step_id}: the ranks have diverged: rank {rank} has {what} {shown}, rank 0 {verb} {own:#010x} "
         f"(low halves of the checksums)"
     )

@@ -54,6 +54,7 @@ _HEADER = struct.Struct("<QIII")
 _SLOT_HEADER = struct.Struct("<II")
 _FIRST_SEMAPHORE = 64
 _ALIVE_CHECK_S = 0.5
+_ATTACH_POLL_S = 0.002
 _LONGEST_BLOCK_S = 86400.0
 _LAST, _GOES_ON, _CALL = 0, 1, 2
 _SPIN_S = 300e-6
@@ -141,23 +142,16 @@ class RingWriter:
         deadline names the first reader that is missing and lists the others."""
         deadline = time.monotonic() + timeout_s
         while self._missing:
-            reader = self._missing[0]
-            if not reader.attached.wait(min(max(deadline - time.monotonic(), 0.0), _ALIVE_CHECK_S)):
-                self._check_missing(deadline, timeout_s)
-                continue
-            del self._missing[0]
+            self._missing = [reader for reader in self._missing if not reader.attached.try_wait()]
+            ranks = [reader.rank for reader in self._missing]
+            what = f"(missing ranks: {ranks})"
+            for rank in ranks:
+                if self._alive is not None and not self._alive(rank):
+                    raise RankError(rank, f"did not attach to shared memory: its process is gone {what}")
+            if ranks and time.monotonic() >= deadline:
+                raise RankError(ranks[0], f"did not attach to shared memory within {timeout_s:g} s {what}")
+            time.sleep(_ATTACH_POLL_S if ranks else 0.0)
         self._segment.stop_sharing()
-
-    def _check_missing(self, deadline: float, timeout_s: float) -> None:
-        self._missing = [reader for reader in self._missing if not reader.attached.try_wait()]
-        ranks = [reader.rank for reader in self._missing]
-        gone = [rank for rank in ranks if self._alive is not None and not self._alive(rank)]
-        if gone:
-            raise RankError(gone[0], f"did not attach to shared memory: its process is gone (missing ranks: {ranks})")
-        if ranks and time.monotonic() >= deadline:
-            raise RankError(
-                ranks[0], f"did not attach to shared memory within {timeout_s:g} s (missing ranks: {ranks})"
-            )
 
     def write(self, message: bytes | bytearray | memoryview, timeout_s: float) -> None:
         """Copy ``message`` to all readers; ``timeout_s`` bounds each wait for room.  ``RankError`` names a reader that

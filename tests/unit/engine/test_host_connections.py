@@ -18,7 +18,7 @@ from tp_engine.engine.host_link import ClockOffset, HostLinks
 from tp_engine.errors import PlanError, RankError
 from tp_engine.ipc import handshake
 from tp_engine.ipc.board_mirror import SlotPacker, unpack_slots
-from tp_engine.ipc.handshake import KEY_BYTES, HostHello, Listener, connect, new_hello
+from tp_engine.ipc.handshake import KEY_BYTES, PURPOSES, Listener, Purpose, connect
 from tp_engine.ipc.job_board import EchoCheck, JobBoard
 from tp_engine.ipc.plan_channel import PlanPublisher, PlanSubscriber
 from tp_engine.ipc.rank_slot import Ended, RankSlot, State, StepRecorder
@@ -35,20 +35,29 @@ class Meeting:
 
     def __init__(self) -> None:
         self.key = secrets.token_bytes(KEY_BYTES)
+        self.listener = Listener("127.0.0.1", self.key, IDENTITY, range(1, 2))
         self.accepted: dict[str, socket.socket] = {}
         self.refused: list[str] = []
-        self.listener = Listener(
-            "127.0.0.1", self.key, IDENTITY, range(1, 2), self._accept, lambda host, text: self.refused.append(text)
-        )
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
 
-    def _accept(self, hello: HostHello, connection: socket.socket) -> None:
-        self.accepted[hello.purpose] = connection
+    def _run(self) -> None:
+        while self.listener.missing and not self.over.is_set():
+            for hello, refusal, connection in self.listener.take():
+                if refusal:
+                    self.refused.append(refusal)
+                else:
+                    self.accepted[hello.purpose] = connection
+        self.listener.close()
 
-    def connect(self, purpose: str, *, key: bytes | None = None, **identity: str) -> socket.socket:
-        hello = new_hello(1, purpose, IDENTITY | identity)  # type: ignore[arg-type]
+    def connect(
+        self, purpose: Purpose, *, key: bytes | None = None, timeout_s: float = DEADLINE_S, **identity: str
+    ) -> socket.socket:
         return connect(
-            "127.0.0.1", self.listener.port, key or self.key, hello, rank=2, timeout_s=DEADLINE_S, check=lambda: None
-        )
+            "127.0.0.1", self.listener.port, key or self.key, 1, purpose, IDENTITY | identity,
+            rank=2, timeout_s=timeout_s, check=lambda: None,
+        )  # fmt: skip
 
 
 @pytest.fixture
@@ -57,7 +66,8 @@ def meeting() -> Iterator[Meeting]:
     try:
         yield made
     finally:
-        made.listener.close()
+        made.over.set()
+        made.thread.join()
         for connection in made.accepted.values():
             connection.close()
 
@@ -71,11 +81,11 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 def test_two_connections_and_the_port_closes(meeting: Meeting) -> None:
     """Oracle: both purposes are accepted once; afterwards nothing listens."""
-    ends = [meeting.connect(purpose) for purpose in ("watch", "plan")]
-    wait_until(lambda: len(meeting.accepted) == 2)
+    ends = [meeting.connect(purpose) for purpose in PURPOSES]
+    meeting.thread.join(DEADLINE_S)
+    assert len(meeting.accepted) == 2
     with pytest.raises(RankError, match="can not be reached"):
-        connect("127.0.0.1", meeting.listener.port, meeting.key, new_hello(1, "plan", IDENTITY), rank=2, timeout_s=0.0,
-                check=lambda: None)  # fmt: skip
+        meeting.connect("plan", timeout_s=0.0)
     for end in ends:
         end.close()
 
@@ -120,7 +130,8 @@ def test_another_configuration_is_named_on_both_ends(meeting: Meeting) -> None:
     """Oracle: the field, both values and both hosts."""
     with pytest.raises(RankError, match=r"block_size is 16 on host 0 and 32 on host 1; weights is abc .* def"):
         meeting.connect("watch", block_size="32", weights="def")
-    assert len(meeting.refused) == 1 and "block_size is 16 on host 0 and 32 on host 1" in meeting.refused[0]
+    wait_until(lambda: len(meeting.refused) == 1)
+    assert "block_size is 16 on host 0 and 32 on host 1" in meeting.refused[0]
 
 
 @pytest.fixture

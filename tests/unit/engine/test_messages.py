@@ -109,7 +109,7 @@ TO_ENGINE: list[ToEngine] = [
     ),
     messages.AbortRequests(request_ids=["a", "b"]),
     messages.ExpectSession(session="agent 7", salt="a"),
-    messages.GetStats(),
+    messages.GetReport(),
     messages.Stop(),
 ]
 
@@ -140,7 +140,7 @@ TO_FRONTEND: list[ToFrontend] = [
     ),
     messages.Rejected(request_id="a", message="too long", param="prompt", code="context_length_exceeded"),
     messages.Rejected(request_id="a", message="no"),
-    messages.Stats(stats=FakeEngine().stats()),
+    messages.Report(report=FakeEngine().report()),
     messages.Stopped(),
     messages.EngineDead(reason="rank 1: gone"),
 ]

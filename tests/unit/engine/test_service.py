@@ -90,7 +90,7 @@ def test_requests_are_answered_and_a_stop_is_clean() -> None:
         await recorder.until(lambda: sum(d.finish_reason is not None for d in recorder.deltas) == 40)
         for i in range(20):
             assert sorted(recorder.tokens(f"r{i}")) == sorted(2 * [10 + i, 11 + i, 1])
-        stats = await client.stats(timeout_s=DEADLINE_S)
+        stats = (await client.report(None, timeout_s=DEADLINE_S)).stats
         assert (stats.num_running, stats.num_free_blocks) == (0, 256)
         client.stop()
         assert await client.wait_ended(timeout_s=DEADLINE_S)
@@ -207,7 +207,7 @@ def test_a_failing_step_is_told_and_raised() -> None:
         with pytest.raises(EngineDeadError, match="told to fail"):
             client.add_request(request("late"))
         with pytest.raises(EngineDeadError, match="told to fail"):
-            await client.stats(timeout_s=DEADLINE_S)
+            await client.report(None, timeout_s=DEADLINE_S)
         client.abort(["r"])
         await client.close()
 
