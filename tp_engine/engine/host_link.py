@@ -21,23 +21,22 @@ round trip are dropped.
 the hang watch sees it as it sees any stopped rank.
 """
 
+import asyncio
 import contextlib
 import errno
 import os
-import select
 import socket
 import stat
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
 
 from tp_engine.ipc.board_mirror import Mirrored, SlotPacker, unpack_slots
 from tp_engine.ipc.job_board import JobBoard
 from tp_engine.ipc.rank_slot import Ended, State, process_vitals, resident_bytes
-from tp_engine.ipc.relay import Messages, framed
 from tp_engine.log import get_logger
 
 logger = get_logger(__name__)
@@ -45,10 +44,12 @@ logger = get_logger(__name__)
 BEAT_S: Final = 0.25
 _SILENT_S: Final = 1.0
 _VITALS_S: Final = 1.0
+_TELL_S: Final = 0.5
 _FAREWELL_S: Final = 0.5
+_POLL_S: Final = 0.005
 _FIRST_ROUNDS: Final = 8
-_TIMES: Final = struct.Struct("<QQQ")
-_CHUNK_BYTES: Final = 1 << 18
+_HEADER: Final = struct.Struct("<IQQQ")
+_MAX_BYTES: Final = 1 << 26
 _LOST: Final = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 
 
@@ -70,186 +71,150 @@ class ClockOffset:
 
 
 class _Link:
-    """The connection to one other host."""
+    """The connection to one other host; ``ranks`` are those whose slots are sent, ``due`` asks for a beat."""
 
-    def __init__(self, host: int, connection: socket.socket, ranks: list[int]) -> None:
-        self.host = host
-        self.socket = connection
-        self.address = str(connection.getpeername()[0])
-        self.ranks = ranks  # whose slots are sent
+    def __init__(self, host: int, ranks: list[int], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.host, self.ranks, self.reader, self.writer = host, ranks, reader, writer
+        self.address = str(writer.get_extra_info("peername")[0])
         self.clock = ClockOffset()
         self.packer = SlotPacker()
-        self.arriving = Messages(connection)
-        self.unsent = memoryview(b"")
-        self.is_due = False  # a beat has to wait for the rest of the one before
+        self.due = asyncio.Event()
         self.peer_sent_ns = self.peer_received_ns = 0
         self.num_rounds = 0
         self.is_over = False
+        writer.transport.set_write_buffer_limits(high=0)
+
+    @property
+    def num_unsent(self) -> int:
+        """Bytes of beats that the kernel has not taken yet."""
+        return self.writer.transport.get_write_buffer_size()
 
 
 class HostLinks:
-    """The connections of one first rank, and the thread that serves them.  ``wake`` is called when another host's rank
-    has failed or ended; ``mirrored`` with every slot that has arrived."""
+    """The connections of one first rank, and the thread whose event loop serves them.  ``wake`` is called when another
+    host's rank has failed or ended; ``mirrored`` with every slot that has arrived."""
 
     def __init__(self, board: JobBoard, rank: int) -> None:
         self.wake: Callable[[], None] = lambda: None
         self.mirrored: Mirrored = lambda slot, records: None
         self._board, self._rank = board, rank
         self._links: dict[int, _Link] = {}
-        self._lock = threading.RLock()
-        self._over = threading.Event()
-        self._poked = os.eventfd(0, os.EFD_NONBLOCK)
-        self._looked_s = 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=f"hosts of rank {rank}", daemon=True)
         self._thread.start()
 
     def add(self, host: int, connection: socket.socket) -> None:
         """Serve the connection to ``host``'s first rank; from any thread."""
         connection.setblocking(False)
-        topology = self._board.topology
-        others = [rank for rank in range(topology.world_size) if topology.host_of(rank) != host]
-        mine = others if self._rank == 0 else list(topology.ranks_of(self._board.host))
-        with self._lock:
-            if self._over.is_set():
-                connection.close()
-                return
-            self._links[host] = _Link(host, connection, mine)
-            self.poke()
-
-    def poke(self) -> None:
-        """Let the thread send a beat now."""
-        with contextlib.suppress(OSError, ValueError):
-            os.eventfd_write(self._poked, 1)
+        asyncio.run_coroutine_threadsafe(self._serve(host, connection), self._loop)
 
     def tell(self) -> None:
-        """Send a beat now, from this thread: the process may end at once.  Does nothing after ``stop``."""
-        with self._lock:
-            if self._over.is_set():
-                return
-            for link in self._links.values():
-                self._send_beat(link)
+        """Send a beat now, before this returns: the process may end at once.  Does nothing after ``stop``."""
+        with self._lock, contextlib.suppress(TimeoutError):
+            if not self._is_over:
+                asyncio.run_coroutine_threadsafe(self._tell(), self._loop).result(_TELL_S)
 
     def stop(self) -> None:
         """Send a last beat, wait a moment for the other ends to read it, and close.  Safe to call twice."""
-        if self._over.is_set():
-            return
-        self.tell()
-        self._over.set()
-        self.poke()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-        deadline_s = time.monotonic() + _FAREWELL_S
         with self._lock:
-            for link in self._links.values():
-                self._close_gently(link, deadline_s)
-            os.close(self._poked)
+            if self._is_over:
+                return
+            self._is_over = True
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     def _run(self) -> None:
-        next_s = 0.0
-        while not self._over.is_set():
-            try:
-                is_poked = self._wait(next_s - time.monotonic())
-                if is_poked or time.monotonic() >= next_s:
-                    self._look_at_own_host()
-                    self.tell()
-                    next_s = time.monotonic() + BEAT_S
-            except Exception as error:
-                logger.exception("the connections between hosts failed")
-                with self._lock:
-                    for link in self._links.values():
-                        self._end(link, Ended.CLOSED, f"{type(error).__name__}: {error}")
-                raise
+        self._begin(self._look_at_own_host())
+        self._loop.run_forever()
 
-    def _wait(self, timeout_s: float) -> bool:
-        """Receive what has come, and send the rest of beats, once; returns whether a beat was asked for."""
-        poll = select.poll()
-        poll.register(self._poked, select.POLLIN)
-        with self._lock:
-            living = {link.socket.fileno(): link for link in self._links.values() if not link.is_over}
-            for descriptor, link in living.items():
-                poll.register(descriptor, select.POLLIN | (select.POLLOUT if link.unsent else 0))
-        ready = dict(poll.poll(max(0.0, 1000 * timeout_s)))
-        is_poked = ready.pop(self._poked, 0) != 0
-        with self._lock:
-            for descriptor, events in ready.items():
-                if events & select.POLLOUT:
-                    self._send_rest(living[descriptor])
-                    if living[descriptor].is_due:
-                        self._send_beat(living[descriptor])
-                if events & ~select.POLLOUT:
-                    self._receive(living[descriptor])
-        if is_poked:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._poked)
-        return is_poked
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        return task
 
-    def _look_at_own_host(self) -> None:
+    async def _look_at_own_host(self) -> None:
         """Note on the board what other hosts can not see: how the processes of this one are."""
-        now_s = time.monotonic()
-        if now_s - self._looked_s < _VITALS_S:
-            return
-        self._looked_s = now_s
-        for slot in self._board.local_slots:
-            if slot.pid:
-                slot.host.note_vitals(*process_vitals(slot.pid), resident_bytes(slot.pid))
+        while True:
+            for slot in self._board.local_slots:
+                if slot.pid:
+                    slot.host.note_vitals(*process_vitals(slot.pid), resident_bytes(slot.pid))
+            await asyncio.sleep(_VITALS_S)
 
-    def _send_beat(self, link: _Link) -> None:
-        """Send what is left of the last beat, then a new one, as far as the socket takes them."""
-        self._send_rest(link)
-        link.is_due = bool(link.unsent)
-        if not link.is_due and not link.is_over:
-            link.unsent = self._new_beat(link)
-            self._send_rest(link)
+    async def _serve(self, host: int, connection: socket.socket) -> None:
+        """Exchange beats until the connection ends."""
+        topology = self._board.topology
+        others = [rank for rank in range(topology.world_size) if topology.host_of(rank) != host]
+        mine = others if self._rank == 0 else list(topology.ranks_of(self._board.host))
+        link = self._links[host] = _Link(host, mine, *await asyncio.open_connection(sock=connection))
+        sending = self._begin(self._send_beats(link))
+        try:
+            while True:
+                length = await link.reader.readexactly(4)
+                num_bytes = int.from_bytes(length, "little")
+                if not _HEADER.size - 4 <= num_bytes <= _MAX_BYTES:
+                    raise ValueError(f"a beat of {num_bytes} bytes came")
+                self._take_beat(link, length + await link.reader.readexactly(num_bytes))
+        except asyncio.IncompleteReadError:
+            self._end(link, Ended.CLOSED, "the other end closed it")
+        except OSError as error:
+            how = Ended.LOST if error.errno in _LOST else Ended.CLOSED
+            self._end(link, how, error.strerror or str(error))
+        except Exception as error:
+            logger.exception("the connection to host %d failed", host)
+            self._end(link, Ended.CLOSED, f"{type(error).__name__}: {error}")
+        finally:
+            sending.cancel()
 
-    def _new_beat(self, link: _Link) -> memoryview:
+    async def _send_beats(self, link: _Link) -> None:
+        """Send a beat when one is due, each after the one before has been taken."""
+        with contextlib.suppress(OSError):  # which ends the reading too
+            while True:
+                link.due.clear()
+                link.writer.write(self._new_beat(link))
+                await link.writer.drain()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(link.due.wait(), BEAT_S)
+
+    async def _tell(self) -> None:
+        for link in self._links.values():
+            self._beat(link)
+
+    def _beat(self, link: _Link) -> None:
+        """Send a beat now, or as soon as what was sent before has been taken."""
+        if link.num_unsent:
+            link.due.set()
+        elif not link.is_over:
+            link.writer.write(self._new_beat(link))
+
+    def _new_beat(self, link: _Link) -> bytes:
         now_ns = time.monotonic_ns()
         is_heard = now_ns - link.peer_received_ns < _SILENT_S * 1e9
         slots = [self._board.slots[rank] for rank in link.ranks]
         packed = link.packer.pack(slots, with_records=self._rank != 0) if is_heard or not link.num_rounds else b""
         held_ns = now_ns - link.peer_received_ns if link.peer_received_ns else 0
-        return framed(_TIMES.pack(now_ns, link.peer_sent_ns, held_ns) + packed)
+        return _HEADER.pack(_HEADER.size - 4 + len(packed), now_ns, link.peer_sent_ns, held_ns) + packed
 
-    def _send_rest(self, link: _Link) -> None:
-        try:
-            while link.unsent and not link.is_over:
-                link.unsent = link.unsent[link.socket.send(link.unsent) :]
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._lose(link, error)
-
-    def _receive(self, link: _Link) -> None:
-        if link.is_over:
-            return
-        try:
-            for beat in link.arriving.take():
-                self._take_beat(link, beat)
-        except OSError as error:
-            self._lose(link, error)
-        except (ValueError, struct.error) as error:
-            self._end(link, Ended.CLOSED, f"what came is no beat: {error}")
-        if link.arriving.has_ended:
-            self._end(link, Ended.CLOSED, "the other end closed it")
-
-    def _take_beat(self, link: _Link, beat: bytearray) -> None:
+    def _take_beat(self, link: _Link, beat: bytes) -> None:
         now_ns = time.monotonic_ns()
-        sent_ns, echoed_ns, held_ns = _TIMES.unpack_from(beat)
+        _, sent_ns, echoed_ns, held_ns = _HEADER.unpack_from(beat)
         if echoed_ns:
             link.clock.add(echoed_ns, sent_ns, held_ns, now_ns)
         link.peer_sent_ns, link.peer_received_ns = sent_ns, now_ns
         ahead_ns = link.clock.ahead_ns
-        slots = memoryview(beat)[_TIMES.size :]
+        slots = memoryview(beat)[_HEADER.size :]
         if ahead_ns is not None and unpack_slots(self._board, slots, ahead_ns, self.mirrored):
             self.wake()
             if self._rank == 0 and len(self._links) > 1:
-                self.poke()
+                for other in self._links.values():
+                    self._beat(other)
         link.num_rounds += 1
         if link.num_rounds <= _FIRST_ROUNDS:
-            self._send_beat(link)
-
-    def _lose(self, link: _Link, error: OSError) -> None:
-        how = Ended.LOST if error.errno in _LOST else Ended.CLOSED
-        self._end(link, how, error.strerror or str(error))
+            self._beat(link)
 
     def _end(self, link: _Link, how: Ended, why: str) -> None:
         """The connection has ended: unless its host has left, its first rank counts as ended."""
@@ -265,19 +230,28 @@ class HostLinks:
         if how == Ended.LOST:
             _cut_connections(link.address)
 
-    def _close_gently(self, link: _Link, deadline_s: float) -> None:
-        """Close after the other end has closed, or at the deadline: what it still sends must not reset the connection.
-        A beat that had to wait is sent before."""
-        with contextlib.suppress(OSError):
-            link.socket.settimeout(max(0.01, deadline_s - time.monotonic()))
-            if not link.is_over:
-                link.socket.sendall(link.unsent)
-                if link.is_due:
-                    link.socket.sendall(self._new_beat(link))
-            link.socket.shutdown(socket.SHUT_WR)
-            while not link.is_over and link.socket.recv(_CHUNK_BYTES):
-                link.socket.settimeout(max(0.01, deadline_s - time.monotonic()))
-        link.socket.close()
+    async def _close(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FAREWELL_S):
+                await asyncio.gather(*map(self._take_leave, self._links.values()), return_exceptions=True)
+        for link in self._links.values():
+            link.is_over = True
+            link.writer.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _take_leave(self, link: _Link) -> None:
+        """Send a last beat; return when the other end has closed: what it still sends must not reset the connection."""
+        if link.is_over:
+            return
+        await link.writer.drain()
+        link.writer.write(self._new_beat(link))
+        await link.writer.drain()
+        link.is_over = True
+        link.writer.write_eof()
+        while not link.reader.at_eof():
+            await asyncio.sleep(_POLL_S)
 
 
 def _cut_connections(address: str) -> None:

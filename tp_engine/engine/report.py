@@ -167,13 +167,9 @@ class StepStatistics:
     def report(self, stats: SchedulerStats, view: SchedulerView | None, **of_rank: Any) -> EngineReport:
         """Return the job now; ``of_rank`` are the fields that only rank 0's own parts know."""
         self.update()
+        fields: dict[str, Any] = self.of_job | of_rank
         return EngineReport(
-            stats=stats,
-            ranks=self.rank_reports(),
-            num_missed_steps=self.num_missed,
-            view=view,
-            **self.of_job,
-            **of_rank,
+            stats=stats, ranks=self.rank_reports(), num_missed_steps=self.num_missed, view=view, **fields
         )
 
     def rank_reports(self) -> list[RankReport]:

@@ -22,7 +22,6 @@ import time
 from collections import deque
 
 from tp_engine.errors import RankError
-from tp_engine.ipc.plan_sections import Buffer
 from tp_engine.ipc.ring_buffer import Alive, RingWriter, WriterAlive
 
 _LENGTH = struct.Struct("<I")
@@ -31,43 +30,6 @@ _CHUNK_BYTES = 1 << 18
 _ALIVE_CHECK_S = 0.5
 _SEND_BUFFER_BYTES = 1 << 20
 _GONE = "its connection for step plans is closed"
-
-
-class Messages:
-    """The messages that come over ``connection``, each behind its length in 4 bytes."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.has_ended = False
-        self._socket, self._arrived = connection, bytearray()
-
-    def take(self) -> list[bytearray]:
-        """Return those that have arrived, without waiting; ``has_ended`` is set once the other end has closed.
-        ``OSError`` if the connection is broken; ``ValueError`` for a message that is too long."""
-        while not self.has_ended:
-            try:
-                data = self._socket.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                break
-            self.has_ended = not data
-            self._arrived += data
-            if len(data) < _CHUNK_BYTES:
-                break
-        messages = []
-        while len(self._arrived) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._arrived)
-            if length > _MAX_BYTES:
-                raise ValueError(f"a message of {length} bytes came, more than {_MAX_BYTES}")
-            end = _LENGTH.size + length
-            if len(self._arrived) < end:
-                break
-            messages.append(self._arrived[_LENGTH.size : end])
-            del self._arrived[:end]
-        return messages
-
-
-def framed(message: Buffer) -> memoryview:
-    """Return ``message`` as it is sent."""
-    return memoryview(_LENGTH.pack(len(message)) + message)
 
 
 class PlanLink:
@@ -83,9 +45,9 @@ class PlanLink:
         self._socket = connection
         self._alive = alive
 
-    def send(self, message: Buffer, timeout_s: float) -> None:
+    def send(self, message: bytes | bytearray | memoryview, timeout_s: float) -> None:
         """Send ``message``; ``RankError`` if the other end takes nothing for ``timeout_s``, or is gone."""
-        rest, deadline_s = framed(message), 0.0
+        rest, deadline_s = memoryview(_LENGTH.pack(len(message)) + message), 0.0
         while rest:
             try:
                 rest = rest[self._socket.send(rest, socket.MSG_DONTWAIT) :]
@@ -117,11 +79,13 @@ class RelayReader:
         self, connection: socket.socket, ring: RingWriter | None, *, alive: WriterAlive, ring_timeout_s: float
     ) -> None:
         connection.setblocking(True)
-        self._socket, self._arriving = connection, Messages(connection)
+        self._socket = connection
         self._ring, self._alive, self._ring_timeout_s = ring, alive, ring_timeout_s
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
+        self._arrived = bytearray()
         self._messages: deque[bytearray] = deque()
+        self._has_ended = False
 
     def read(self, timeout_s: float) -> bytearray:
         """Return the next message.  Everything that has arrived is in the ring before this returns.  ``RankError``
@@ -134,7 +98,7 @@ class RelayReader:
     def _wait(self, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
         while not self._messages:
-            if self._arriving.has_ended:
+            if self._has_ended:
                 self._alive()  # raises if it is known why
                 raise RankError(0, _GONE)
             if not self._poll.poll(1000 * min(_ALIVE_CHECK_S, max(0.0, deadline_s - time.monotonic()))):
@@ -146,14 +110,29 @@ class RelayReader:
 
     def _take(self) -> None:
         """Pass on the complete messages that have arrived, and keep them for this rank."""
-        try:
-            arrived = self._arriving.take()
-        except OSError:
-            self._arriving.has_ended = True
-            return
-        except ValueError as error:
-            raise RankError(0, f"its connection for step plans is broken: {error}") from error
-        for message in arrived:
+        while not self._has_ended:
+            try:
+                data = self._socket.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            self._has_ended = not data
+            self._arrived += data
+            self._split()
+            if len(data) < _CHUNK_BYTES:
+                return
+
+    def _split(self) -> None:
+        while len(self._arrived) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._arrived)
+            if length > _MAX_BYTES:
+                raise RankError(0, f"sent a step plan of {length} bytes, more than {_MAX_BYTES}")
+            end = _LENGTH.size + length
+            if len(self._arrived) < end:
+                return
+            message = self._arrived[_LENGTH.size : end]
+            del self._arrived[:end]
             if self._ring is not None:
                 self._ring.write(message, self._ring_timeout_s)
             self._messages.append(message)

@@ -322,7 +322,7 @@ def test_a_failure_is_told_behind_a_beat_that_waits(monkeypatch: pytest.MonkeyPa
     spoke = HostLinks(board, 2)
     try:
         spoke.add(0, far_end)
-        wait_until(lambda: bool(spoke._links[0].unsent))
+        wait_until(lambda: 0 in spoke._links and spoke._links[0].num_unsent > 0)
         board.slots[2].fail("Traceback: no memory")
         spoke.tell()
         near_end.settimeout(DEADLINE_S)
