@@ -49,7 +49,7 @@ def build_engine(
     whether the job has failed."""
     with contextlib.ExitStack() as undo:
         undo.callback(groups.close)
-        undo.enter_context(job.reporting())  # reports before the groups close: a closed group looks like a death
+        undo.push(job.on_exit)  # reports before the groups close: a closed group looks like a death
         kv_events = _publisher(effective.config)
         if kv_events is not None:
             undo.callback(kv_events.close)

@@ -12,7 +12,6 @@
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from queue import SimpleQueue
 from typing import Any
 
 from tp_engine.engine.tokenizer import load_tokenizer_json
@@ -61,9 +60,8 @@ class GrammarQueue:
         self._words = WordRulesMaker(None if isinstance(compiler, RequestError) else compiler.vocabulary)
         self.fill_masks = MaskWriter(MaskFiller(), vocab_size)
         self._threads: ThreadPoolExecutor | None = None
-        self._waiting: dict[str, Future[Any]] = {}
-        self._with_words: dict[str, EngineRequest] = {}  # those of them whose words are still to come
-        self._done: SimpleQueue[str] = SimpleQueue()
+        # With a request if its words are still to be looked up, once its grammar is there.
+        self._waiting: dict[str, tuple[Future[Any], EngineRequest | None]] = {}
         self._is_done = threading.Event()
 
     def add(self, request: EngineRequest, scheduler: Scheduler) -> None:
@@ -80,9 +78,7 @@ class GrammarQueue:
             self._constrain(request, known, scheduler)
             return
         assert isinstance(self._compiler, GrammarCompiler)
-        if request.banned_words:
-            self._with_words[request.request_id] = request
-        self._wait_for(request.request_id, self._compiler.submit(params))
+        self._wait_for(request.request_id, self._compiler.submit(params), request if request.banned_words else None)
 
     def _constrain(self, request: EngineRequest, grammar: Grammar | None, scheduler: Scheduler) -> None:
         """Let a request run whose grammar is there, or first look up its words in a thread."""
@@ -95,21 +91,15 @@ class GrammarQueue:
             request.request_id, self._threads.submit(lambda: BannedWords(self._words.rules(request), grammar))
         )
 
-    def _wait_for(self, request_id: str, future: Future[Any]) -> None:
-        def notify(_future: Future[Any]) -> None:
-            self._done.put(request_id)
-            self._is_done.set()
-
-        self._waiting[request_id] = future
-        future.add_done_callback(notify)
+    def _wait_for(self, request_id: str, future: Future[Any], with_words: EngineRequest | None = None) -> None:
+        self._waiting[request_id] = future, with_words
+        future.add_done_callback(lambda _future: self._is_done.set())
 
     def forget(self, request_ids: Iterable[str] | None) -> None:
         """Note that these requests have been aborted, all if None."""
         for request_id in list(self._waiting) if request_ids is None else request_ids:
-            self._with_words.pop(request_id, None)
-            future = self._waiting.pop(request_id, None)
-            if future is not None:
-                future.cancel()
+            if request_id in self._waiting:
+                self._waiting.pop(request_id)[0].cancel()
 
     def settle(self, scheduler: Scheduler) -> list[SequenceDelta]:
         """Let requests run whose grammars are compiled; returns the last deltas of those whose grammars failed."""
@@ -117,20 +107,15 @@ class GrammarQueue:
             return []
         self._is_done.clear()
         failed: list[SequenceDelta] = []
-        while not self._done.empty():
-            request_id = self._done.get()
-            future = self._waiting.get(request_id)
-            if future is None or not future.done():  # aborted; another request may have the same id by now
-                continue
-            del self._waiting[request_id]
+        for request_id in [one for one, (future, _) in self._waiting.items() if future.done()]:
+            future, with_words = self._waiting.pop(request_id)
             error = future.exception()
-            if error is None:
-                if (request := self._with_words.pop(request_id, None)) is not None:
-                    self._constrain(request, future.result(), scheduler)
-                else:
-                    scheduler.constrain(request_id, future.result())
+            if error is None and with_words is not None:
+                self._constrain(with_words, future.result(), scheduler)
                 continue
-            self._with_words.pop(request_id, None)
+            if error is None:
+                scheduler.constrain(request_id, future.result())
+                continue
             code = None
             if isinstance(error, RequestError):
                 code = error.code or INVALID_GRAMMAR

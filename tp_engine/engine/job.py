@@ -16,7 +16,6 @@ import contextlib
 import traceback
 from collections.abc import Iterator
 from time import monotonic, sleep
-from types import TracebackType
 
 from tp_engine import env
 from tp_engine.config import EngineConfig
@@ -153,10 +152,11 @@ class Job:
         if self.slot.state != State.FAILED:
             self.slot.state = State.STOPPING
 
-    def reporting(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that writes an error to the board before any clean-up, so that it precedes its
-        consequences."""
-        return _Reporting(self)
+    def on_exit(self, _kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
+        """Do as ``__exit__``, for ``ExitStack.push``: write an error to the board before any clean-up, so that it
+        precedes its consequences."""
+        if error is not None:
+            self.report(error)
 
     def report(self, error: BaseException) -> None:
         """Write ``error`` with its traceback to the board, where all ranks see it."""
@@ -166,7 +166,7 @@ class Job:
         text = f"it was told to stop ({type(error).__name__})" if is_asked_for else traceback.format_exception(error)
         self.watchdog.note_ends()  # torchrun stops a rank because of one that has ended: that one is the cause
         self.slot.fail("".join(text), failed_rank=failed)
-        self._tell_hosts()
+        self.watchdog.tell_hosts()
 
     def record_failure(self, error: BaseException) -> None:
         """Raise ``RankError`` if another rank caused this rank's ``error``; return if it is this rank's own.  A
@@ -208,7 +208,7 @@ class Job:
         if self.slot.state == State.FAILED:
             return
         self.slot.state = State.LEFT
-        self._tell_hosts()
+        self.watchdog.tell_hosts()
         deadline_s = monotonic() + _FAREWELL_S
         while (missing := self.watchdog.missing()) and monotonic() < deadline_s:
             self.check()
@@ -241,20 +241,3 @@ class Job:
             is_writing = self.rank == (1 if first == 0 else first)
         if is_writing:
             self._recorder.write(str(incident.error()), incident.rank)
-
-    def _tell_hosts(self) -> None:
-        if self.links is not None:
-            self.links.tell()
-
-
-class _Reporting(contextlib.AbstractContextManager[None]):
-    """A class, because a generator that an ``ExitStack`` drops would end with an error of its own."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self._job.report(error)

@@ -52,7 +52,7 @@ def run_worker(effective: EffectiveConfig, groups: RankGroups, job: Job, hosts: 
     if there are any."""
     with contextlib.ExitStack() as stack:
         stack.callback(groups.close)
-        stack.enter_context(job.reporting())  # reports before the groups close: a closed group looks like a death
+        stack.push(job.on_exit)  # reports before the groups close: a closed group looks like a death
         note_inputs = job.slot.note_inputs if effective.config.debug_compare_rank_inputs else None
         worker = Worker(effective, groups, job.slot.tier_progress(), note_inputs=note_inputs)
         stack.callback(worker.close)

@@ -128,7 +128,7 @@ def serve_rank(config: EngineConfig) -> None:
     die_with_launcher(grace_s=_LAST_WORDS_S)
     progress = RankProgress(fault_injector(launched.rank))
     store = launched_store(timeout_s=config.startup_timeout_s)
-    job = _follow(launched, progress, effective.config, store)
+    job = _member(launched, progress, effective.config, store)
     with _closed_on_error(job):
         progress.reach(RankPhase.IMPORT)
         hosts = link_hosts(effective, launched, store, job)
@@ -154,11 +154,7 @@ def joined_ranks(config: EngineConfig) -> Iterator[RankGroups]:
     die_with_launcher(grace_s=_LAST_WORDS_S)
     progress = RankProgress(fault_injector(launched.rank))
     store = launched_store(timeout_s=config.startup_timeout_s)
-    if launched.rank == 0:
-        job = Job.create(progress, config, ends_process=False, same_parent=True, topology=topology)
-        store.set(_BOARD_KEY.format(0), job.board.address)
-    else:
-        job = _follow(launched, progress, config, store)
+    job = _member(launched, progress, config, store)
     with _closed_on_error(job):
         progress.reach(RankPhase.IMPORT)
         groups = process_groups.join(
@@ -166,20 +162,21 @@ def joined_ranks(config: EngineConfig) -> Iterator[RankGroups]:
             start_s=config.startup_timeout_s, collective_s=config.collective_timeout_s,
         )  # fmt: skip
         job.watchdog.abort, groups.report = groups.abort, job.report
-        with contextlib.closing(groups), job.reporting():
+        with contextlib.closing(groups), contextlib.ExitStack() as stack:
+            stack.push(job.on_exit)
             progress.reach(RankPhase.PROFILE)
             yield groups
         job.leave()
         job.close()
 
 
-def _follow(launched: env.LaunchedRank, progress: RankProgress, config: EngineConfig, store: Store) -> Job:
-    """The membership of a rank other than 0: on a board of its own host, which the host's first rank makes."""
-    topology = topology_of(launched)
-    key = _BOARD_KEY.format(topology.host_of(launched.rank))
-    if not topology.is_leader(launched.rank):
-        return Job.attach(store.get(key).decode(), progress, config, launched.rank, same_parent=True)
-    job = Job.create(progress, config, rank=launched.rank, ends_process=True, same_parent=True, topology=topology)
+def _member(launched: env.LaunchedRank, progress: RankProgress, config: EngineConfig, store: Store) -> Job:
+    """The membership of a rank of a torchrun job, on the board of its host, which the host's first rank makes."""
+    topology, rank = topology_of(launched), launched.rank
+    key = _BOARD_KEY.format(topology.host_of(rank))
+    if not topology.is_leader(rank):
+        return Job.attach(store.get(key).decode(), progress, config, rank, same_parent=True)
+    job = Job.create(progress, config, rank=rank, ends_process=rank != 0, same_parent=True, topology=topology)
     store.set(key, job.board.address)
     return job
 
@@ -271,11 +268,8 @@ def _spawn(effective: EffectiveConfig, job: Job, undo: contextlib.ExitStack) -> 
 @contextlib.contextmanager
 def _closed_on_error(job: Job) -> Iterator[None]:
     """If starting fails, name the rank that caused it, and stop the watchdog."""
-    try:
-        yield
-    except BaseException as error:
-        try:
-            job.record_failure(error)
-        finally:
-            job.close()
-        raise
+    with contextlib.ExitStack() as undo:
+        undo.callback(job.close)
+        with job.blaming():
+            yield
+        undo.pop_all()

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from tp_engine.errors import PlanError, RankError
 from tp_engine.ipc.rank_slot import NUM_ECHOES, RECORD_FIELDS, SLOT_WORDS, RankSlot, echo_word, split_echo
-from tp_engine.ipc.segment import Segment, SharedMemory, create_segment, open_segment
+from tp_engine.ipc.segment import Segment, create_segment, open_segment
 from tp_engine.topology import Topology
 
 Echoes: TypeAlias = "Sequence[memoryview[int]]"
@@ -34,11 +34,11 @@ _STEP, _CHECKSUM = RECORD_FIELDS.index("step_id"), RECORD_FIELDS.index("plan_che
 _MAX_AHEAD: Final = 4  # at most so many plans beyond the step whose result rank 0 takes have been sent
 
 
-class JobBoard(SharedMemory):
+class JobBoard(Segment):
     """The board of ``host`` in one process; ``create`` makes it on the host's first rank, ``open`` maps it."""
 
-    def __init__(self, memory: mmap.mmap, segment: Segment | None = None) -> None:
-        super().__init__(memory, segment)
+    def __init__(self, memory: mmap.mmap, descriptor: int = -1) -> None:
+        super().__init__(memory, descriptor)
         words = memoryview(memory).cast("q")
         table = np.frombuffer(memory, np.int64)
         self.created_wall_ns, self.created_ns = words[2], words[3]
@@ -56,14 +56,14 @@ class JobBoard(SharedMemory):
     @classmethod
     def create(cls, world_size: int, *, local_world_size: int | None = None, host: int = 0) -> JobBoard:
         """Return a new board, of ``host`` where there are several; ``RuntimeError`` where /dev/shm is too small."""
-        segment = create_segment(
+        memory, descriptor = create_segment(
             8 * (_HEADER_WORDS + world_size * SLOT_WORDS), num_ranks=local_world_size or world_size
         )
-        header = memoryview(segment.memory).cast("q")
+        header = memoryview(memory).cast("q")
         header[1], header[2], header[3] = world_size, time.time_ns(), time.monotonic_ns()
         header[4], header[5] = local_world_size or world_size, host
         header[0] = _MAGIC
-        return cls(segment.memory, segment)
+        return cls(memory, descriptor)
 
     @classmethod
     def open(cls, address: str) -> JobBoard:

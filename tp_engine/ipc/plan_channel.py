@@ -4,12 +4,12 @@ whose first rank passes them on (``relay.py``); checked for order by every rank.
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TypeAlias
 
 from tp_engine.errors import PlanError
 from tp_engine.ipc.plan_codec import decode_plan, encode_plan, plan_checksum
-from tp_engine.ipc.relay import PlanLink
-from tp_engine.ipc.ring_buffer import Alive, RingWriter
+from tp_engine.ipc.relay import PlanLink, RelayReader
+from tp_engine.ipc.ring_buffer import Alive, RingReader, RingWriter
 from tp_engine.plan import NO_IDS, StepPlan
 
 
@@ -72,17 +72,8 @@ class PlanPublisher:
             self._ring.close()
 
 
-class MessageSource(Protocol):
-    """Where plans come from, as bytes: ``RingReader``, or ``RelayReader`` on the first rank of another host.
-    ``has_alive``: a wait without a deadline ends when rank 0's process is known to be gone."""
-
-    has_alive: bool
-
-    def read(self, timeout_s: float) -> bytearray:
-        """Return the next message, the caller's own copy."""
-
-    def close(self) -> None:
-        """Free what it holds."""
+MessageSource: TypeAlias = RingReader | RelayReader
+"""Where plans come from, as bytes; ``RelayReader`` on the first rank of another host."""
 
 
 class PlanSubscriber:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import mmap
 import time
 
-from tp_engine.ipc.segment import Segment, SharedMemory, create_segment, open_segment
+from tp_engine.ipc.segment import Segment, create_segment, open_segment
 
 _NUM_BYTES = 4096
 _TEXT_BYTES = 400
@@ -22,19 +22,19 @@ _TEXT_START = 24
 _SILENT_S = 5.0
 
 
-class Pulse(SharedMemory):
+class Pulse(Segment):
     """Created by ``create`` in one process and mapped by ``open`` in the other; either end may beat."""
 
-    def __init__(self, memory: mmap.mmap, segment: Segment | None = None) -> None:
-        super().__init__(memory, segment)
+    def __init__(self, memory: mmap.mmap, descriptor: int = -1) -> None:
+        super().__init__(memory, descriptor)
         self._words = memoryview(memory).cast("q")
         self._text = memoryview(memory)[_TEXT_START : _TEXT_START + _TEXT_BYTES]
 
     @classmethod
     def create(cls) -> Pulse:
         """Return a new pulse; ``RuntimeError`` if /dev/shm is too small."""
-        segment = create_segment(_NUM_BYTES)
-        return cls(segment.memory, segment)
+        memory, descriptor = create_segment(_NUM_BYTES)
+        return cls(memory, descriptor)
 
     @classmethod
     def open(cls, address: str) -> Pulse:

@@ -38,7 +38,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from tp_engine.errors import RankError
-from tp_engine.ipc.segment import create_segment, open_segment
+from tp_engine.ipc.segment import Segment, create_segment, open_segment
 from tp_engine.ipc.semaphore import SEMAPHORE_BYTES, Semaphore, default_spin_s
 
 Alive: TypeAlias = Callable[[int], bool]
@@ -126,7 +126,7 @@ class RingWriter:
         self._alive = alive
         self._num_pieces = 0
         self._failure: BaseException | None = None
-        self._segment = create_segment(self._first_slot + num_slots * slot_bytes, num_ranks=num_readers + 1)
+        self._segment = Segment(*create_segment(self._first_slot + num_slots * slot_bytes, num_ranks=num_readers + 1))
         self.name, self._memory = self._segment.address, self._segment.memory
         self._readers = [_Reader(self._memory, index, first_rank) for index in range(num_readers)]
         self._missing = list(self._readers)

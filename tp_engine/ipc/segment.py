@@ -23,36 +23,23 @@ _NO_ANONYMOUS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVA
 
 
 class Segment:
-    """A segment that this process created; ``address`` lets others map it until ``stop_sharing``."""
+    """Shared ``memory``; with the ``descriptor`` of its file, which the creator alone has, others find it at
+    ``address`` until ``stop_sharing``."""
 
-    def __init__(self, descriptor: int, num_bytes: int) -> None:
-        self.memory = _map(descriptor, num_bytes)
-        self.address = f"{os.getpid()}:{descriptor}:{os.fstat(descriptor).st_ino}"
-        self._descriptor = descriptor
+    def __init__(self, memory: mmap.mmap, descriptor: int = -1) -> None:
+        self.memory, self._descriptor = memory, descriptor
+
+    @property
+    def address(self) -> str:
+        """Where other processes of the host find it."""
+        assert self._descriptor >= 0, "only its creator shares this memory"
+        return f"{os.getpid()}:{self._descriptor}:{os.fstat(self._descriptor).st_ino}"
 
     def stop_sharing(self) -> None:
         """Let no further process map it; existing mappings stay.  Safe to call twice."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-
-class SharedMemory:
-    """What lies in a segment; its creator alone has the ``segment``, and so the address."""
-
-    def __init__(self, memory: mmap.mmap, segment: Segment | None) -> None:
-        self.memory, self._segment = memory, segment
-
-    @property
-    def address(self) -> str:
-        """Where other processes of the host find it."""
-        assert self._segment is not None, "only its creator shares this memory"
-        return self._segment.address
-
-    def stop_sharing(self) -> None:
-        """Let no further process map it; existing mappings stay."""
-        if self._segment is not None:
-            self._segment.stop_sharing()
 
 
 def needed_bytes(num_ranks: int, *, has_gpus: bool = True) -> int:
@@ -65,13 +52,13 @@ def shm_option(num_ranks: int) -> str:
     return f"--shm-size={max(64, 1 << (needed_bytes(num_ranks) // MIB).bit_length())}m"
 
 
-def create_segment(num_bytes: int, *, num_ranks: int = 1) -> Segment:
-    """Return a new segment of zeros, for processes of this user only; ``num_ranks`` will share it.  ``RuntimeError``,
-    with the needed and the available bytes, if /dev/shm is too small."""
+def create_segment(num_bytes: int, *, num_ranks: int = 1) -> tuple[mmap.mmap, int]:
+    """Return a new segment of zeros and its descriptor, for processes of this user only; ``num_ranks`` will share it.
+    ``RuntimeError``, with the needed and the available bytes, if /dev/shm is too small."""
     descriptor = _anonymous_file()
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
-        return Segment(descriptor, num_bytes)
+        return _map(descriptor, num_bytes), descriptor
     except OSError as error:
         available = os.fstatvfs(descriptor)
         os.close(descriptor)

@@ -31,7 +31,7 @@ import ctypes
 import mmap
 import struct
 
-from tp_engine.ipc.segment import Segment, SharedMemory, create_segment, open_segment
+from tp_engine.ipc.segment import Segment, create_segment, open_segment
 from tp_engine.ipc.semaphore import SEMAPHORE_BYTES, Semaphore
 
 _MAGIC = 0x31746F6C73707474  # "ttpslot1"
@@ -40,24 +40,25 @@ SEMAPHORES_OFFSET = 64
 _PAGE = 4096
 
 
-class TensorSlots(SharedMemory):
+class TensorSlots(Segment):
     """The memory, mapped by this process; one rank calls ``create``, the others ``attach``."""
 
-    def __init__(self, memory: mmap.mmap, segment: Segment | None = None) -> None:
-        super().__init__(memory, segment)
+    def __init__(self, memory: mmap.mmap, descriptor: int = -1) -> None:
+        super().__init__(memory, descriptor)
         magic, num_ranks, slot_bytes = _HEADER.unpack_from(memory)
         if magic != _MAGIC:
             raise RuntimeError("the shared memory of the ranks' collectives holds something else")
         self.num_ranks, self.slot_bytes = int(num_ranks), int(slot_bytes)
-        self.memory, self._segment = memory, segment
 
     @classmethod
     def create(cls, num_ranks: int, slot_bytes: int) -> TensorSlots:
         """New memory; ``slot_bytes`` is a multiple of 64.  ``RuntimeError`` if /dev/shm is too small."""
         assert num_ranks >= 2 and slot_bytes > 0 and slot_bytes % 64 == 0, f"{num_ranks} ranks, {slot_bytes} bytes"
-        segment = create_segment(_slots_offset(num_ranks) + (2 * num_ranks + 1) * slot_bytes, num_ranks=num_ranks)
-        _HEADER.pack_into(segment.memory, 0, _MAGIC, num_ranks, slot_bytes)
-        slots = cls(segment.memory, segment)
+        memory, descriptor = create_segment(
+            _slots_offset(num_ranks) + (2 * num_ranks + 1) * slot_bytes, num_ranks=num_ranks
+        )
+        _HEADER.pack_into(memory, 0, _MAGIC, num_ranks, slot_bytes)
+        slots = cls(memory, descriptor)
         for sender in range(num_ranks):
             for receiver in range(num_ranks):
                 slots.semaphore(sender, receiver).initialise(0)

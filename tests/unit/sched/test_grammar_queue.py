@@ -71,7 +71,7 @@ class Bench:
         """Let these compile, and settle every finished one."""
         for regex in regexes:
             self.compiler.go[regex].set()
-        for future in list(self.queue._waiting.values()):
+        for future, _ in list(self.queue._waiting.values()):
             future.exception(DEADLINE_S)
         self.queue.wait(DEADLINE_S)
         return self.queue.settle(self.scheduler)
