@@ -17,6 +17,7 @@ from tp_engine.images.settings import image_settings
 from tp_engine.ipc.job_board import EchoCheck
 from tp_engine.ipc.plan_channel import PlanPublisher
 from tp_engine.ipc.relay import PlanLink
+from tp_engine.ipc.ring_buffer import RingWriter
 from tp_engine.kv_codec import may_refuse
 from tp_engine.kv_events import KVEventsConfig
 from tp_engine.log import get_logger
@@ -213,7 +214,8 @@ def _open_channel(
     """Rank 0's side of the plan channel; None for a world of one."""
     if groups.info.world_size == 1:
         return None
-    publisher = PlanPublisher(groups.info.local_world_size - 1, alive=job.alive, links=links())
+    num_readers = groups.info.local_world_size - 1
+    publisher = PlanPublisher(RingWriter(num_readers, alive=job.alive) if num_readers else None, links())
     try:
         groups.host.all_gather_bytes(publisher.name.encode())
         publisher.wait_attached(timeout_s=effective.config.startup_timeout_s)

@@ -7,7 +7,7 @@
         sends slots of all other hosts           sends the slots of its own host
         board: all ranks                         board: all ranks
 
-    a beat     | length u32 | sent at, ns | sent at of the peer's last beat, ns | held, ns | slots |
+    a beat     | length u32 | msgpack: sent at, ns; sent at of the peer's last beat, ns; held, ns; slots |
 
 A beat goes out every quarter of a second, and at once when a rank has failed or ended.  The watchdogs, the check of
 echoes, the flight record and the metrics read the board and know nothing of this.
@@ -27,14 +27,15 @@ import errno
 import os
 import socket
 import stat
-import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
-from tp_engine.ipc.board_mirror import Mirrored, SlotPacker, unpack_slots
+import msgspec
+
+from tp_engine.ipc.board_mirror import Mirrored, PackedSlot, SlotPacker, unpack_slots
 from tp_engine.ipc.job_board import JobBoard
 from tp_engine.ipc.rank_slot import Ended, State, process_vitals, resident_bytes
 from tp_engine.log import get_logger
@@ -48,9 +49,10 @@ _TELL_S: Final = 0.5
 _FAREWELL_S: Final = 0.5
 _POLL_S: Final = 0.005
 _FIRST_ROUNDS: Final = 8
-_HEADER: Final = struct.Struct("<IQQQ")
 _MAX_BYTES: Final = 1 << 26
 _LOST: Final = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
+
+_Beat: TypeAlias = tuple[int, int, int, list[PackedSlot]]
 
 
 class ClockOffset:
@@ -154,11 +156,10 @@ class HostLinks:
         sending = self._begin(self._send_beats(link))
         try:
             while True:
-                length = await link.reader.readexactly(4)
-                num_bytes = int.from_bytes(length, "little")
-                if not _HEADER.size - 4 <= num_bytes <= _MAX_BYTES:
+                num_bytes = int.from_bytes(await link.reader.readexactly(4), "little")
+                if num_bytes > _MAX_BYTES:
                     raise ValueError(f"a beat of {num_bytes} bytes came")
-                self._take_beat(link, length + await link.reader.readexactly(num_bytes))
+                self._take_beat(link, msgspec.msgpack.decode(await link.reader.readexactly(num_bytes), type=_Beat))
         except asyncio.IncompleteReadError:
             self._end(link, Ended.CLOSED, "the other end closed it")
         except OSError as error:
@@ -195,18 +196,18 @@ class HostLinks:
         now_ns = time.monotonic_ns()
         is_heard = now_ns - link.peer_received_ns < _SILENT_S * 1e9
         slots = [self._board.slots[rank] for rank in link.ranks]
-        packed = link.packer.pack(slots, with_records=self._rank != 0) if is_heard or not link.num_rounds else b""
+        packed = link.packer.pack(slots, with_records=self._rank != 0) if is_heard or not link.num_rounds else []
         held_ns = now_ns - link.peer_received_ns if link.peer_received_ns else 0
-        return _HEADER.pack(_HEADER.size - 4 + len(packed), now_ns, link.peer_sent_ns, held_ns) + packed
+        beat = msgspec.msgpack.encode((now_ns, link.peer_sent_ns, held_ns, packed))
+        return len(beat).to_bytes(4, "little") + beat
 
-    def _take_beat(self, link: _Link, beat: bytes) -> None:
+    def _take_beat(self, link: _Link, beat: _Beat) -> None:
         now_ns = time.monotonic_ns()
-        _, sent_ns, echoed_ns, held_ns = _HEADER.unpack_from(beat)
+        sent_ns, echoed_ns, held_ns, slots = beat
         if echoed_ns:
             link.clock.add(echoed_ns, sent_ns, held_ns, now_ns)
         link.peer_sent_ns, link.peer_received_ns = sent_ns, now_ns
         ahead_ns = link.clock.ahead_ns
-        slots = memoryview(beat)[_HEADER.size :]
         if ahead_ns is not None and unpack_slots(self._board, slots, ahead_ns, self.mirrored):
             self.wake()
             if self._rank == 0 and len(self._links) > 1:

@@ -1,8 +1,8 @@
-"""Slots of a board as bytes, for the boards of other hosts.
+"""Slots of a board for the boards of other hosts, as values that msgpack carries.
 
 ::
 
-    a slot        | rank u32 | bytes of text u32 | number of records u32 | head | text | records |
+    a slot        (rank, head, text, records)
     head          the slot's words before the failure text
     text          the failure text, once the rank has failed; else empty
     records       of the steps that this slot has begun or ended since it was packed last; at most 512
@@ -11,7 +11,6 @@ Times are of the sender's clock.  The receiver subtracts how far that clock is a
 board can be compared.  The head's state is written last: a reader that sees *failed* sees the text too.
 """
 
-import struct
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
@@ -19,13 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tp_engine.ipc.job_board import JobBoard
-from tp_engine.ipc.rank_slot import HEAD_WORDS, NUM_RECORDS, RECORD_FIELDS, RankSlot, State
+from tp_engine.ipc.rank_slot import NUM_RECORDS, RECORD_FIELDS, RankSlot, State
 
 Int64s: TypeAlias = npt.NDArray[np.int64]
+PackedSlot: TypeAlias = tuple[int, bytes, bytes, bytes]
 Mirrored: TypeAlias = Callable[[RankSlot, Int64s], None]
 """Called with a slot that has just been written, and the records (steps, fields) of steps that have ended."""
 
-_SLOT: Final = struct.Struct("<III")
 _STATE: Final = 8
 _TEXT_BYTES: Final = 6
 _STEP: Final = RECORD_FIELDS.index("step_id")
@@ -39,39 +38,32 @@ class SlotPacker:
     def __init__(self) -> None:
         self._sent: dict[int, int] = {}
 
-    def pack(self, slots: Sequence[RankSlot], *, with_records: bool) -> bytes:
-        parts: list[bytes] = []
+    def pack(self, slots: Sequence[RankSlot], *, with_records: bool) -> list[PackedSlot]:
+        packed = []
         for slot in slots:
             head = slot.head.copy()
             text = slot.text[: head[_TEXT_BYTES]].tobytes() if head[_STATE] == State.FAILED else b""
-            records = self._new_records(slot) if with_records else np.empty((0, len(RECORD_FIELDS)), np.int64)
-            parts += [_SLOT.pack(slot.rank, len(text), len(records)), head.tobytes(), text, records.tobytes()]
-        return b"".join(parts)
+            packed.append((slot.rank, head.tobytes(), text, self._new_records(slot) if with_records else b""))
+        return packed
 
-    def _new_records(self, slot: RankSlot) -> Int64s:
+    def _new_records(self, slot: RankSlot) -> bytes:
         done, last = slot.step_done, max(slot.step_started, slot.step_received)
         first = max(self._sent.get(slot.rank, 0) + 1, last - NUM_RECORDS + 1)
         self._sent[slot.rank] = done
-        records: Int64s = slot.records[np.arange(first, last + 1) % NUM_RECORDS]
-        return records
+        return bytes(slot.records[np.arange(first, last + 1) % NUM_RECORDS].tobytes())
 
 
-def unpack_slots(board: JobBoard, data: memoryview, ahead_ns: int, mirrored: Mirrored) -> bool:
+def unpack_slots(board: JobBoard, packed: Sequence[PackedSlot], ahead_ns: int, mirrored: Mirrored) -> bool:
     """Write slots of other hosts to ``board``; returns whether a rank's state changed, or its end became known.
     ``ahead_ns``: how far the sender's clock is ahead.  Slots of this host's ranks, which write them themselves, are
     skipped."""
-    offset, has_news = 0, False
-    while offset < len(data):
-        rank, num_text, num_records = _SLOT.unpack_from(data, offset)
-        offset += _SLOT.size
-        ends = np.cumsum([offset, 8 * HEAD_WORDS, num_text, 8 * num_records * len(RECORD_FIELDS)])
-        head = np.frombuffer(data[offset : ends[1]], np.int64).copy()
-        text = np.frombuffer(data[ends[1] : ends[2]], np.uint8)
-        records = np.frombuffer(data[ends[2] : ends[3]], np.int64).reshape(num_records, len(RECORD_FIELDS)).copy()
-        offset = int(ends[3])
+    has_news = False
+    for rank, head, text, records in packed:
         if board.topology.host_of(rank) != board.host:
-            has_news |= _write(board.slots[rank], head, text, records, ahead_ns)
-            mirrored(board.slots[rank], records[records[:, _DONE] > 0])
+            rows = np.frombuffer(records, np.int64).reshape(-1, len(RECORD_FIELDS)).copy()
+            words = np.frombuffer(head, np.int64).copy()
+            has_news |= _write(board.slots[rank], words, np.frombuffer(text, np.uint8), rows, ahead_ns)
+            mirrored(board.slots[rank], rows[rows[:, _DONE] > 0])
     return has_news
 
 

@@ -31,7 +31,7 @@ from tp_engine.log import get_logger
 
 logger = get_logger(__name__)
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 KEY_BYTES: Final = 32
 _MAGIC: Final = b"tpelink1"
 _NONCE_BYTES: Final = 32

@@ -9,31 +9,19 @@ from typing import TypeAlias
 from tp_engine.errors import PlanError
 from tp_engine.ipc.plan_codec import decode_plan, encode_plan, plan_checksum
 from tp_engine.ipc.relay import PlanLink, RelayReader
-from tp_engine.ipc.ring_buffer import Alive, RingReader, RingWriter
+from tp_engine.ipc.ring_buffer import RingReader, RingWriter
 from tp_engine.plan import NO_IDS, StepPlan
 
 
 class PlanPublisher:
-    """Rank 0's end of the channel, for ``num_readers`` other ranks of its host; see ``RingWriter`` for the options.
-    ``links``: connections to other hosts.  ``last_checksum`` and ``last_num_bytes`` are those of the last plan sent, to
-    compare with what each rank received."""
+    """Rank 0's end of the channel: the ``ring`` of its host, if it has other ranks, and ``links`` to other hosts.
+    ``last_checksum`` and ``last_num_bytes`` are those of the last plan sent, to compare with what ranks received."""
 
-    def __init__(
-        self,
-        num_readers: int,
-        *,
-        num_slots: int = 64,
-        slot_bytes: int = 65536,
-        spin_s: float | None = None,
-        alive: Alive | None = None,
-        links: Sequence[PlanLink] = (),
-    ) -> None:
-        self._ring: RingWriter | None = None
-        if num_readers:
-            self._ring = RingWriter(num_readers, num_slots=num_slots, slot_bytes=slot_bytes, spin_s=spin_s, alive=alive)
-        self._links = tuple(links)
-        self._ample_bytes = min([num_slots * slot_bytes // 2, *(link.room_bytes for link in links)])
-        self.name = "" if self._ring is None else self._ring.name
+    def __init__(self, ring: RingWriter | None, links: Sequence[PlanLink] = ()) -> None:
+        self._ring, self._links = ring, tuple(links)
+        rooms = [link.room_bytes for link in links] + ([] if ring is None else [ring.num_bytes // 2])
+        self._ample_bytes = min(rooms)
+        self.name = "" if ring is None else ring.name
         self.last_num_bytes = self.last_checksum = 0
         self._epoch = 0
         self._encoded: tuple[StepPlan, bytes] | None = None  # the last plan that was asked for, and its bytes

@@ -122,6 +122,7 @@ class RingWriter:
         self._first_slot = _slots_offset(num_readers)
         self._num_slots, self._slot_bytes = num_slots, slot_bytes
         self._room = slot_bytes - _SLOT_HEADER.size
+        self.num_bytes = num_slots * slot_bytes
         self._spin_s = default_spin_s(num_readers + 1) if spin_s is None else spin_s
         self._alive = alive
         self._num_pieces = 0

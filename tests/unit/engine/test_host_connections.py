@@ -140,7 +140,7 @@ def relay() -> Iterator[tuple[PlanPublisher, PlanSubscriber, PlanSubscriber, Pla
     near, far = tcp_pair()
     ring = RingWriter(1, first_rank=3, spin_s=0.0)
     link = PlanLink(near, 2, alive=lambda rank: True)
-    publisher = PlanPublisher(0, links=[link])
+    publisher = PlanPublisher(None, [link])
     first = PlanSubscriber(RelayReader(far, ring, alive=lambda: True, ring_timeout_s=DEADLINE_S))
     second = PlanSubscriber(RingReader(ring.name, 0, spin_s=0.0))
     try:
@@ -229,7 +229,7 @@ def test_slots_travel_with_their_times_converted() -> None:
     slot.fail("Traceback: no memory", failed_rank=None)
     near.slots[0].state = State.READY
     arrived: list[tuple[int, int]] = []
-    data = memoryview(SlotPacker().pack(far.slots, with_records=True))
+    data = SlotPacker().pack(far.slots, with_records=True)
     assert unpack_slots(near, data, ahead_ns, lambda slot, records: arrived.append((slot.rank, len(records))))
     copy = near.slots[3]
     assert copy.state == State.FAILED and copy.failure_text == "Traceback: no memory"
@@ -245,7 +245,7 @@ def test_steps_are_sent_once() -> None:
     packer, numbers = SlotPacker(), []
     for last in (3, 3, 10):
         run_steps(far.slots[2], far.slots[2].step_done + 1, last)
-        data = memoryview(packer.pack(far.local_slots, with_records=True))
+        data = packer.pack(far.local_slots, with_records=True)
         unpack_slots(near, data, 0, lambda slot, records: numbers.append(len(records)))
     assert numbers[::2] == [3, 0, 7]
 
@@ -257,12 +257,12 @@ def test_plans_that_differ_on_another_host_are_found() -> None:
     for rank in (0, 1):
         run_steps(near.slots[rank], 1, 40)
     run_steps(far.slots[2], 1, 40)
-    unpack_slots(near, memoryview(packer.pack(far.local_slots, with_records=True)), 0, check.compare_far)
+    unpack_slots(near, packer.pack(far.local_slots, with_records=True), 0, check.compare_far)
     check.check(40)
     run_steps(far.slots[2], 41, 41, checksum=8)
     for rank in (0, 1):
         run_steps(near.slots[rank], 41, 41)
-    unpack_slots(near, memoryview(packer.pack(far.local_slots, with_records=True)), 0, check.compare_far)
+    unpack_slots(near, packer.pack(far.local_slots, with_records=True), 0, check.compare_far)
     with pytest.raises(PlanError, match=r"step 41: .* rank 2 has the plan 0x00000031, rank 0 sent 0x00000030"):
         check.check(41)
 

@@ -19,7 +19,7 @@ TIMEOUT_S = 20.0
 
 @pytest.fixture
 def publisher() -> Iterator[PlanPublisher]:
-    publisher = PlanPublisher(2)
+    publisher = PlanPublisher(RingWriter(2))
     yield publisher
     publisher.close()
 
@@ -80,7 +80,7 @@ def test_a_lost_plan_is_seen_by_what_follows_it() -> None:
 
 def test_a_call_is_no_plan() -> None:
     """Oracle: the sent plans and the last one's checksum, although the ranks only wake up when they are called."""
-    publisher = PlanPublisher(1, spin_s=1e-6)
+    publisher = PlanPublisher(RingWriter(1, spin_s=1e-6))
     subscriber = PlanSubscriber(RingReader(publisher.name, 0))
     publisher.wait_attached(TIMEOUT_S)
     for step_id in range(1, 4):

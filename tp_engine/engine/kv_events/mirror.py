@@ -24,6 +24,7 @@ import json
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any, TypeAlias
 
 import msgspec
@@ -255,17 +256,6 @@ class CacheMirror:
 
 def _stretches(tiers: bytearray, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Begin and end of each stretch of the rising ``numbers`` that follow each other and are in one tier."""
-    if numbers and numbers[-1] - numbers[0] + 1 == len(numbers):  # the usual case: all of them do
-        first, end = numbers[0], numbers[-1] + 1
-        if tiers.count(tiers[first], first, end) == len(numbers):
-            yield first, end
-            return
-    first = end = -1
-    for number in numbers:
-        if number != end or tiers[number] != tiers[first]:
-            if first >= 0:
-                yield first, end
-            first = number
-        end = number + 1
-    if first >= 0:
-        yield first, end
+    for _, stretch in groupby(enumerate(numbers), key=lambda item: (item[1] - item[0], tiers[item[1]])):
+        members = [number for _, number in stretch]
+        yield members[0], members[-1] + 1
