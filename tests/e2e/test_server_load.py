@@ -143,7 +143,7 @@ def test_the_queue_is_bounded_whatever_its_callers_do() -> None:
         for client in inside:
             client.leave()
         await asyncio.gather(*tasks)
-        while (await state.llm.engine.stats()).num_running:
+        while (await state.llm.engine.report()).stats.num_running:
             await asyncio.sleep(0.001)
         assert (await Client(app, "POST", "/v1/completions", {"prompt": "y"}).run()).status == 200
 
@@ -164,7 +164,7 @@ def test_a_reader_that_stops_reading_holds_a_bounded_number_of_updates(n: int) -
         client.reading.clear()
         task = asyncio.create_task(client.run())
         largest, streams = 0, state.llm.outputs
-        while not client.parts or (await state.llm.engine.stats()).num_running:
+        while not client.parts or (await state.llm.engine.report()).stats.num_running:
             largest = max([largest, *map(len, streams._mailboxes.values())])
             await asyncio.sleep(0.001)
         assert largest <= MAX_WAITING + n * (num_tokens // MAX_FOLDED_TOKENS + 2)

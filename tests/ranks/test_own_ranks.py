@@ -193,7 +193,7 @@ def test_async_llm_streams_what_llm_generates(folder: Path, expected: list[int])
             async for output in llm.generate(PROMPT, params):
                 last = output
             assert last.outputs[0].token_ids == expected
-            stats = await llm.engine.stats()
+            stats = (await llm.engine.report()).stats
             assert stats.num_running == stats.num_used_blocks == 0
 
     asyncio.run(asyncio.wait_for(run(), timeout=120))

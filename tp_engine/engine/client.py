@@ -90,7 +90,7 @@ class EngineClient:
         """Say that a session will go on soon; does nothing if the engine has ended."""
         self._send(messages.ExpectSession(session=session, salt=salt))
 
-    async def report(self, view: ViewLimits | None, *, timeout_s: float) -> EngineReport:
+    async def report(self, view: ViewLimits | None = None, *, timeout_s: float = 5.0) -> EngineReport:
         """Return the state of the whole job; the engine answers between two steps."""
         report: EngineReport = await self._ask(messages.GetReport(view=view), timeout_s)
         return report

@@ -71,7 +71,7 @@ def test_many_streams_at_once() -> None:
     async def scenario(llm: AsyncLLM, service: ServiceThread) -> None:
         assert list(await asyncio.gather(*(text_of(llm, prompt) for prompt in prompts))) == prompts
         assert llm.num_unfinished == 0 and llm.is_ready and not llm.errored
-        assert (await llm.engine.stats()).num_running == 0
+        assert (await llm.engine.report()).stats.num_running == 0
         assert llm.model_info.max_model_len == 1024 and llm.tokenizer is byte_level_tokenizer()
 
     run(scenario)
