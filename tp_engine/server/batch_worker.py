@@ -20,10 +20,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tp_engine.api.batch_job.endpoints import prepare_request
-from tp_engine.api.batch_job.lines import BatchRequest, ResultLine
+from tp_engine.api.batch_job.lines import BatchInput, BatchRequest, ResultLine
 from tp_engine.api.batch_job.results import Results
-from tp_engine.api.batch_job.source import BatchInput
-from tp_engine.api.batches.lines import answered, check_lines, count_results, open_requests
+from tp_engine.api.batches.lines import check_lines, count_results, open_requests
 from tp_engine.api.batches.objects import Batch, BatchErrors
 from tp_engine.api.batches.store import BatchStore
 from tp_engine.api.openai.errors import HttpError
@@ -131,11 +130,9 @@ class BatchWorker:
             )
             results = stack.enter_context(Results(folder / "output", folder / "errors"))
             earlier, counts = results.earlier, batch.request_counts
-            counts.failed = sum(earlier.failed)
-            counts.completed = len(earlier.failed) - counts.failed
-            is_done = await asyncio.to_thread(answered, source, batch.endpoint, earlier)
-            lines = enumerate(open_requests(source, batch.endpoint))
-            left = (request for place, request in lines if not is_done[place])
+            counts.failed = sum(earlier.answered.values())
+            counts.completed = len(earlier.answered) - counts.failed
+            left = open_requests(source, batch.endpoint, earlier)
             saving = asyncio.ensure_future(self._save_often(batch, results))
             try:
                 async with asyncio.timeout(max(0.0, batch.expires_at - time.time())):
@@ -206,11 +203,9 @@ class BatchWorker:
         folder, count = self.store.batch_folder(batch), 0
         error = HttpError(408, "the batch's completion_window was over before this line ran", code="batch_expired")
         with Results(folder / "output", folder / "errors") as again:
-            is_done = answered(source, batch.endpoint, again.earlier)
-            for place, request in enumerate(open_requests(source, batch.endpoint)):
-                if not is_done[place]:
-                    again.write(request.failure(error))
-                    count += 1
+            for request in open_requests(source, batch.endpoint, again.earlier):
+                again.write(request.failure(error))
+                count += 1
         return count
 
     async def _save_often(self, batch: Batch, results: Results) -> None:

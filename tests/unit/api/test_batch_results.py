@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
+import logging
 import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,10 +19,10 @@ from typing import Any
 import pytest
 
 from tp_engine.api.batch_job.lines import BatchRequest, LineError, ResultLine, bad_line
-from tp_engine.api.batch_job.outcomes import Progress, ResultOrder, Work
-from tp_engine.api.batch_job.results import CustomIds, Results
-from tp_engine.api.batch_job.second_pass import ReadAhead, open_lines
-from tp_engine.api.batch_job.survey import LineState
+from tp_engine.api.batch_job.results import Results, digest
+from tp_engine.api.batch_job.second_pass import Outcomes, ReadAhead, Work, open_lines
+from tp_engine.api.batch_job.summary import BatchSummary
+from tp_engine.api.batch_job.survey import Survey
 from tp_engine.errors import ConfigError, RequestError
 from tp_engine.images.image_input import ImageInput
 
@@ -32,15 +35,8 @@ def result(number: int) -> ResultLine:
     return request(number).result(200, {"text": "é" * number})
 
 
-def ids_of(*custom_ids: str) -> CustomIds:
-    ids = CustomIds()
-    for custom_id in custom_ids:
-        ids.add(custom_id)
-    return ids
-
-
 def known(results: Results, *custom_ids: str) -> list[bool]:
-    return [position >= 0 for position in ids_of(*custom_ids).positions_in(results.earlier.answered).tolist()]
+    return [digest(custom_id) in results.earlier.answered for custom_id in custom_ids]
 
 
 def test_every_possible_kill_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +67,7 @@ def test_errors_have_a_file_of_their_own(tmp_path: Path) -> None:
     assert [json.loads(line)["id"] for line in errors.read_text().splitlines()] == ["batch_req_2", "batch_req_3"]
     with Results(output, errors) as again:
         assert known(again, "id-1", "id-2", "id-3") == [True, True, False]
-        assert (list(again.earlier.failed), list(again.earlier.refused_lines)) == ([0, 1], [3])
+        assert (list(again.earlier.answered.values()), again.earlier.refused) == ([False, True], {3})
 
 
 def test_refused_lines_do_not_finish_a_custom_id(tmp_path: Path) -> None:
@@ -80,7 +76,7 @@ def test_refused_lines_do_not_finish_a_custom_id(tmp_path: Path) -> None:
     with Results(path) as results:
         results.write(bad_line(7, b'{"custom_id": "a"}', LineError("repeated", "duplicate_custom_id")))
     with Results(path) as again:
-        assert known(again, "a") == [False] and list(again.earlier.refused_lines) == [7]
+        assert known(again, "a") == [False] and again.earlier.refused == {7}
 
 
 def test_a_file_is_written_by_one_job(tmp_path: Path) -> None:
@@ -157,51 +153,50 @@ def test_results_reach_the_disk_within_seconds(tmp_path: Path, monkeypatch: pyte
     assert syncs == [106.0, 200.0]
 
 
-def test_progress_in_words() -> None:
+def outcomes(written: list[int], **options: Any) -> Outcomes:
+    """Outcomes whose lines are counted in ``written`` in place of files."""
+    places: Any = SimpleNamespace(write=lambda line: written.append(int(line.id)), sync_if_due=lambda: None)
+    summary = BatchSummary(input_file="", output_file="", error_file=None, shard="1/1", num_lines=110, num_earlier=10)
+    return Outcomes(places, summary, **{"keeps_order": False, "window": 5, "shows_progress": False, **options})
+
+
+def test_progress_in_words(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Oracle: by hand: 10 of 110 lines were done before and 50 more in 100 s, so the other 50 take 100 s."""
-    progress = Progress(110, 10, shown=False)
-    assert "10 of 110 lines (9.1 %)" in progress.text(time.monotonic())
-    for _ in range(50):
-        progress.line()
-    text = progress.text(progress._started_s + 100.0)
-    assert text.startswith("60 of 110 lines (54.5 %)") and text.endswith("0:01:40 left")
-    progress.close()
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_repeated_ids_and_where_they_were_first(seed: int) -> None:
-    """Oracle: a dict, on random ids with few and many repetitions."""
-    rng = random.Random(seed)
-    names = [f"id-{rng.randrange(rng.choice((3, 50, 10_000)))}" for _ in range(rng.randrange(200))]
-    first: dict[str, int] = {}
-    expected = {i: first[name] for i, name in enumerate(names) if first.setdefault(name, i) != i}
-    positions, firsts = ids_of(*names).repeated()
-    assert dict(zip(positions.tolist(), firsts.tolist(), strict=True)) == expected
-    others = [*names[:50], "new"]
-    found = ids_of(*names).positions_in(ids_of(*others))
-    assert [others[i] if i >= 0 else None for i in found.tolist()] == [n if n in others else None for n in names]
+    monkeypatch.setattr(logging.getLogger("tp_engine"), "propagate", True)
+    caplog.set_level(logging.INFO, "tp_engine")
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    clock = [1000.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
+    shown = outcomes([], shows_progress=True)
+    for number in range(50):
+        clock[0] += 2.0
+        shown.put(work(number))
+    shown.close()
+    lines = [record.getMessage() for record in caplog.records if record.name.endswith("second_pass")]
+    assert lines[-1].startswith("lines: 60 of 110 (54.5 %)") and "01:40 left" in lines[-1]
+    assert 3 <= len(lines) <= 5, "one for each 30 s"
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_results_in_the_order_of_the_input(seed: int) -> None:
     """Oracle: 0, 1, 2, ... for any order of arrival, with at most a window of them under way."""
     rng, written, started, running = random.Random(seed), list[int](), 0, list[int]()
-    order = ResultOrder(written.append, keeps_order=True, window=5)
+    order = outcomes(written, keeps_order=True)
     while started < 60 or running:
         while started < 60 and order.has_room(started) and rng.random() < 0.8:
             running.append(started)
             started += 1
         if running:
-            order.put(done := running.pop(rng.randrange(len(running))), done)
+            order.put(work(running.pop(rng.randrange(len(running)))))
         assert started - len(written) <= 5
     assert written == list(range(60))
-    as_they_come = ResultOrder(written.append, keeps_order=False, window=5)
-    as_they_come.put(99, 99)
+    as_they_come = outcomes(written)
+    as_they_come.put(work(99))
     assert written[-1] == 99 and as_they_come.has_room(10**9)
 
 
 def work(ordinal: int) -> Work:
-    return Work(ordinal=ordinal, num_bytes=10)
+    return Work(ordinal=ordinal, num_bytes=10, result=ResultLine(str(ordinal), None, {}, None))
 
 
 def test_reading_ahead_is_bounded_and_in_order() -> None:
@@ -232,7 +227,7 @@ def test_images_of_a_line_count_what_their_pixels_take() -> None:
     text = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}).encode()
     prompts = [SimpleNamespace(images=(image(10, 20), image(7, 3))), SimpleNamespace(images=())]
     source: Any = SimpleNamespace(lines=lambda: [(1, text)])
-    survey: Any = SimpleNamespace(states=[LineState.RUN])
+    survey = Survey(is_open=bytearray([1]))
     prepared: Any = SimpleNamespace(requests=prompts)
     (line,) = open_lines(source, survey, lambda request: prepared)
     assert line.prepared is prepared and line.num_bytes == len(text) + 3 * (200 + 21)

@@ -1,13 +1,11 @@
 """What each ``url`` of a batch line means: its body, how that is checked, and the prompts that answer it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from tp_engine.api.anthropic.protocol import MessagesBody
 from tp_engine.api.batch_job.lines import BatchRequest
-from tp_engine.api.beam_search import BeamSearch, request_output
 from tp_engine.api.bodies import Body, num_prompts, prepare_body
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.openai.errors import renamed
@@ -19,11 +17,8 @@ from tp_engine.api.openai.responses_api.requests import NAMES, chat_body
 from tp_engine.api.openai.sampling import beam_search_params, chat_params, completion_params, listed_prompts
 from tp_engine.api.openai.structured import named_refusal
 from tp_engine.closing import Closing
-from tp_engine.engine.tokenizer import TokenDecoder
 from tp_engine.errors import RequestError
 from tp_engine.grammar.compiler_process import CompilerProcess
-from tp_engine.outputs import RequestOutput
-from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
 from tp_engine.structured_outputs import PARAM, StructuredOutputsParams
 
@@ -127,35 +122,3 @@ def _check_generation(body: ChatBody | CompletionBody, grammars: GrammarTrials) 
         grammars.check(params)
     except RequestError as error:
         raise named_refusal(error, body) from None
-
-
-@dataclass(slots=True)
-class BatchPrompt:
-    """A prompt: one engine request, whose output is the prompt's, or a search, which has several in each of its rounds
-    and whose output has the ``n`` best sequences."""
-
-    prompt: EngineRequest | BeamSearch
-    decoder: TokenDecoder | None
-    output: RequestOutput | None = None
-    _asked: list[str] = field(default_factory=list)
-    _given: dict[str, RequestOutput] = field(default_factory=dict)
-
-    def next_requests(self) -> list[EngineRequest]:
-        """Return the requests to run now."""
-        requests = self.prompt.next_requests() if isinstance(self.prompt, BeamSearch) else [self.prompt]
-        self._asked = [request.request_id for request in requests]
-        self._given = {}
-        return requests
-
-    def take(self, output: RequestOutput) -> bool:
-        """Take the output of one of them; True if the next ones can run."""
-        self._given[output.request_id] = output
-        if not isinstance(self.prompt, BeamSearch):
-            self.output = output
-            return False
-        if len(self._given) < len(self._asked):
-            return False
-        self.prompt.advance([self._given[request_id] for request_id in self._asked])
-        if self.prompt.done:
-            self.output = request_output(self.prompt, self.decoder)
-        return not self.prompt.done

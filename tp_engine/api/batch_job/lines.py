@@ -1,21 +1,36 @@
-"""Lines of OpenAI batch files.
+"""Lines of OpenAI batch files, and the input that has them: a file, a gzipped file, a pipe or standard input.
 
 A request line is ``{"custom_id", "method", "url", "body"}``, a result line ``{"id", "custom_id", "response", "error"}``
 whose ``response`` is null for a line that is not a request.  Results belong to requests with the same ``custom_id``;
 ``id`` holds the number of the request's line, which identifies lines without a usable ``custom_id``.
 """
 
+import gzip
+import os
 import re
-from collections.abc import Collection
+import select
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import msgspec
 
+from tp_engine.api.batch_job.config import STANDARD_STREAM
 from tp_engine.api.openai.errors import describe_error
+from tp_engine.closing import Closing
+from tp_engine.errors import ConfigError
+from tp_engine.files import open_regular
 
 _LINE_ID = "batch_req_"
 _LINE_ID_NUMBER = re.compile(_LINE_ID + r"([1-9]\d{0,17})")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_GZIP_MAGIC = b"\x1f\x8b"
+_POLL_S = 0.2
+_PIECE_BYTES = 1 << 20
 
 
 class LineError(ValueError):
@@ -106,26 +121,89 @@ def repeated_line(number: int, first: int) -> LineError:
     return LineError(f"line {number} repeats the custom_id of line {first}; give each its own", "duplicate_custom_id")
 
 
-def problem_code(error: Exception) -> str:
-    """Return the kind of a line's problem: the code of ``error``, if it has one."""
-    return getattr(error, "code", None) or describe_error(error)[1]["error"]["code"] or "invalid_request"
-
-
 def bad_line(number: int, text: bytes | None, error: LineError) -> ResultLine:
     """Return the result of a line that is not a request, with its ``custom_id`` if that can be read."""
+    try:
+        line = msgspec.json.decode(text or b"")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        line = None
+    custom_id = line.get("custom_id") if isinstance(line, dict) else None
     return ResultLine(
         line_id(number),
-        readable_custom_id(text),
+        custom_id if isinstance(custom_id, str) else None,
         None,
         {"code": error.code, "message": str(error), "param": None, "line": number},
     )
 
 
-def readable_custom_id(text: bytes | None) -> str | None:
-    """Return the ``custom_id`` of a line; None if it has no readable one."""
-    try:
-        line = msgspec.json.decode(text or b"")
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    custom_id = line.get("custom_id") if isinstance(line, dict) else None
-    return custom_id if isinstance(custom_id, str) else None
+class BatchInput(Closing):
+    """The input of one job; it stays open, so that both passes read the same file.
+
+    Standard input, or another pipe, is first copied to a nameless file in ``spool_folder`` (default: the system's
+    folder for temporary files); ``is_whole`` is False if a stop was requested meanwhile.
+    """
+
+    def __init__(
+        self,
+        input_file: str,
+        *,
+        max_line_bytes: int,
+        spool_folder: Path | None = None,
+        stop_requested: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._name = input_file
+        self._max_line_bytes = max_line_bytes
+        self.is_whole = True
+        if input_file != STANDARD_STREAM and Path(input_file).is_file():
+            self._file: IO[bytes] = open_regular(Path(input_file))
+            return
+        self._file = tempfile.TemporaryFile(dir=spool_folder)  # noqa: SIM115 (closed by ``close``)
+        if input_file == STANDARD_STREAM:
+            self.is_whole = _copy(sys.stdin.fileno(), self._file, stop_requested)
+            return
+        pipe = os.open(input_file, os.O_RDONLY | os.O_NONBLOCK)  # else it waits here for a writer
+        try:
+            self.is_whole = _copy(pipe, self._file, stop_requested)
+        finally:
+            os.close(pipe)
+
+    def lines(self) -> Iterator[tuple[int, bytes | None]]:
+        """(line number, text) of every line that is not blank; the text of a line that is too long is None, not read.
+
+        One iteration at a time.  Raises ``ConfigError`` for a gzipped file that is damaged.
+        """
+        self._file.seek(0)
+        is_gzip = self._file.read(2) == _GZIP_MAGIC
+        self._file.seek(0)
+        stream = gzip.GzipFile(fileobj=self._file, mode="rb") if is_gzip else self._file
+        number, limit = 0, self._max_line_bytes
+        try:
+            while line := stream.readline(limit + 2):  # with its end, \n or \r\n
+                number += 1
+                text = line.removeprefix(_BYTE_ORDER_MARK if number == 1 else b"").strip()
+                is_cut = len(line) == limit + 2 and not line.endswith(b"\n")
+                piece = line
+                while is_cut and piece and not piece.endswith(b"\n"):
+                    piece = stream.readline(_PIECE_BYTES)
+                if is_cut or text:
+                    yield number, None if is_cut or len(text) > limit else text
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ConfigError(
+                f"input_file is {self._name!r}, a gzipped file that is damaged after line {number} ({error}); create "
+                "it again"
+            ) from None
+
+    def close(self) -> None:
+        """Close the file; the copy of a pipe is deleted."""
+        self._file.close()
+
+
+def _copy(descriptor: int, target: IO[bytes], stop_requested: Callable[[], bool]) -> bool:
+    """Copy up to the end of the pipe; False if a stop was requested before that."""
+    while not stop_requested():
+        readable, _, _ = select.select([descriptor], [], [], _POLL_S)
+        if readable and not (piece := os.read(descriptor, _PIECE_BYTES)):
+            return True
+        if readable:
+            target.write(piece)
+    return False

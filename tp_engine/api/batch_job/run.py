@@ -6,10 +6,9 @@
                                  (nothing to run: no engine is started)
 """
 
-import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Unpack
@@ -17,13 +16,11 @@ from typing import Unpack
 from tp_engine import env
 from tp_engine.api.batch_job.config import BatchConfig
 from tp_engine.api.batch_job.endpoints import GrammarTrials, check_request, prepare_request
-from tp_engine.api.batch_job.lines import BatchRequest
-from tp_engine.api.batch_job.outcomes import Outcomes, Progress
+from tp_engine.api.batch_job.lines import BatchInput, BatchRequest
 from tp_engine.api.batch_job.results import EarlierResults, Results
-from tp_engine.api.batch_job.second_pass import LineRunner, PrepareRequest, ReadAhead, open_lines
-from tp_engine.api.batch_job.source import BatchInput
-from tp_engine.api.batch_job.summary import BatchStatus, BatchSummary, Tally
-from tp_engine.api.batch_job.survey import CheckRequest, LineState, Survey, survey_lines
+from tp_engine.api.batch_job.second_pass import LineRunner, Outcomes, PrepareRequest, ReadAhead, open_lines
+from tp_engine.api.batch_job.summary import BatchStatus, BatchSummary
+from tp_engine.api.batch_job.survey import CheckRequest, Survey, survey_lines
 from tp_engine.api.engine_options import BatchOptions
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.llm import LLM
@@ -111,9 +108,13 @@ class BatchRun:
         self._batch = batch
         self._stop_requested = stop_requested
         self._started_s = time.monotonic()
-        self._running_s = 0.0
         self._survey = Survey()
-        self._tally = Tally()
+        self._summary = BatchSummary(
+            input_file=batch.input_file,
+            output_file=batch.output_file,
+            error_file=batch.error_file,
+            shard=batch.shard,
+        )
         self._defaults = batch.defaults(config.model, config.revision)
         names = batch.served_model_name or (default_model_name(config.model), config.model)
         self._model_names = tuple(dict.fromkeys((*names, *adapter_names(config.lora_modules, names))))
@@ -123,18 +124,17 @@ class BatchRun:
 
     def run(self) -> BatchStatus:
         """Check all lines, then run those without a result; raises ``ConfigError`` before it starts an engine."""
-        with self._grammars:
-            return self._run()
-
-    def _run(self) -> BatchStatus:
         effective = check_config(self._config)
         output, errors = self._batch.result_paths
-        with BatchInput(
-            self._batch.input_file,
-            max_line_bytes=self._batch.max_body_bytes,
-            spool_folder=None if output is None else output.parent,
-            stop_requested=self._stop_requested,
-        ) as source:
+        with (
+            self._grammars,
+            BatchInput(
+                self._batch.input_file,
+                max_line_bytes=self._batch.max_body_bytes,
+                spool_folder=None if output is None else output.parent,
+                stop_requested=self._stop_requested,
+            ) as source,
+        ):
             if not source.is_whole:
                 return BatchStatus.STOPPED
             if self._batch.validate_only:
@@ -142,20 +142,16 @@ class BatchRun:
             with Results(output, errors, resume=self._batch.resume) as results:
                 if not self._check(source, results.earlier, self._check_request):
                     return BatchStatus.STOPPED
-                survey = self._survey
-                if survey.num_left < survey.num_requests:
-                    num_done = survey.num_requests - survey.num_left
-                    logger.info("%d of %d lines have a result", num_done, survey.num_requests)
-                if survey.num_foreign:
-                    logger.warning("%d results belong to no line of the input; was it changed?", survey.num_foreign)
-                is_needed = self._survey.count(LineState.RUN) > 0
+                is_needed = self._survey.num_runnable > 0
                 tell_ranks(is_needed)
                 return self._run_lines(source, results) if is_needed else self._write_errors(source, results)
 
     def finish(self, status: BatchStatus, error: BaseException | None = None) -> BatchSummary:
         """Write the summary to the log and to ``summary_file``, if there is one."""
-        times_s = {"elapsed_s": time.monotonic() - self._started_s, "running_s": self._running_s}
-        summary = BatchSummary.of(self._batch, status, self._survey, self._tally, error, **times_s)
+        summary = self._summary
+        summary.status, summary.elapsed_s = status, time.monotonic() - self._started_s
+        if error is not None:
+            summary.error = f"{type(error).__name__}: {error}"
         if not isinstance(error, ConfigError):
             logger.info("%s: %s", self._batch.output_file or self._batch.input_file, summary.as_text())
         if self._batch.summary_file is not None:
@@ -167,34 +163,45 @@ class BatchRun:
         config = effective.config
         info = model_info(effective, num_blocks=effective.max_model_len)
         tokenizer = load_tokenizer(config.tokenizer_source, config.revision)
-        processor = InputProcessor(info, tokenizer, reads_pixels=False)
-        prepare = self._prepare_with(processor)
+        prepare = self._prepare_with(InputProcessor(info, tokenizer, reads_pixels=False))
 
         def check(request: BatchRequest) -> None:
             self._check_request(request)
             prepare(request)
 
-        is_whole = self._check(source, EarlierResults(), check)
-        return BatchStatus.VALIDATED if is_whole else BatchStatus.STOPPED
+        if not self._check(source, EarlierResults(), check):
+            return BatchStatus.STOPPED
+        self._summary.num_failed, self._summary.errors = self._survey.problems.total(), self._survey.problems
+        return BatchStatus.VALIDATED
 
     def _check_request(self, request: BatchRequest) -> None:
         check_request(request, self._model_names, self._grammars)
 
     def _check(self, source: BatchInput, earlier: EarlierResults, check: CheckRequest) -> bool:
         """Survey all lines; False if a stop was requested meanwhile."""
-        shard = self._batch.input_shard
+        shard, summary = self._batch.input_shard, self._summary
         survey = survey_lines(source, earlier, shard, check, stop_requested=self._stop_requested)
-        self._survey = survey or self._survey
-        num_bad = self._survey.problems.total()
+        if survey is None:
+            return False
+        self._survey = survey
+        summary.num_lines, summary.num_succeeded, summary.num_failed = (
+            survey.num_lines, survey.num_answered, survey.num_failed,
+        )  # fmt: skip
+        summary.num_earlier = survey.num_answered + survey.num_failed
+        num_bad = survey.problems.total()
         if self._batch.strict and num_bad and not self._batch.validate_only:
             raise ConfigError(f"{num_bad} lines of {self._batch.input_file!r} are bad; with --strict nothing is run")
-        return survey is not None
+        if summary.num_earlier:
+            logger.info("%d of %d lines have a result", summary.num_earlier, summary.num_lines)
+        if survey.num_foreign:
+            logger.warning("%d results belong to no line of the input; was it changed?", survey.num_foreign)
+        return True
 
     def _write_errors(self, source: BatchInput, results: Results) -> BatchStatus:
         """Write the results of the lines that are left, none of which can run."""
         with self._outcomes(results) as outcomes:
             for work in open_lines(source, self._survey, self._refuse):
-                outcomes.put(work.ordinal, work)
+                outcomes.put(work)
         return BatchStatus.COMPLETED
 
     def _refuse(self, request: BatchRequest) -> PreparedBody:
@@ -215,17 +222,11 @@ class BatchRun:
         processor.chat = ChatFormat(processor.tokenizer, self._batch)
         return lambda request: prepare_request(request, processor, self._model_names, self._defaults)
 
-    @contextlib.contextmanager
-    def _outcomes(self, results: Results) -> Iterator[Outcomes]:
-        """The outcomes of the second pass; measures its time."""
-        num_lines = self._survey.num_requests
-        progress = Progress(num_lines, num_lines - self._survey.num_left, shown=self._batch.progress_bar)
-        keeps_order = self._batch.output_order == "input"
-        window = _WINDOW_PER_IN_FLIGHT * self._max_in_flight
-        outcomes = Outcomes(results, progress, keeps_order=keeps_order, window=window)
-        self._tally, started_s = outcomes.tally, time.monotonic()
-        try:
-            yield outcomes
-        finally:
-            self._running_s = time.monotonic() - started_s
-            progress.close()
+    def _outcomes(self, results: Results) -> Outcomes:
+        return Outcomes(
+            results,
+            self._summary,
+            keeps_order=self._batch.output_order == "input",
+            window=_WINDOW_PER_IN_FLIGHT * self._max_in_flight,
+            shows_progress=self._batch.progress_bar,
+        )

@@ -2,49 +2,85 @@
 
 ::
 
-    Source -> open_lines: read, prepare -> ReadAhead -> LineRunner: add requests, step, finish prompts -> Outcomes
-              (in a thread of its own)                  (in the caller's thread)
+    BatchInput -> open_lines: read, prepare -> ReadAhead -> LineRunner: add requests, step, finish lines -> Outcomes
+                  (in a thread of its own)                  (in the caller's thread)
 """
 
 from __future__ import annotations
 
+import io
+import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from tp_engine.api.batch_job.endpoints import ENDPOINTS, BatchPrompt
-from tp_engine.api.batch_job.lines import BatchRequest, LineError, bad_line, read_line, repeated_line
-from tp_engine.api.batch_job.outcomes import Outcomes, Work
-from tp_engine.api.batch_job.source import BatchInput
-from tp_engine.api.batch_job.survey import LineState, Survey
+from tqdm import tqdm
+
+from tp_engine.api.batch_job.endpoints import ENDPOINTS
+from tp_engine.api.batch_job.lines import (
+    BatchInput,
+    BatchRequest,
+    LineError,
+    ResultLine,
+    bad_line,
+    read_line,
+    repeated_line,
+)
+from tp_engine.api.batch_job.results import Results
+from tp_engine.api.batch_job.summary import BatchSummary
+from tp_engine.api.batch_job.survey import Survey
+from tp_engine.api.beam_search import BeamSearch, request_output
 from tp_engine.api.llm import LLM
 from tp_engine.api.openai.errors import sequence_error
 from tp_engine.api.openai.requests import PreparedBody
 from tp_engine.closing import Closing
+from tp_engine.engine.tokenizer import TokenDecoder
 from tp_engine.errors import RequestError
 from tp_engine.log import get_logger
+from tp_engine.outputs import RequestOutput
+from tp_engine.request import EngineRequest
 
 logger = get_logger(__name__)
 
 _IDLE_S = 0.1
 _JOIN_S = 10.0
-_OPEN = (LineState.RUN, LineState.BAD, LineState.REPEATED)
+_LOG_PERIOD_S = 30.0
+_RATE_PERIOD_S = 2.0
+_LOGGED = "{desc}: {n_fmt} of {total_fmt} ({percentage:.1f} %), {rate_fmt}{postfix}, {remaining} left"
 
 PrepareRequest: TypeAlias = Callable[[BatchRequest], PreparedBody]
+Rounds: TypeAlias = Generator[list[EngineRequest], list[RequestOutput], RequestOutput]
+
+
+@dataclass(slots=True, kw_only=True)
+class Work:
+    """One open line, the ``ordinal``-th of the job: a ``request``, prepared, or already its ``result``.
+
+    ``num_bytes`` is the length of the line, and what the pixels of its images take.  While it runs, ``outputs`` are
+    those of its prompts, as far as they have ended, and ``failure`` is the error that ended a request, if any.
+    """
+
+    ordinal: int
+    num_bytes: int
+    request: BatchRequest | None = None
+    prepared: PreparedBody | None = None
+    result: ResultLine | None = None
+    outputs: dict[int, RequestOutput] = field(default_factory=dict)
+    num_running: int = 0
+    failure: Exception | None = None
 
 
 @dataclass(slots=True)
-class _Running:
-    """A line with requests in the engine; ``failure`` is the error that ended one of them, if any."""
+class _Prompt:
+    """The ``number``-th prompt of a line.  ``outputs`` are those of the requests of its round, in their order."""
 
     work: Work
-    request: BatchRequest
-    prepared: PreparedBody
-    prompts: list[BatchPrompt]
-    num_requests: int = 0
-    failure: Exception | None = None
+    number: int
+    rounds: Rounds
+    outputs: dict[str, RequestOutput | None] = field(default_factory=dict)
 
 
 class LineRunner:
@@ -57,14 +93,14 @@ class LineRunner:
         self._outcomes = outcomes
         self._max_in_flight, self._max_bytes = max_in_flight, max_bytes
         self._num_bytes = 0  # of the lines that run
-        self._requests: dict[str, tuple[_Running, BatchPrompt]] = {}  # request id -> its line, its prompt
+        self._prompts: dict[str, _Prompt] = {}  # by the ids of the requests in the engine
         self._next: Work | None = None
 
     def run(self, stop_requested: Callable[[], bool]) -> bool:
         """Run all lines; False if a stop was requested before the end."""
         while not stop_requested():
             self._admit()
-            if self._requests:
+            if self._prompts:
                 self._step()
             elif self._next is None and self._lines.exhausted:
                 return True
@@ -72,59 +108,52 @@ class LineRunner:
 
     def _admit(self) -> None:
         """Start lines while there is room; wait for a line only if the engine is idle."""
-        while len(self._requests) < self._max_in_flight:
-            work = self._next or self._lines.get(timeout_s=0.0 if self._requests else _IDLE_S)
+        while len(self._prompts) < self._max_in_flight:
+            work = self._next or self._lines.get(timeout_s=0.0 if self._prompts else _IDLE_S)
             self._next = work
-            has_room = work is None or not self._requests or self._num_bytes + work.num_bytes <= self._max_bytes
+            has_room = work is None or not self._prompts or self._num_bytes + work.num_bytes <= self._max_bytes
             if work is None or not (has_room and self._outcomes.has_room(work.ordinal)):
                 return
             self._next = None
-            self._start(work)
+            if work.result is None:
+                self._start(work)
+            else:
+                self._outcomes.put(work)
 
     def _start(self, work: Work) -> None:
-        if work.result is not None:
-            self._outcomes.put(work.ordinal, work)
-            return
-        assert work.request is not None and work.prepared is not None
-        decoder, prepared = self._llm.outputs.decoder, work.prepared
-        prompts = [BatchPrompt(request, decoder) for request in prepared.requests]
-        prompts += [BatchPrompt(search, decoder) for search in prepared.searches]
-        running = _Running(work, work.request, prepared, prompts)
+        assert work.prepared is not None
         self._num_bytes += work.num_bytes
-        for prompt in prompts:
-            self._submit(running, prompt)
-        if running.failure is not None:
-            started = [request_id for request_id, (line, _) in self._requests.items() if line is running]
+        prompts: list[EngineRequest | BeamSearch] = [*work.prepared.requests, *work.prepared.searches]
+        for number, prompt in enumerate(prompts):
+            self._submit(_Prompt(work, number, _rounds(prompt, self._llm.outputs.decoder)))
+        if work.failure is not None:
+            started = [request_id for request_id, prompt in self._prompts.items() if prompt.work is work]
             self._llm.outputs.process(self._llm.engine.abort(started))
             for request_id in started:
-                del self._requests[request_id]
-            self._end(running)
+                del self._prompts[request_id]
+            self._end(work)
 
-    def _end(self, running: _Running) -> None:
-        work = running.work
-        if running.failure is not None:
-            work.result = running.request.failure(running.failure)
-        else:
-            work.outputs = [prompt.output for prompt in running.prompts if prompt.output is not None]
+    def _submit(self, prompt: _Prompt) -> None:
+        """Add the next requests of ``prompt`` to the engine, unless it or its line has ended."""
+        work = prompt.work
+        if work.failure is not None:
+            return
+        try:
+            outputs = [output for output in prompt.outputs.values() if output is not None]
+            requests = prompt.rounds.send(outputs) if outputs else next(prompt.rounds)
+        except StopIteration as end:
+            work.outputs[prompt.number] = end.value
+            return
+        prompt.outputs = dict.fromkeys(request.request_id for request in requests)
+        for request in requests:
             try:
-                work.result = running.request.result(200, running.prepared.answer(work.outputs))
-            except Exception as error:
-                logger.exception("the answer to %s can not be written: %s", running.request.line_id, error)
-                work.result = running.request.failure(error)
-        self._num_bytes -= work.num_bytes
-        self._outcomes.put(work.ordinal, work)
-
-    def _submit(self, running: _Running, prompt: BatchPrompt) -> None:
-        """Add the next requests of ``prompt`` to the engine, unless a request of this line has failed."""
-        for engine_request in [] if running.failure else prompt.next_requests():
-            try:
-                self._llm.engine.add_request(engine_request)
+                self._llm.engine.add_request(request)
             except RequestError as error:
-                running.failure = running.prepared.named(error)
+                self._fail(work, error)
                 return
-            self._llm.outputs.add(engine_request)
-            self._requests[engine_request.request_id] = (running, prompt)
-            running.num_requests += 1
+            self._llm.outputs.add(request)
+            self._prompts[request.request_id] = prompt
+            work.num_running += 1
 
     def _step(self) -> None:
         """Make one step of the engine and write the lines that it completes."""
@@ -132,49 +161,152 @@ class LineRunner:
         self._outcomes.step(processed.num_tokens)
         for update in processed.updates:
             if update.error is not None:
-                running, error = self._requests[update.request_id][0], sequence_error(update.error, update.error_code)
-                running.failure = running.prepared.named(error) if isinstance(error, RequestError) else error
+                self._fail(self._prompts[update.request_id].work, sequence_error(update.error, update.error_code))
         for output in processed.finished:
-            running, prompt = self._requests.pop(output.request_id)
-            running.num_requests -= 1
-            if running.failure is None and prompt.take(output):
-                self._submit(running, prompt)
-            if running.num_requests == 0:
-                self._end(running)
+            prompt = self._prompts.pop(output.request_id)
+            prompt.outputs[output.request_id] = output
+            prompt.work.num_running -= 1
+            if None not in prompt.outputs.values():
+                self._submit(prompt)
+            if prompt.work.num_running == 0:
+                self._end(prompt.work)
+
+    def _fail(self, work: Work, error: Exception) -> None:
+        assert work.prepared is not None
+        work.failure = work.prepared.named(error) if isinstance(error, RequestError) else error
+
+    def _end(self, work: Work) -> None:
+        assert work.request is not None and work.prepared is not None
+        if work.failure is None:
+            try:
+                outputs = [output for _, output in sorted(work.outputs.items())]
+                work.result = work.request.result(200, work.prepared.answer(outputs))
+            except Exception as error:
+                logger.exception("the answer to %s can not be written: %s", work.request.line_id, error)
+                work.failure = error
+        if work.failure is not None:
+            work.result = work.request.failure(work.failure)
+        self._num_bytes -= work.num_bytes
+        self._outcomes.put(work)
+
+
+def _rounds(prompt: EngineRequest | BeamSearch, decoder: TokenDecoder | None) -> Rounds:
+    """Yield the requests of each round of a prompt, which gets their outputs; return the prompt's output.
+
+    A request is a prompt's only one; a search has several in each round, and its output the ``n`` best sequences.
+    """
+    if isinstance(prompt, EngineRequest):
+        (output,) = yield [prompt]
+        return output
+    while not prompt.done:
+        prompt.advance((yield prompt.next_requests()))
+    return request_output(prompt, decoder)
+
+
+class Outcomes(Closing):
+    """Writes results, counts them in ``summary``, and shows the progress: a bar on a terminal, else lines in the log.
+
+    Lines are written as they end, or, with ``keeps_order``, in their order: then results are held back, and
+    ``has_room`` lets a line start only if it is less than ``window`` ahead of the first one that is missing.
+    """
+
+    def __init__(
+        self, results: Results, summary: BatchSummary, *, keeps_order: bool, window: int, shows_progress: bool
+    ) -> None:
+        self._results = results
+        self._summary = summary
+        self._keeps_order, self._window = keeps_order, window
+        self._held: dict[int, Work] = {}
+        self._next = 0
+        self._started_s = self._rated_s = time.monotonic()
+        self._num_tokens = 0
+        on_terminal = sys.stderr.isatty()
+        self._bar = tqdm(
+            total=summary.num_lines,
+            initial=summary.num_earlier,
+            desc="lines",
+            unit="line",
+            disable=not shows_progress,
+            dynamic_ncols=on_terminal,
+            file=sys.stderr if on_terminal else _LoggedBar(),
+            bar_format=None if on_terminal else _LOGGED,
+            mininterval=0.1 if on_terminal else _LOG_PERIOD_S,
+            delay=0.0 if on_terminal else _LOG_PERIOD_S,
+        )
+
+    def has_room(self, ordinal: int) -> bool:
+        """Return whether the line with this number may start."""
+        return not self._keeps_order or ordinal - self._next < self._window
+
+    def put(self, work: Work) -> None:
+        """Take a line with its result."""
+        if not self._keeps_order:
+            self._write(work)
+            return
+        self._held[work.ordinal] = work
+        while self._next in self._held:
+            self._write(self._held.pop(self._next))
+            self._next += 1
+
+    def step(self, num_tokens: int) -> None:
+        """Note that the engine has made a step and generated ``num_tokens``."""
+        self._results.sync_if_due()
+        self._num_tokens += num_tokens
+        seconds = time.monotonic() - self._rated_s
+        if seconds >= _RATE_PERIOD_S:
+            self._bar.set_postfix_str(f"{self._num_tokens / seconds:,.0f} tokens/s", refresh=False)
+            self._num_tokens, self._rated_s = 0, self._rated_s + seconds
+
+    def close(self) -> None:
+        """Leave the bar as it is, and note how long lines ran."""
+        self._bar.close()
+        self._summary.running_s = time.monotonic() - self._started_s
+
+    def _write(self, work: Work) -> None:
+        assert work.result is not None
+        self._results.write(work.result)
+        if work.result.error is None:
+            self._summary.count_answer(list(work.outputs.values()))
+        else:
+            self._summary.count_error(work.result.error["code"] or "invalid_request")
+        self._bar.update(1)
+
+
+class _LoggedBar(io.StringIO):
+    """A bar's place that is no terminal: the log."""
+
+    def write(self, text: str) -> int:
+        if words := text.strip():
+            logger.info("%s", words)
+        return len(text)
 
 
 def open_lines(source: BatchInput, survey: Survey, prepare: PrepareRequest) -> Iterator[Work]:
     """Open lines in the order of the input; an error of ``prepare`` becomes the line's result."""
     ordinal = 0
     for number, text in source.lines():
-        if number > len(survey.states):
+        if number > len(survey.is_open):
             logger.warning(
                 "the input has grown since it was checked; lines from %d on are left for the next run", number
             )
             return
-        state = survey.states[number - 1]
-        if state in _OPEN:
+        if survey.is_open[number - 1]:
             work = Work(ordinal=ordinal, num_bytes=len(text or b""))
-            _fill(work, number, text, survey, prepare)
+            try:
+                if number in survey.first_lines:
+                    raise repeated_line(number, survey.first_lines[number])
+                work.request = read_line(number, text, ENDPOINTS)
+                work.prepared = prepare(work.request)
+                work.num_bytes += sum(image.num_bytes for one in work.prepared.requests for image in one.images)
+            except LineError as error:
+                work.result = bad_line(number, text, error)
+            except Exception as error:
+                if not isinstance(error, RequestError):
+                    logger.exception("line %d can not be prepared: %s", number, error)
+                assert work.request is not None
+                work.result = work.request.failure(error)
             yield work
             ordinal += 1
-
-
-def _fill(work: Work, number: int, text: bytes | None, survey: Survey, prepare: PrepareRequest) -> None:
-    try:
-        if survey.states[number - 1] == LineState.REPEATED:
-            raise repeated_line(number, survey.first_lines[number])
-        work.request = read_line(number, text, ENDPOINTS)
-    except LineError as error:
-        work.result = bad_line(number, text, error)
-        return
-    try:
-        work.prepared = prepare(work.request)
-        work.num_bytes += sum(image.num_bytes for one in work.prepared.requests for image in one.images)
-    except Exception as error:
-        if not isinstance(error, RequestError):
-            logger.exception("line %d can not be prepared: %s", number, error)
-        work.result = work.request.failure(error)
 
 
 class ReadAhead(Closing):
@@ -223,8 +355,13 @@ class ReadAhead(Closing):
     def _run(self) -> None:
         try:
             for item in self._items:
-                if not self._put(item):
-                    break
+                with self._changed:
+                    self._changed.wait_for(self._has_room)
+                    if self._closing:
+                        return
+                    self._ready.append(item)
+                    self._num_bytes += item.num_bytes
+                    self._changed.notify_all()
         except BaseException as error:
             self._error = error
         finally:
@@ -232,13 +369,5 @@ class ReadAhead(Closing):
                 self._ended = True
                 self._changed.notify_all()
 
-    def _put(self, item: Work) -> bool:
-        """Wait for room and add ``item``; False when closing."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._closing or (len(self._ready) < self._max_items and self._num_bytes < self._max_bytes)
-            )
-            self._ready.append(item)
-            self._num_bytes += item.num_bytes
-            self._changed.notify_all()
-            return not self._closing
+    def _has_room(self) -> bool:
+        return self._closing or (len(self._ready) < self._max_items and self._num_bytes < self._max_bytes)

@@ -1,18 +1,18 @@
-"""The summary of a batch job, as text for people and as JSON for programs."""
+"""The summary of a batch job: counted while it runs, shown as text to people and as JSON to programs."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from tp_engine.api.batch_job.config import STANDARD_STREAM, BatchConfig
-from tp_engine.api.batch_job.survey import LineState, Survey
+import msgspec
+
+from tp_engine.api.batch_job.config import STANDARD_STREAM
 from tp_engine.outputs import RequestOutput
 
 
@@ -25,44 +25,17 @@ class BatchStatus(StrEnum):
     VALIDATED = "validated"  # lines were checked, nothing was run
 
 
-@dataclass(slots=True)
-class Tally:
-    """Counts of this run: lines by outcome, tokens, and finish reasons of sequences."""
-
-    num_succeeded: int = 0
-    num_failed: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    finish_reasons: Counter[str] = field(default_factory=Counter)
-    errors: Counter[str] = field(default_factory=Counter)
-
-    def succeeded(self, outputs: Sequence[RequestOutput]) -> None:
-        """Count an answered line; ``outputs`` are those of its prompts."""
-        self.num_succeeded += 1
-        for output in outputs:
-            self.prompt_tokens += len(output.prompt_token_ids)
-            self.cached_tokens += output.num_cached_tokens
-            self.completion_tokens += sum(len(sequence.token_ids) for sequence in output.outputs)
-            self.finish_reasons.update(sequence.finish_reason or "none" for sequence in output.outputs)
-
-    def failed(self, code: str) -> None:
-        """Count a line whose result is an error."""
-        self.num_failed += 1
-        self.errors[code] += 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class BatchSummary:
     """The result of a job.
 
     ``num_lines`` are this shard's lines that are not blank: ``num_succeeded`` and ``num_failed`` have a result,
-    ``num_earlier`` of these from earlier runs, and ``num_remaining`` have none yet.  Tokens, ``finish_reasons`` (of
-    sequences) and ``errors`` (by code; after a validation the ones it found) count this run only.  ``elapsed_s`` is
-    the time of this run, ``running_s`` the time from its first to its last line; rates are per second of the latter.
+    ``num_earlier`` of these from earlier runs.  Tokens, ``finish_reasons`` (of sequences) and ``errors`` (by code;
+    after a validation the ones it found) count this run only.  ``elapsed_s`` is the time of this run, ``running_s`` the
+    time from its first to its last line; rates are per second of the latter.
     """
 
-    status: BatchStatus
+    status: BatchStatus = BatchStatus.FAILED
     error: str | None = None
     input_file: str
     output_file: str
@@ -72,14 +45,19 @@ class BatchSummary:
     num_succeeded: int = 0
     num_failed: int = 0
     num_earlier: int = 0
-    num_remaining: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
-    finish_reasons: Mapping[str, int] = field(default_factory=dict)
-    errors: Mapping[str, int] = field(default_factory=dict)
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
     elapsed_s: float = 0.0
     running_s: float = 0.0
+
+    @property
+    def num_remaining(self) -> int:
+        """Lines that have no result yet."""
+        is_dry = self.status is BatchStatus.VALIDATED
+        return self.num_lines - self.num_succeeded - (0 if is_dry else self.num_failed)
 
     @property
     def prompt_tokens_per_s(self) -> float:
@@ -91,13 +69,27 @@ class BatchSummary:
         """Generated tokens per second while lines ran."""
         return self.completion_tokens / self.running_s if self.running_s else 0.0
 
+    def count_answer(self, outputs: Sequence[RequestOutput]) -> None:
+        """Count an answered line; ``outputs`` are those of its prompts."""
+        self.num_succeeded += 1
+        for output in outputs:
+            self.prompt_tokens += len(output.prompt_token_ids)
+            self.cached_tokens += output.num_cached_tokens
+            self.completion_tokens += sum(len(sequence.token_ids) for sequence in output.outputs)
+            self.finish_reasons.update(sequence.finish_reason or "none" for sequence in output.outputs)
+
+    def count_error(self, code: str) -> None:
+        """Count a line whose result is an error."""
+        self.num_failed += 1
+        self.errors[code] += 1
+
     def as_json(self) -> dict[str, object]:
-        """Return all fields and the rates."""
-        rates = {
-            "prompt_tokens_per_s": self.prompt_tokens_per_s,
-            "completion_tokens_per_s": self.completion_tokens_per_s,
-        }
-        return {**dataclasses.asdict(self), **{name: round(rate, 3) for name, rate in rates.items()}}
+        """Return all fields, ``num_remaining`` and the rates; times are in seconds."""
+        found: dict[str, object] = msgspec.to_builtins(self)
+        found["num_remaining"] = self.num_remaining
+        for name in ("elapsed_s", "running_s", "prompt_tokens_per_s", "completion_tokens_per_s"):
+            found[name] = round(getattr(self, name), 3)
+        return found
 
     def as_text(self) -> str:
         """Return a few lines for people."""
@@ -117,40 +109,6 @@ class BatchSummary:
         if self.status in (BatchStatus.STOPPED, BatchStatus.FAILED) and self.output_file != STANDARD_STREAM:
             lines.append("  run the same command to continue")
         return "\n".join(lines)
-
-    @classmethod
-    def of(
-        cls,
-        batch: BatchConfig,
-        status: BatchStatus,
-        survey: Survey,
-        tally: Tally,
-        error: BaseException | None,
-        **times_s: float,
-    ) -> BatchSummary:
-        """Return the sum of ``tally`` and of earlier runs."""
-        num_done, num_done_failed = survey.count(LineState.DONE), survey.count(LineState.DONE_FAILED)
-        num_bad = survey.count(LineState.BAD, LineState.REPEATED)
-        validated = status is BatchStatus.VALIDATED
-        return cls(
-            status=status,
-            error=None if error is None else f"{type(error).__name__}: {error}",
-            input_file=batch.input_file,
-            output_file=batch.output_file,
-            error_file=batch.error_file,
-            shard=batch.shard,
-            num_lines=survey.num_requests,
-            num_succeeded=num_done + tally.num_succeeded,
-            num_failed=num_bad if validated else num_done_failed + tally.num_failed,
-            num_earlier=num_done + num_done_failed,
-            num_remaining=survey.num_left - tally.num_succeeded - tally.num_failed,
-            prompt_tokens=tally.prompt_tokens,
-            cached_tokens=tally.cached_tokens,
-            completion_tokens=tally.completion_tokens,
-            finish_reasons=dict(tally.finish_reasons),
-            errors=dict(survey.problems if validated else tally.errors),
-            **{name: round(seconds, 3) for name, seconds in times_s.items()},
-        )
 
     def write(self, path: Path) -> None:
         """Write ``as_json`` to ``path``; the file is complete or does not change."""

@@ -7,12 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
-from tp_engine.api.batch_job.lines import BatchRequest, LineError, read_line, repeated_line
-from tp_engine.api.batch_job.results import CustomIds, EarlierResults
-from tp_engine.api.batch_job.source import BatchInput
+from tp_engine.api.batch_job.lines import BatchInput, BatchRequest, LineError, read_line, repeated_line
+from tp_engine.api.batch_job.results import EarlierResults, digest
 from tp_engine.api.batches.objects import MAX_LINES
 
 _MAX_ERRORS = 100
@@ -47,18 +44,12 @@ def check_lines(path: Path, endpoint: str, max_line_bytes: int) -> tuple[int, li
     return len(seen), errors
 
 
-def open_requests(source: BatchInput, endpoint: str) -> Iterator[BatchRequest]:
-    """Yield the requests of a file that ``check_lines`` has found right."""
+def open_requests(source: BatchInput, endpoint: str, earlier: EarlierResults) -> Iterator[BatchRequest]:
+    """Yield the requests of a file that ``check_lines`` has found right, but for those that ``earlier`` has."""
     for number, text in source.lines():
-        yield read_line(number, text, (endpoint,))
-
-
-def answered(source: BatchInput, endpoint: str, earlier: EarlierResults) -> npt.NDArray[np.bool_]:
-    """Return for each request whether an earlier run wrote its result."""
-    ids = CustomIds()
-    for request in open_requests(source, endpoint):
-        ids.add(request.custom_id)
-    return ids.positions_in(earlier.answered) >= 0
+        request = read_line(number, text, (endpoint,))
+        if digest(request.custom_id) not in earlier.answered:
+            yield request
 
 
 class _Usage(msgspec.Struct):
