@@ -15,7 +15,7 @@ from openai.types.responses import Response, ResponseInputItemParam, ResponseStr
 from pydantic import TypeAdapter
 
 from tp_engine.api.openai.protocol import parse_body
-from tp_engine.api.openai.responses_api.events import ResponseShape, ResponseWriter, whole_response
+from tp_engine.api.openai.responses_api.events import ResponseWriter
 from tp_engine.api.openai.responses_api.items import input_messages
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
 from tp_engine.api.openai.responses_api.requests import chat_body, prepare_response
@@ -37,12 +37,12 @@ def body(**fields: Any) -> ResponsesBody:
     return parse_body(ResponsesBody, json.dumps({"input": "hi"} | fields))
 
 
-def shape(**fields: Any) -> ResponseShape:
+def new_writer(**fields: Any) -> ResponseWriter:
     asked = body(**fields)
-    return ResponseShape(
-        response_id="resp_1", created=1, model="demo", body=asked, temperature=1.0, top_p=0.5,
-        tools=ResponseTools.of(asked.tools or ()),
-    )  # fmt: skip
+    params = SimpleNamespace(temperature=1.0, top_p=0.5)
+    shape = SimpleNamespace(response_id="chatcmpl-1", created=1, model="demo")
+    chat: Any = SimpleNamespace(shape=shape, requests=[SimpleNamespace(params=params)])
+    return ResponseWriter(asked, chat, ResponseTools.of(asked.tools or ()))
 
 
 def kinds_of(parameter: Any) -> tuple[str, ...]:
@@ -317,13 +317,13 @@ def test_namespaces_and_custom_tools_become_functions() -> None:
 )
 def test_calls_of_custom_tools_and_namespaces_have_the_clients_names(arguments: str, text: str) -> None:
     """Oracle: the official client's strict types; the client's own names and text; whole equals streamed."""
-    shaped = shape(tools=[PATCH, AGENTS])
     calls = [
         {"id": "c0", "type": "function", "function": {"name": "apply_patch", "arguments": arguments}},
         {"id": "c1", "type": "function", "function": {"name": "agents__spawn", "arguments": "{}"}},
     ]
     message = {"role": "assistant", "content": None, "tool_calls": calls}
-    whole = whole_response(shaped, {"choices": [{"message": message, "finish_reason": "tool_calls"}], "usage": USAGE})
+    chat = {"choices": [{"message": message, "finish_reason": "tool_calls"}], "usage": USAGE}
+    whole = new_writer(tools=[PATCH, AGENTS]).whole(chat)
     Response.model_validate(whole)
     patch, spawn = whole["output"]
     assert (patch["type"], patch["call_id"], patch["name"], patch["input"]) == (
@@ -332,7 +332,7 @@ def test_calls_of_custom_tools_and_namespaces_have_the_clients_names(arguments: 
     assert (spawn["type"], spawn["namespace"], spawn["name"], spawn["arguments"]) == (
         "function_call", "agents", "spawn", "{}",
     )  # fmt: skip
-    writer = ResponseWriter(shaped)
+    writer = new_writer(tools=[PATCH, AGENTS])
     events = writer.begin({})
     for index, call in enumerate(calls):
         function = call["function"]
@@ -376,7 +376,7 @@ MESSAGE = {
 
 
 def stream(deltas: list[dict[str, Any]], finish_reason: str) -> list[dict[str, Any]]:
-    writer = ResponseWriter(shape())
+    writer = new_writer()
     events = writer.begin({})
     for one in [*deltas, {"delta": {}, "finish_reason": finish_reason}]:
         events += writer.take(one)
@@ -415,7 +415,7 @@ def test_whole_equals_streamed() -> None:
     """Oracle: each equals the other, except for ids; and the client's strict type."""
     logprobs = {"content": [ENTRY] * 4}
     chat = {"choices": [{"message": MESSAGE, "logprobs": logprobs, "finish_reason": "tool_calls"}], "usage": USAGE}
-    whole = whole_response(shape(metadata={"k": "v"}, tools=[WEATHER]), chat)
+    whole = new_writer(metadata={"k": "v"}, tools=[WEATHER]).whole(chat)
     parsed = Response.model_validate(whole)
     assert parsed.output_text == "It is 😀." and parsed.usage is not None
     assert (parsed.usage.input_tokens, parsed.usage.output_tokens, parsed.usage.total_tokens) == (7, 5, 12)
@@ -438,7 +438,7 @@ def test_text_deltas_add_up() -> None:
 
 def test_a_failure_ends_the_response() -> None:
     """Oracle: the client's strict types; open items are incomplete."""
-    writer = ResponseWriter(shape())
+    writer = new_writer()
     events = [*writer.begin({}), *writer.take(DELTAS[3]), *writer.fail(500, "rank 1 died")]
     for one in events:
         EVENT.validate_python(one)

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tp_engine.api.anthropic.events import MessageShape, MessageWriter, whole_message
+from tp_engine.api.anthropic.events import MessageWriter
 from tp_engine.api.anthropic.messages import TOOL_CHANGES, chat_messages
 from tp_engine.api.anthropic.protocol import CountTokensBody, MessagesBody, Tool, ToolChoice
 from tp_engine.api.input_processor import InputProcessor
@@ -38,12 +38,11 @@ def prepare_message(
         raise _too_long(error) from None
     except RequestError as error:
         raise renamed(error, NAMES) from None
-    shape = MessageShape.of(body, chat)
     return PreparedFromChat(
         chat=chat,
-        new_writer=lambda: MessageWriter(shape),
+        new_writer=lambda: MessageWriter(body, chat),
         requests=chat.requests,
-        answer=lambda outputs: whole_message(shape, chat.answer(outputs)),
+        answer=lambda outputs: MessageWriter(body, chat).whole(chat.answer(outputs)),
         named=lambda error: renamed(chat.named(error), NAMES),
     )
 

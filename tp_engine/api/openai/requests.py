@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tp_engine.api.beam_search import BeamSearch, one_token
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.openai.answer_shape import AnswerShape, JsonObject
 from tp_engine.api.openai.chat.body import chat_parsing, chat_prompt, parsed_params
+from tp_engine.api.openai.chat_events import ChatEventWriter
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody
 from tp_engine.api.openai.sampling import (
     beam_search_params,
@@ -50,22 +51,6 @@ class PreparedAnswer(PreparedBody):
     body: ChatBody | CompletionBody
     shape: AnswerShape
     echoes: list[str] | None = None
-
-
-class ChatEventWriter(Protocol):
-    """Turns the choices of one chat into the events of another API."""
-
-    def begin(self, usage: JsonObject) -> list[JsonObject]:
-        """Return the events before the first choice; ``usage`` counts the prompt."""
-
-    def take(self, choice: JsonObject) -> list[JsonObject]:
-        """Return the events of a choice of a chunk; its ``delta`` may have reasoning, content and tool calls."""
-
-    def finish(self, usage: JsonObject) -> list[JsonObject]:
-        """Return the last events, with the chat's ``usage``."""
-
-    def fail(self, status: int, message: str) -> list[JsonObject]:
-        """Return the last events after an error that came after ``begin``; ``status`` is what HTTP would have said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.openai.errors import renamed
 from tp_engine.api.openai.protocol import ChatBody, GenerationBody, request_error
 from tp_engine.api.openai.requests import PreparedFromChat, prepare
-from tp_engine.api.openai.responses_api.events import ResponseShape, ResponseWriter, whole_response
+from tp_engine.api.openai.responses_api.events import ResponseWriter
 from tp_engine.api.openai.responses_api.items import additional_tools, input_messages
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody, check_responses_body
 from tp_engine.api.openai.responses_api.tools import ResponseTools
@@ -76,11 +76,11 @@ def prepare_response(
         prepared = prepare(chat, processor, model, defaults)
     except RequestError as error:
         raise renamed(error, NAMES) from None
-    shape = ResponseShape.of(body, prepared, _tools(body))
+    tools = _tools(body)
     return PreparedFromChat(
         chat=prepared,
-        new_writer=lambda: ResponseWriter(shape),
+        new_writer=lambda: ResponseWriter(body, prepared, tools),
         requests=[replace(request, prompt_field=NAMES["messages"]) for request in prepared.requests],
-        answer=lambda outputs: whole_response(shape, prepared.answer(outputs)),
+        answer=lambda outputs: ResponseWriter(body, prepared, tools).whole(prepared.answer(outputs)),
         named=lambda error: renamed(prepared.named(error), NAMES),
     )
