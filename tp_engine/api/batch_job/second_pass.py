@@ -74,7 +74,7 @@ class Work:
 
 
 @dataclass(slots=True)
-class _Prompt:
+class _LinePrompt:
     """The ``number``-th prompt of a line.  ``outputs`` are those of the requests of its round, in their order."""
 
     work: Work
@@ -93,7 +93,7 @@ class LineRunner:
         self._outcomes = outcomes
         self._max_in_flight, self._max_bytes = max_in_flight, max_bytes
         self._num_bytes = 0  # of the lines that run
-        self._prompts: dict[str, _Prompt] = {}  # by the ids of the requests in the engine
+        self._prompts: dict[str, _LinePrompt] = {}  # by the ids of the requests in the engine
         self._next: Work | None = None
 
     def run(self, stop_requested: Callable[[], bool]) -> bool:
@@ -125,7 +125,7 @@ class LineRunner:
         self._num_bytes += work.num_bytes
         prompts: list[EngineRequest | BeamSearch] = [*work.prepared.requests, *work.prepared.searches]
         for number, prompt in enumerate(prompts):
-            self._submit(_Prompt(work, number, _rounds(prompt, self._llm.outputs.decoder)))
+            self._submit(_LinePrompt(work, number, _rounds(prompt, self._llm.outputs.decoder)))
         if work.failure is not None:
             started = [request_id for request_id, prompt in self._prompts.items() if prompt.work is work]
             self._llm.outputs.process(self._llm.engine.abort(started))
@@ -133,7 +133,7 @@ class LineRunner:
                 del self._prompts[request_id]
             self._end(work)
 
-    def _submit(self, prompt: _Prompt) -> None:
+    def _submit(self, prompt: _LinePrompt) -> None:
         """Add the next requests of ``prompt`` to the engine, unless it or its line has ended."""
         work = prompt.work
         if work.failure is not None:

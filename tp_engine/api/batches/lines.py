@@ -52,37 +52,16 @@ def open_requests(source: BatchInput, endpoint: str, earlier: EarlierResults) ->
             yield request
 
 
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    input_tokens: int = 0
-    output_tokens: int = 0
-
-
-class _Body(msgspec.Struct):
-    model: str | None = None
-    usage: _Usage | None = None
-
-
-class _HttpResponse(msgspec.Struct):
-    body: _Body
-
-
-class _Answer(msgspec.Struct):
-    response: _HttpResponse
-
-
 def count_results(output: Path, errors: Path) -> tuple[int, int, str | None, dict[str, Any]]:
     """Return the number of answers and of errors, the model that answered, and the answers' tokens as a ``usage``."""
     model, num_answers, num_in, num_out = None, 0, 0, 0
     with output.open("rb") as stream:
         for line in stream:
             num_answers += 1
-            body = msgspec.json.decode(line, type=_Answer).response.body
-            model = body.model or model
-            if body.usage is not None:
-                num_in += body.usage.prompt_tokens + body.usage.input_tokens
-                num_out += body.usage.completion_tokens + body.usage.output_tokens
+            body = msgspec.json.decode(line)["response"]["body"]
+            model, counts = body.get("model") or model, body.get("usage") or {}
+            num_in += counts.get("prompt_tokens", 0) + counts.get("input_tokens", 0)
+            num_out += counts.get("completion_tokens", 0) + counts.get("output_tokens", 0)
     with errors.open("rb") as stream:
         num_errors = sum(1 for _ in stream)
     usage = {

@@ -43,7 +43,7 @@ class ResponseWriter(ChatEventWriter):
     def __init__(self, body: ResponsesBody, chat: PreparedAnswer, tools: ResponseTools) -> None:
         super().__init__()
         self._tools = tools
-        self._item = _Item("message")  # the open one
+        self._item = _OutputItem("message")  # the open one
         self._logprobs: list[Mapping[str, Any]] = []  # of tokens whose text has not come yet
         self._num_events = 0
         self._response = _running(body, chat)
@@ -68,9 +68,9 @@ class ResponseWriter(ChatEventWriter):
     def _open(self, kind: str, call: Call) -> list[JsonObject]:
         if kind == "call":
             tool = self._tools.called(call[1])
-            self._item = _Item("custom_tool_call" if tool.is_custom else "function_call", call[0], tool)
+            self._item = _OutputItem("custom_tool_call" if tool.is_custom else "function_call", call[0], tool)
         else:
-            self._item = _Item("message" if kind == "content" else kind)
+            self._item = _OutputItem("message" if kind == "content" else kind)
         return self._placed(self._item.opened())
 
     def _add(self, text: str) -> list[JsonObject]:
@@ -112,7 +112,7 @@ class ResponseWriter(ChatEventWriter):
         return numbered
 
 
-class _Item:
+class _OutputItem:
     """One item, whose text or arguments grow; its events lack only their place in the response.
 
     The text of a custom tool comes whole at the end: before, it is a piece of JSON.
