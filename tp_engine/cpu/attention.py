@@ -129,8 +129,8 @@ class ExpandedCache:
             for head in range(0, len(heads), HEADS_TOGETHER):
                 made = maps.up_project(some[:, :rank], heads.start + head)
                 self._library.store_expanded(
-                    made.data_ptr(), turned, some.stride(0), cache[0].data_ptr(), cache[1].data_ptr(), first, len(some),
-                    head, made.shape[1], len(heads), *sizes, DTYPE_CODES[dtype], torch.get_num_threads(),
+                    made, turned, some.stride(0), cache[0], cache[1], first, len(some), head, made.shape[1], len(heads),
+                    *sizes, dtype,
                 )  # fmt: skip
         return cache
 

@@ -54,4 +54,4 @@ def _run(
         dtype=DTYPE_CODES[form.dtype], codes=_CODES[codes], num_threads=torch.get_num_threads(),
     )  # fmt: skip
     pairs = np.ascontiguousarray(pairs, dtype=np.int32)
-    function(ctypes.byref(given), source.data_ptr(), target.data_ptr(), pairs.ctypes.data, len(pairs))
+    function(ctypes.byref(given), source, target, pairs.ctypes.data, len(pairs))

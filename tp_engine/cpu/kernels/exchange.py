@@ -33,11 +33,12 @@ class NativeExchange:
         self, library: ctypes.CDLL, layout: ExchangeLayout, late: Callable[[int], None], *, keeps: object
     ) -> None:
         holding = ctypes.PyDLL(library._name)
-        for name in ("shared_all_reduce", "shared_all_gather"):
-            function, waiting = getattr(holding, name), getattr(library, name)
+        names = "shared_all_reduce", "shared_all_gather"
+        for name in names:
+            function, waiting = getattr(holding, name), getattr(library, name).plain
             function.argtypes, function.restype = waiting.argtypes, waiting.restype
         self._quick_reduce, self._quick_gather = holding.shared_all_reduce, holding.shared_all_gather
-        self._reduce, self._gather = library.shared_all_reduce, library.shared_all_gather
+        self._reduce, self._gather = (getattr(library, name).plain for name in names)
         self._layout, self._pointer, self._late = layout, ctypes.addressof(layout), late
         self._keeps = keeps
         self.slot_bytes: int = layout.slot_bytes

@@ -62,7 +62,8 @@ class NativeExperts:
         if isinstance(gate_up, QuantisedWeight) and isinstance(down, QuantisedWeight):
             packed = [pack_quantised(library, gate_up, dtype, self._num_parts), pack_quantised(library, down, dtype, 1)]
             experts.quantised_gate_up, experts.quantised_down = (ctypes.addressof(one.form.contents) for one in packed)
-            experts.gate_up_factors, experts.down_factors = (one.factors_address for one in packed)
+            factors = [None if one.factors is None else one.factors.data_ptr() for one in packed]
+            experts.gate_up_factors, experts.down_factors = factors
             self._panels, self.num_bytes = tuple(one.panels for one in packed), sum(one.num_bytes for one in packed)
             experts.kept = (*biases, *packed)
         else:
@@ -77,10 +78,7 @@ class NativeExperts:
         rows = len(x)
         out = torch.empty(x.shape, dtype=self._out_dtype)
         work = torch.empty(self._library.experts_work_bytes(self._pointer, rows), dtype=torch.uint8)
-        self._library.mix_experts(
-            self._pointer, x.data_ptr(), expert_ids.data_ptr(), weights.data_ptr(), out.data_ptr(), work.data_ptr(),
-            rows, torch.get_num_threads(),
-        )  # fmt: skip
+        self._library.mix_experts(self._pointer, x, expert_ids, weights, out, work, rows)
         return out
 
     def gate_up(self, x: torch.Tensor, runs: list[ExpertRun]) -> torch.Tensor:
@@ -118,10 +116,7 @@ def pack_experts(library: ctypes.CDLL, weights: torch.Tensor, num_parts: int) ->
     width, items = library.panel_width(), in_size * weights.itemsize // 4
     panels = huge_pages.zeros((num_experts, -(-out_size // width), items, width), torch.float32)
     for weight, own in zip(weights, panels, strict=True):
-        library.pack_weight(
-            weight.data_ptr(), own.data_ptr(), out_size, items, num_parts, DTYPE_CODES[weights.dtype],
-            torch.get_num_threads(),
-        )  # fmt: skip
+        library.pack_weight(weight, own, out_size, items, num_parts, weights.dtype)
     return panels
 
 
@@ -140,21 +135,17 @@ def route(
     ids = torch.empty((rows, rule.top_k), dtype=torch.int32)
     weights = torch.empty((rows, rule.top_k))
     library.route_tokens(
-        _routing(rule, num_experts, dtype), logits.data_ptr(), logits.stride(0),
-        None if correction is None else correction.data_ptr(),
-        None if expert_scale is None else expert_scale.data_ptr(), ids.data_ptr(), weights.data_ptr(),
-        None if load is None else load.counts.data_ptr(), None if load is None else load.slots.data_ptr(), rows,
-        torch.get_num_threads(),
+        _routing(rule, num_experts, dtype), logits, logits.stride(0), correction, expert_scale, ids, weights, None if
+        load is None else load.counts, None if load is None else load.slots, rows,
     )  # fmt: skip
     return ids, weights
 
 
 def to_float32(library: ctypes.CDLL, x: torch.Tensor) -> torch.Tensor:
-    dtype = DTYPE_CODES.get(x.dtype)
-    if dtype is None or not x.is_contiguous():
+    if x.dtype not in DTYPE_CODES or not x.is_contiguous():
         return routing.to_float32(x)
     out = torch.empty(x.shape)
-    library.widen_rows_to_float32(x.data_ptr(), out.data_ptr(), *x.shape, dtype)
+    library.widen_rows_to_float32(x, out, *x.shape, x.dtype)
     return out
 
 
@@ -162,8 +153,7 @@ def add_gated(library: ctypes.CDLL, total: torch.Tensor, x: torch.Tensor, gates:
     if not (are_dense(total, x) and gates.dtype is x.dtype):
         expert_twins.add_gated(total, x, gates)
         return
-    dtype, threads = DTYPE_CODES[x.dtype], torch.get_num_threads()
-    library.add_gated(total.data_ptr(), x.data_ptr(), gates.data_ptr(), gates.stride(0), *x.shape, dtype, threads)
+    library.add_gated(total, x, gates, gates.stride(0), *x.shape, x.dtype)
 
 
 @cache

@@ -41,9 +41,8 @@ def prepare_index(
     assert rotation.positions.dtype == slot_mapping.dtype == torch.int64
     cache = (None, 0, 1) if kv is None else _place(kv)
     library.prepare_index(
-        queries.data_ptr(), keys.data_ptr(), rotation.positions.data_ptr(), table.data_ptr(), norm.weight.data_ptr(),
-        norm.bias.data_ptr(), float(norm.eps), int(is_interleaved), num_tokens, num_heads, dim, rotation.rotary_dim,
-        *cache, cache_dtype, slot_mapping.data_ptr(), dtype, torch.get_num_threads(),
+        queries, keys, rotation.positions, table, norm.weight, norm.bias, norm.eps, is_interleaved, num_tokens,
+        num_heads, dim, rotation.rotary_dim, *cache, cache_dtype, slot_mapping, dtype,
     )  # fmt: skip
     return queries, keys if kv is None else None
 
@@ -70,9 +69,8 @@ def choose_keys(
         torch.empty(num_rows, dtype=torch.int32, device="cpu"),
     )
     failed = library.choose_keys(
-        queries.data_ptr(), weights.data_ptr(), scale, *_place(kv), block_table.data_ptr(), block_table.stride(0),
-        seq_lens.data_ptr(), chosen.positions.data_ptr(), chosen.counts.data_ptr(), num_rows, num_heads, dim, top_k,
-        cache_dtype, dtype, torch.get_num_threads(),
+        queries, weights, scale, *_place(kv), block_table, block_table.stride(0), seq_lens, *chosen, num_rows,
+        num_heads, dim, top_k, cache_dtype, dtype,
     )  # fmt: skip
     if failed:
         raise MemoryError(f"there is no memory for the scores of {int(seq_lens.max())} index keys")

@@ -24,54 +24,48 @@ def prepare_latents(
     slot_mapping: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute ``latents.prepare_latents`` in C; both are overwritten, nothing is stored."""
-    dtype, table, scale = DTYPE_CODES.get(query.dtype), rotation.table, rotation.query_scale
+    table, scale = rotation.table, rotation.query_scale
     is_plain = not (rule.offset or rule.is_centred) and rule.weight.dtype == rows.dtype == query.dtype == table.dtype
-    if dtype is None or not is_plain or rotation.rotary_dim > MAX_ROPE_DIM or not _has_dense_tokens(query):
+    is_taken = is_plain and query.dtype in DTYPE_CODES and rotation.rotary_dim <= MAX_ROPE_DIM
+    if not (is_taken and _has_dense_tokens(query)):
         return twins.prepare_latents(query, rows, rule, rotation, is_interleaved, kv, slot_mapping)
     num_tokens, num_heads, query_dim = query.shape
     assert rows.stride(1) == 1 and table.is_contiguous() and rotation.positions.dtype == torch.int64
     assert scale is None or (scale.dtype == torch.float32 and scale.is_contiguous())
     library.prepare_latents(
-        query.data_ptr(), query.stride(0), rows.data_ptr(), rows.stride(0), rotation.positions.data_ptr(),
-        table.data_ptr(), None if scale is None else scale.data_ptr(), rule.weight.data_ptr(), float(rule.eps),
-        int(is_interleaved), num_tokens, num_heads, query_dim - rotation.rotary_dim, rotation.rotary_dim,
-        len(rule.weight), dtype, torch.get_num_threads(),
+        query, query.stride(0), rows, rows.stride(0), rotation.positions, table, scale, rule.weight, rule.eps,
+        is_interleaved, num_tokens, num_heads, query_dim - rotation.rotary_dim, rotation.rotary_dim, len(rule.weight),
+        query.dtype,
     )  # fmt: skip
     return query, rows.unsqueeze(1)
 
 
 def absorb_w_uk(library: ctypes.CDLL, query: torch.Tensor, up: torch.Tensor, nope_dim: int) -> torch.Tensor:
     """Compute ``latents.absorb_w_uk`` in C."""
-    dtype = _dtype_of(query, up, nope_dim)
-    if dtype is None or not _has_dense_tokens(query):
+    if not (_is_taken(query, up, nope_dim) and _has_dense_tokens(query)):
         return twins.absorb_w_uk(query, up, nope_dim)
-    (num_tokens, num_heads, query_dim), rank, rope_dim = query.shape, up.shape[2], query.shape[2] - nope_dim
+    (num_tokens, num_heads, query_dim), rank = query.shape, up.shape[2]
+    rope_dim = query_dim - nope_dim
     out = torch.empty((num_tokens, num_heads, rank + rope_dim), dtype=query.dtype)
-    library.absorb_w_uk(
-        query.data_ptr(), query.stride(0), up.data_ptr(), out.data_ptr(), num_tokens, num_heads, nope_dim,
-        query_dim - nope_dim, up.shape[1] - nope_dim, rank, dtype, torch.get_num_threads(),
-    )  # fmt: skip
+    sizes = num_tokens, num_heads, nope_dim, rope_dim, up.shape[1] - nope_dim, rank
+    library.absorb_w_uk(query, query.stride(0), up, out, *sizes, query.dtype)
     return out
 
 
 def project_w_uv(library: ctypes.CDLL, attended: torch.Tensor, up: torch.Tensor, nope_dim: int) -> torch.Tensor:
     """Compute ``latents.project_w_uv`` in C."""
-    dtype = _dtype_of(attended, up, nope_dim)
-    if dtype is None or not attended.is_contiguous():
+    if not (_is_taken(attended, up, nope_dim) and attended.is_contiguous()):
         return twins.project_w_uv(attended, up, nope_dim)
     (num_tokens, num_heads, rank), value_dim = attended.shape, up.shape[1] - nope_dim
     out = torch.empty((num_tokens, num_heads, value_dim), dtype=attended.dtype)
-    library.project_w_uv(
-        attended.data_ptr(), up.data_ptr(), out.data_ptr(), num_tokens, num_heads, nope_dim, value_dim, rank, dtype,
-        torch.get_num_threads(),
-    )  # fmt: skip
+    library.project_w_uv(attended, up, out, num_tokens, num_heads, nope_dim, value_dim, rank, attended.dtype)
     return out
 
 
-def _dtype_of(states: torch.Tensor, up: torch.Tensor, nope_dim: int) -> int | None:
-    """The type's code in C; None if C does not take it or these sizes."""
+def _is_taken(states: torch.Tensor, up: torch.Tensor, nope_dim: int) -> bool:
+    """Whether C takes these types and sizes."""
     is_small = nope_dim <= MAX_NOPE_DIM and up.shape[1] - nope_dim <= MAX_VALUE_DIM
-    return DTYPE_CODES.get(states.dtype) if is_small and states.dtype == up.dtype and up.is_contiguous() else None
+    return is_small and states.dtype in DTYPE_CODES and states.dtype == up.dtype and up.is_contiguous()
 
 
 def _has_dense_tokens(states: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ from tp_engine import env
 from tp_engine.cpu.kernels.build import BuildError, built_library
 from tp_engine.cpu.kernels.prototypes import prototypes
 from tp_engine.cpu.kernels.self_check import disagreement
-from tp_engine.cpu.kernels.tape import Recordable
+from tp_engine.cpu.kernels.tape import NativeFunction
 from tp_engine.log import get_logger
 
 _logger = get_logger(__name__)
@@ -36,11 +36,11 @@ def native_library() -> ctypes.CDLL | None:
 
 def _load(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
-    for name, result, parameters, is_taped in prototypes():
-        function = getattr(library, name)
-        function.argtypes, function.restype = parameters, result
-        if is_taped:
-            setattr(library, name, Recordable(name, function, getattr(library, f"play_{name}")))
+    for one in prototypes():
+        plain = getattr(library, one.name)
+        plain.argtypes, plain.restype = one.parameters, one.result
+        player = getattr(library, f"play_{one.name}") if one.is_taped else None
+        setattr(library, one.name, NativeFunction(one, plain, player))
     return library
 
 

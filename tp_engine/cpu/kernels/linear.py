@@ -53,11 +53,11 @@ class Panels(ABC):
         if x.stride(1) != 1:
             x = x.contiguous()
         out = torch.empty((x.shape[0], width), dtype=self._made)  # faster than `len`
-        self._run(x, None if bias is None else bias.data_ptr(), out, kind)
+        self._run(x, bias, out, kind)
         return out
 
     @abstractmethod
-    def _run(self, x: torch.Tensor, bias: int | None, out: torch.Tensor, kind: int) -> None: ...
+    def _run(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, kind: int) -> None: ...
 
 
 class PackedWeight(Panels):
@@ -84,20 +84,16 @@ class PackedWeight(Panels):
         assert out_size % self._num_parts == 0, f"gate and up have {out_size} rows, an odd number"
         self._items = in_size * weight.itemsize // 4
         assert num_shards == 0 or self._items % num_shards == 0, f"{self._items} items in {num_shards} shards"
-        self._widened_size = round_up(in_size, _WIDENED_ALIGNMENT) if library.widens(DTYPE_CODES[dtype]) else 0
+        self._widened_size = round_up(in_size, _WIDENED_ALIGNMENT) if library.widens(dtype) else 0
         self._panels = huge_pages.zeros((-(-out_size // width), self._items, width), torch.float32)
-        library.pack_weight(
-            weight.data_ptr(), self._panels.data_ptr(), out_size, self._items, self._num_parts, DTYPE_CODES[dtype],
-            torch.get_num_threads(),
-        )  # fmt: skip
+        library.pack_weight(weight, self._panels, out_size, self._items, self._num_parts, dtype)
 
-    def _run(self, x: torch.Tensor, bias: int | None, out: torch.Tensor, kind: int) -> None:
+    def _run(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, kind: int) -> None:
         rows = x.shape[0]
         widened = torch.empty((rows, self._widened_size)) if self._widened_size else None
         self._library.packed_linear(
-            x.data_ptr(), x.stride(0), self._panels.data_ptr(), bias, out.data_ptr(),
-            None if widened is None else widened.data_ptr(), rows, self._out_size, self._items, kind, *self._bounds,
-            DTYPE_CODES[x.dtype], self._num_shards, self._keeps_sums, torch.get_num_threads(),
+            x, x.stride(0), self._panels, bias, out, widened, rows, self._out_size, self._items, kind, *self._bounds,
+            x.dtype, self._num_shards, self._keeps_sums,
         )  # fmt: skip
 
     def rows(self, token_ids: torch.Tensor, first_id: int | None, scale: float = 1.0) -> torch.Tensor:
@@ -105,19 +101,18 @@ class PackedWeight(Panels):
         token_ids = token_ids.to(torch.int32).contiguous()
         out = torch.empty((len(token_ids), self._items * 4 // self._dtype.itemsize), dtype=self._dtype)
         self._library.embed_panels(
-            token_ids.data_ptr(), self._panels.data_ptr(), out.data_ptr(), len(token_ids), self._items, first_id or 0,
-            self._out_size, float(scale), DTYPE_CODES[self._dtype], torch.get_num_threads(),
-        )  # fmt: skip
+            token_ids, self._panels, out, len(token_ids), self._items, first_id or 0, self._out_size, scale, self._dtype
+        )
         return out
 
 
 def multiply_packed(library: ctypes.CDLL, x: torch.Tensor, panels: torch.Tensor, out: torch.Tensor) -> None:
     """``out`` (N, rows of the panels) = ``x`` (N, in) times a weight in ``panels``, which are taken as of one part."""
-    dtype, (rows, in_size) = DTYPE_CODES[x.dtype], x.shape
-    widened = torch.empty(rows * round_up(in_size, _WIDENED_ALIGNMENT) if library.widens(dtype) else 0)
+    rows, in_size = x.shape
+    widened = torch.empty(rows * round_up(in_size, _WIDENED_ALIGNMENT) if library.widens(x.dtype) else 0)
     library.packed_linear(
-        x.data_ptr(), x.stride(0), panels.data_ptr(), None, out.data_ptr(), widened.data_ptr() or None, rows,
-        out.shape[1], panels.shape[1], NO_ACTIVATION, 0.0, 0.0, dtype, 0, False, torch.get_num_threads(),
+        x, x.stride(0), panels, None, out, widened, rows, out.shape[1], panels.shape[1], NO_ACTIVATION, 0.0, 0.0,
+        x.dtype, 0, False,
     )  # fmt: skip
 
 
@@ -131,8 +126,7 @@ class NativeInt8Rows:
         x = x.contiguous()
         rows, width = x.shape
         codes, scales = torch.empty((rows, width), dtype=torch.uint8), torch.empty(rows)
-        threads = torch.get_num_threads()
-        self._quantise(x.data_ptr(), codes.data_ptr(), scales.data_ptr(), rows, width, DTYPE_CODES[x.dtype], threads)
+        self._quantise(x, codes, scales, rows, width, x.dtype)
         return codes, scales
 
     def scale(
@@ -141,8 +135,5 @@ class NativeInt8Rows:
         assert products.is_contiguous() and products.dtype == torch.float32 and (bias is None or bias.dtype == dtype)
         rows, width = products.shape
         out = torch.empty((rows, width), dtype=dtype)
-        self._scale(
-            products.data_ptr(), scales.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), rows,
-            width, DTYPE_CODES[dtype], torch.get_num_threads(),
-        )  # fmt: skip
+        self._scale(products, scales, bias, out, rows, width, dtype)
         return out

@@ -1,7 +1,6 @@
 """Operations of ``kernels.ops.OPS`` in C: each equals its PyTorch twin, and calls it for inputs that C does not take.
 
-The first argument is the compiled library.  Numbers that C takes as ``float`` are made floats here, because a tape
-keeps an argument by its Python type.
+The first argument is the compiled library, whose functions take tensors and types (``tape.NativeFunction``).
 """
 
 import ctypes
@@ -31,17 +30,15 @@ def embed(
         return twins.embed(token_ids, weight, first_id, scale)
     num_ids, width = weight.shape
     out = torch.empty((len(token_ids), width), dtype=weight.dtype)
-    library.embed(
-        token_ids.data_ptr(), weight.data_ptr(), out.data_ptr(), len(token_ids), width * weight.itemsize, first_id or 0,
-        num_ids, float(scale), DTYPE_CODES[weight.dtype],
-    )  # fmt: skip
+    row_bytes = width * weight.itemsize
+    library.embed(token_ids, weight, out, len(token_ids), row_bytes, first_id or 0, num_ids, scale, weight.dtype)
     return out
 
 
 def norm(library: ctypes.CDLL, x: torch.Tensor, rule: NormRule) -> torch.Tensor:
     if not (x.stride(-1) == 1 and x.dtype is rule.weight.dtype and x.dtype in DTYPE_CODES):
         return twins.norm(x, rule)
-    return _normalise(library, x, None, rule, 1.0, 1.0)
+    return _normalise(library, x, None, rule)
 
 
 def add_norm(
@@ -54,18 +51,21 @@ def add_norm(
 ) -> torch.Tensor:
     if not (are_dense(x, residual) and x.dtype is rule.weight.dtype):
         return twins.add_norm(x, residual, rule, scale, stream_scale)
-    return _normalise(library, x, residual.data_ptr(), rule, scale, stream_scale)
+    return _normalise(library, x, residual, rule, scale, stream_scale)
 
 
 def _normalise(
-    library: ctypes.CDLL, x: torch.Tensor, residual: int | None, rule: NormRule, scale: float, stream_scale: float
+    library: ctypes.CDLL,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    rule: NormRule,
+    scale: float = 1.0,
+    stream_scale: float = 1.0,
 ) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype)
-    rows, width = x.shape
     library.norm_rows(
-        x.data_ptr(), residual, rule.weight.data_ptr(), out.data_ptr(), rows, width, x.stride(0), float(rule.eps),
-        float(rule.offset), float(scale), float(stream_scale), int(rule.is_centred), DTYPE_CODES[x.dtype],
-        torch.get_num_threads(),
+        x, residual, rule.weight, out, *x.shape, x.stride(0), rule.eps, rule.offset, scale, stream_scale,
+        rule.is_centred, x.dtype,
     )  # fmt: skip
     return out
 
@@ -76,8 +76,7 @@ def add(
     if not are_dense(x, residual):
         twins.add(x, residual, scale, stream_scale)
         return
-    scales, threads = (float(scale), float(stream_scale)), torch.get_num_threads()
-    library.add_scaled(x.data_ptr(), residual.data_ptr(), x.numel(), *scales, DTYPE_CODES[x.dtype], threads)
+    library.add_scaled(x, residual, x.numel(), scale, stream_scale, x.dtype)
 
 
 def copy_rows(library: ctypes.CDLL, rows: torch.Tensor, target: torch.Tensor) -> None:
@@ -86,29 +85,25 @@ def copy_rows(library: ctypes.CDLL, rows: torch.Tensor, target: torch.Tensor) ->
         return
     size = rows.itemsize
     strides = rows.stride(0) * size, target.stride(0) * size
-    library.copy_rows(rows.data_ptr(), target.data_ptr(), len(rows), rows.shape[1] * size, *strides)
+    library.copy_rows(rows, target, len(rows), rows.shape[1] * size, *strides)
 
 
 def gate(library: ctypes.CDLL, gate_up: torch.Tensor, rule: Activation) -> torch.Tensor:
-    dtype = DTYPE_CODES.get(gate_up.dtype)
-    if dtype is None or not gate_up.is_contiguous():
+    if gate_up.dtype not in DTYPE_CODES or not gate_up.is_contiguous():
         return twins.gate(gate_up, rule)
     rows, size = len(gate_up), gate_up.shape[1] // rule.num_parts
     out = torch.empty((rows, size), dtype=gate_up.dtype)
-    library.gate_rows(
-        gate_up.data_ptr(), out.data_ptr(), rows, size, rule.code, float(rule.alpha), float(rule.limit), dtype,
-        torch.get_num_threads(),
-    )  # fmt: skip
+    library.gate_rows(gate_up, out, rows, size, rule.code, rule.alpha, rule.limit, gate_up.dtype)
     return out
 
 
 def sigmoid_gate(library: ctypes.CDLL, x: torch.Tensor, gate: torch.Tensor) -> None:
     """Compute ``layer_ops.sigmoid_gate`` in C."""
-    dtype = DTYPE_CODES.get(x.dtype)
-    if dtype is None or gate.dtype is not x.dtype or not x.is_contiguous() or gate.stride(1) != 1:
+    is_taken = x.dtype in DTYPE_CODES and gate.dtype is x.dtype
+    if not (is_taken and x.is_contiguous() and gate.stride(1) == 1):
         twins.sigmoid_gate(x, gate)
         return
-    library.sigmoid_gate(x.data_ptr(), gate.data_ptr(), gate.stride(0), *x.shape, dtype, torch.get_num_threads())
+    library.sigmoid_gate(x, gate, gate.stride(0), *x.shape, x.dtype)
 
 
 def qk_norm_rope_store(
@@ -121,33 +116,28 @@ def qk_norm_rope_store(
     slot_mapping: torch.Tensor,
 ) -> Heads:
     """Compute ``heads.qk_norm_rope_store`` in C; the heads are overwritten, nothing is stored."""
-    dtype = DTYPE_CODES.get(heads.dtype)
     num_tokens, num_all, head_dim = heads.shape
-    if dtype is None or heads.stride()[1:] != (head_dim, 1) or head_dim > MAX_HEAD_DIM:
+    if heads.dtype not in DTYPE_CODES or heads.stride()[1:] != (head_dim, 1) or head_dim > MAX_HEAD_DIM:
         return head_twins.qk_norm_rope_store(heads, num_kv_heads, norm, rotation, kv, slot_mapping)
     num_heads = num_all - 2 * num_kv_heads
     assert norm is None or norm.weights.dtype == heads.dtype
     if norm is not None or rotation is not None:
         library.qk_norm_rope_store(
-            heads.data_ptr(), heads.stride(0), *_rotation_arguments(rotation, heads.dtype),
-            *(None, 0.0, 0.0) if norm is None else (norm.weights.data_ptr(), float(norm.eps), float(norm.offset)),
-            num_tokens, num_heads, num_kv_heads, num_kv_heads if norm is not None and norm.includes_values else 0,
-            head_dim, dtype, torch.get_num_threads(),
+            heads, heads.stride(0), *_rotation_arguments(rotation, heads.dtype),
+            *(None, 0.0, 0.0) if norm is None else (norm.weights, norm.eps, norm.offset), num_tokens, num_heads,
+            num_kv_heads, num_kv_heads if norm is not None and norm.includes_values else 0, head_dim, heads.dtype,
         )  # fmt: skip
     query, key, value = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), 1)
     return query, key, value
 
 
 def head_squares(library: ctypes.CDLL, heads: torch.Tensor, num_heads: int, num_kv_heads: int) -> torch.Tensor:
-    dtype = DTYPE_CODES.get(heads.dtype)
-    if dtype is None or not heads.is_contiguous():
+    if heads.dtype not in DTYPE_CODES or not heads.is_contiguous():
         return head_twins.head_squares(heads, num_heads, num_kv_heads)
     num_tokens, num_all, head_dim = heads.shape
     squares = torch.empty((num_tokens, 2))
-    library.head_squares(
-        heads.data_ptr(), num_all * head_dim, squares.data_ptr(), num_tokens, num_heads, num_kv_heads, head_dim, dtype,
-        torch.get_num_threads(),
-    )  # fmt: skip
+    sizes = num_tokens, num_heads, num_kv_heads, head_dim
+    library.head_squares(heads, num_all * head_dim, squares, *sizes, heads.dtype)
     return squares
 
 
@@ -167,19 +157,15 @@ def norm_width(
         return
     assert squares.dtype == torch.float32
     num_tokens, num_all, head_dim = heads.shape
-    library.norm_width(
-        heads.data_ptr(), num_all * head_dim, squares.data_ptr(), weights.data_ptr(), num_tokens, num_heads,
-        num_kv_heads, head_dim, *widths, float(eps), DTYPE_CODES[heads.dtype], torch.get_num_threads(),
-    )  # fmt: skip
+    sizes = num_tokens, num_heads, num_kv_heads, head_dim
+    library.norm_width(heads, num_all * head_dim, squares, weights, *sizes, *widths, eps, heads.dtype)
 
 
 def cap_logits(library: ctypes.CDLL, scores: torch.Tensor, scale: float, cap: float | None) -> None:
-    dtype = DTYPE_CODES.get(scores.dtype)
-    if dtype is None or scores.stride(1) != 1:
+    if scores.dtype not in DTYPE_CODES or scores.stride(1) != 1:
         twins.cap_logits(scores, scale, cap)
         return
-    stride, threads = scores.stride(0), torch.get_num_threads()
-    library.cap_logits(scores.data_ptr(), stride, *scores.shape, float(scale), float(cap or 0.0), dtype, threads)
+    library.cap_logits(scores, scores.stride(0), *scores.shape, scale, cap or 0.0, scores.dtype)
 
 
 def prepare_decodes(library: ctypes.CDLL, tables: RowTables, inputs: DecodeInputs) -> None:
@@ -187,12 +173,11 @@ def prepare_decodes(library: ctypes.CDLL, tables: RowTables, inputs: DecodeInput
     num_columns = source.stride(1)
     assert target.stride(1) == num_columns
     deltas, turns = tables.rope_deltas, inputs.rope_positions
-    of_turns = (None, None) if deltas is None or turns is None else (deltas.data_ptr(), turns.data_ptr())
+    of_turns = (None, None) if deltas is None or turns is None else (deltas, turns)
     library.prepare_decodes(
-        inputs.rows.data_ptr(), len(inputs.rows), tables.token_ids.data_ptr(), tables.token_ids.stride(0),
-        tables.num_computed.data_ptr(), source.data_ptr(), len(source), source.stride(0), num_columns,
-        tables.block_size, inputs.input_ids.data_ptr(), inputs.positions.data_ptr(), inputs.slot_mapping.data_ptr(),
-        inputs.slot_mapping.stride(0), inputs.seq_lens.data_ptr(), target.data_ptr(), target.stride(0), *of_turns,
+        inputs.rows, len(inputs.rows), tables.token_ids, tables.token_ids.stride(0), tables.num_computed, source,
+        len(source), source.stride(0), num_columns, tables.block_size, inputs.input_ids, inputs.positions,
+        inputs.slot_mapping, inputs.slot_mapping.stride(0), inputs.seq_lens, target, target.stride(0), *of_turns,
     )  # fmt: skip
 
 
@@ -200,18 +185,18 @@ def advance_decodes(library: ctypes.CDLL, tables: RowTables, inputs: DecodeInput
     """Compute ``decode_inputs.advance_decodes`` in C; the lengths are those of ``inputs``, so a second call changes
     nothing."""
     assert sampled.dtype == torch.int32 and sampled.is_contiguous()
+    rows, token_ids = inputs.rows, tables.token_ids
     library.advance_decodes(
-        inputs.rows.data_ptr(), inputs.seq_lens.data_ptr(), sampled.data_ptr(), len(inputs.rows),
-        tables.token_ids.data_ptr(), tables.token_ids.stride(0), tables.num_computed.data_ptr(),
-    )  # fmt: skip
+        rows, inputs.seq_lens, sampled, len(rows), token_ids, token_ids.stride(0), tables.num_computed
+    )
 
 
 def advance_drafts(library: ctypes.CDLL, inputs: DraftInputs, block_size: int) -> None:
     tables = inputs.block_table
     assert tables.stride(1) == 1
     library.advance_drafts(
-        inputs.positions.data_ptr(), inputs.limits.data_ptr(), tables.data_ptr(), tables.stride(0), len(tables),
-        block_size, inputs.slot_mapping.data_ptr(), inputs.seq_lens.data_ptr(),
+        inputs.positions, inputs.limits, tables, tables.stride(0), len(tables), block_size, inputs.slot_mapping,
+        inputs.seq_lens,
     )  # fmt: skip
 
 
@@ -222,8 +207,7 @@ def best_tokens(library: ctypes.CDLL, logits: torch.Tensor) -> torch.Tensor:
     """
     assert logits.stride(1) == 1
     tokens = torch.empty(len(logits), dtype=torch.int32)
-    rows, width = logits.shape
-    library.best_tokens(logits.data_ptr(), logits.stride(0), tokens.data_ptr(), rows, width, DTYPE_CODES[logits.dtype])
+    library.best_tokens(logits, logits.stride(0), tokens, *logits.shape, logits.dtype)
     return tokens
 
 
@@ -237,8 +221,8 @@ def add_adapters(
         return
     shrunk = torch.empty((rows.num_rows, weights.a.shape[1]))
     library.add_adapters(
-        ctypes.byref(_adapters(weights, dtype)), x.data_ptr(), x.stride(0), out.data_ptr(), rows.rows.data_ptr(),
-        rows.tiles.data_ptr(), shrunk.data_ptr(), rows.num_rows, len(rows.tiles), torch.get_num_threads(),
+        ctypes.byref(_adapters(weights, dtype)), x, x.stride(0), out, rows.rows, rows.tiles, shrunk, rows.num_rows,
+        len(rows.tiles),
     )  # fmt: skip
 
 
@@ -248,14 +232,14 @@ def are_dense(x: torch.Tensor, residual: torch.Tensor) -> bool:
     return is_dense and x.dtype is residual.dtype and x.dtype in DTYPE_CODES
 
 
-def _rotation_arguments(rotation: Rotation | None, dtype: torch.dtype) -> tuple[int | None, ...]:
-    """Addresses of positions and table, the rotary dimension, the address of the queries' scales."""
+def _rotation_arguments(rotation: Rotation | None, dtype: torch.dtype) -> tuple[torch.Tensor | int | None, ...]:
+    """Positions and table, the rotary dimension, the queries' scales."""
     if rotation is None:
         return None, None, 0, None
     table, positions, scale = rotation.table, rotation.positions, rotation.query_scale
     assert table.dtype == dtype and table.is_contiguous() and positions.dtype == torch.int64
     assert scale is None or (scale.dtype == torch.float32 and scale.is_contiguous())
-    return positions.data_ptr(), table.data_ptr(), rotation.rotary_dim, None if scale is None else scale.data_ptr()
+    return positions, table, rotation.rotary_dim, scale
 
 
 def _adapters(weights: AdapterWeights, dtype: int) -> Adapters:

@@ -81,19 +81,10 @@ class PagedAttention:
         ``attend``.  With one part, values are the first elements of the keys, and only keys are stored.  Then requests
         with one query each may attend to ``chosen`` keys alone.
         """
-        states: tuple[int | None, ...] = (None, None)
-        strides = (0, 0)
-        if new is not None:
-            states = (new.key.data_ptr(), new.value.data_ptr())
-            strides = (new.key.stride(0), new.value.stride(0))
+        states, strides = ((None, None), (0, 0)) if new is None else (new, (new.key.stride(0), new.value.stride(0)))
         layer = self._layer(query, kv_cache, out.shape[2], (scale, window, softcap), sinks)
-        places: tuple[int | None, ...] = (None, 0, None)
-        if chosen is not None:
-            places = (chosen.positions.data_ptr(), chosen.positions.stride(0), chosen.counts.data_ptr())
-        failed = self._attend(
-            self._step_pointer, layer, query.data_ptr(), *states, out.data_ptr(), query.stride(0), *strides, *places
-        )
-        if failed:
+        places = (None, 0, None) if chosen is None else (chosen.positions, chosen.positions.stride(0), chosen.counts)
+        if self._attend(self._step_pointer, layer, query, *states, out, query.stride(0), *strides, *places):
             raise MemoryError("the attention kernel has no memory for its list of tasks")
 
     def _layer(

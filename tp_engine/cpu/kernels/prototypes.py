@@ -18,12 +18,16 @@ _WORDS = {
 
 
 class Prototype(NamedTuple):
-    """A function that other C files or Python may call; a tape can hold it if it ``is_taped``."""
+    """A function that other C files or Python may call; a tape can hold it if it ``is_taped``.
+
+    It ``takes_threads`` if its last parameter is the number of threads that share its work.
+    """
 
     name: str
     result: Any
     parameters: tuple[Any, ...]
     is_taped: bool
+    takes_threads: bool
 
 
 @cache
@@ -31,7 +35,10 @@ def prototypes() -> tuple[Prototype, ...]:
     """Return the functions of all C files; pointers of all types are ``c_void_p``."""
     sources = (path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.c")))
     found = (match for source in sources for match in _FUNCTION.findall(source))
-    return tuple(Prototype(name, _TYPES[result], _parameters(given), bool(mark)) for mark, result, name, given in found)
+    return tuple(
+        Prototype(name, _TYPES[result], _parameters(given), bool(mark), given.endswith(" num_threads"))
+        for mark, result, name, given in found
+    )
 
 
 def _parameters(given: str) -> tuple[Any, ...]:
@@ -42,7 +49,7 @@ def _parameters(given: str) -> tuple[Any, ...]:
 def players() -> str:
     """Return ``PLAYERS``, a C file with a function for each that is taped: it takes the arguments from words."""
     lines = ['#include "tape.h"']
-    for name, _, parameters, is_taped in prototypes():
+    for name, _, parameters, is_taped, _ in prototypes():
         if is_taped:
             types = ", ".join(_WORDS[one][0] for one in parameters)
             words = ", ".join(f"a[{index}].{_WORDS[one][1]}" for index, one in enumerate(parameters))

@@ -33,11 +33,6 @@ class PackedCodes:
     factors: torch.Tensor | None
 
     @property
-    def factors_address(self) -> int | None:
-        """As C takes it."""
-        return None if self.factors is None else self.factors.data_ptr()
-
-    @property
     def num_bytes(self) -> int:
         """Bytes of all weights."""
         return self.panels.nbytes + (0 if self.factors is None else self.factors.nbytes)
@@ -56,16 +51,15 @@ class QuantisedPanels(Panels):
     ) -> None:
         super().__init__(library, dtype, weight.shape[0], activation, dtype)
         self._packed = pack_quantised(library, weight.map(lambda one: one.unsqueeze(0)), dtype, self._num_parts)
-        self._row_bytes = library.quantised_row_bytes(self._packed.form, DTYPE_CODES[dtype])
+        self._row_bytes = library.quantised_row_bytes(self._packed.form, dtype)
         self.num_bytes = self._packed.num_bytes
 
-    def _run(self, x: torch.Tensor, bias: int | None, out: torch.Tensor, kind: int) -> None:
+    def _run(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, kind: int) -> None:
         packed, rows = self._packed, x.shape[0]
         prepared = torch.empty(rows * self._row_bytes, dtype=torch.uint8)
         self._library.quantised_linear(
-            packed.form, x.data_ptr(), x.stride(0), packed.panels.data_ptr(), packed.factors_address, bias,
-            out.data_ptr(), prepared.data_ptr(), rows, self._out_size, kind, *self._bounds, DTYPE_CODES[x.dtype],
-            torch.get_num_threads(),
+            packed.form, x, x.stride(0), packed.panels, packed.factors, bias, out, prepared, rows, self._out_size, kind,
+            *self._bounds, x.dtype,
         )  # fmt: skip
 
 
@@ -81,7 +75,7 @@ def pack_quantised(library: ctypes.CDLL, weights: QuantisedWeight, dtype: torch.
         codes=_CODES[weights.kind], scales=_NO_SCALES if scales is None else _SCALES[scales.dtype],
         has_zeros=zeros is not None, columns=num_columns, group=weights.group, **_tables(weights.kind),
     )  # fmt: skip
-    if weights.kind == "int8" and library.pairs_columns(DTYPE_CODES[dtype]) and not codes.eq(_LOWEST_INT8).any():
+    if weights.kind == "int8" and library.pairs_columns(dtype) and not codes.eq(_LOWEST_INT8).any():
         codes = codes.view(torch.int8).abs().view(torch.uint8) | codes & _SIGN
         form.codes = _SIGNED
     row_block = weights.row_block
@@ -95,9 +89,8 @@ def pack_quantised(library: ctypes.CDLL, weights: QuantisedWeight, dtype: torch.
     zeros = None if zeros is None else zeros.contiguous()
     for index in range(num_weights):
         library.pack_quantised(
-            pointer, codes[index].data_ptr(), None if scales is None else scales[index].data_ptr(), row_block,
-            None if zeros is None else zeros[index].data_ptr(), panels[index].data_ptr(), out_size, num_parts,
-            DTYPE_CODES[dtype], torch.get_num_threads(),
+            pointer, codes[index], None if scales is None else scales[index], row_block, None if zeros is None else
+            zeros[index], panels[index], out_size, num_parts, dtype,
         )  # fmt: skip
     factors = weights.factors
     if factors is not None:

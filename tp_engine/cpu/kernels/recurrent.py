@@ -31,7 +31,7 @@ def _in_c(
         is_taken = mixed.dtype in DTYPE_CODES and max(kind.key_dim, kind.value_dim) <= MAX_DIM
         if not is_taken or not all(one.dtype is mixed.dtype and one.stride(1) == 1 for one in inputs):
             return twin(*given)
-        rows: tuple[int | None, ...]
+        rows: tuple[torch.Tensor | int | None, ...]
         if isinstance(places[0], list):
             slots_of = (-1 if one.slot is None or states is None else one.slot for one in places[0])
             table = [(*one[:2], slot, one.is_fresh) for one, slot in zip(places[0], slots_of, strict=True)]
@@ -40,18 +40,15 @@ def _in_c(
         else:
             slots, runs = (*places, None)[:2]
             assert all(one.dtype == torch.int32 and one.is_contiguous() for one in (slots, runs) if one is not None)
-            num_runs, rows = len(mixed), (slots.data_ptr(), None if runs is None else runs.data_ptr(), None)
+            num_runs, rows = len(mixed), (slots, runs, None)
         constants, has_matrices = [getattr(rule, field.name) for field in fields(rule)[1:]], kind.key_dim > 0
         kept = ((None, None) if states is None else states)[: 1 + has_matrices]
         heads = (kind.num_key_heads, kind.num_value_heads, kind.key_dim, kind.value_dim)
         out = torch.empty((len(mixed), kind.num_value_heads * kind.value_dim), dtype=dtype or mixed.dtype)
         failed = getattr(library, function)(
-            *(one.data_ptr() if isinstance(one, torch.Tensor) else float(one) for one in constants),
-            *(None if one is None else one.data_ptr() for one in kept),
-            *(0 if one is None else one.stride(0) for one in kept),
+            *constants, *kept, *(0 if one is None else one.stride(0) for one in kept),
             *(heads if has_matrices else (kind.num_channels,)), kind.taps,
-            *(number for one in inputs for number in (one.data_ptr(), one.stride(0))), *rows, out.data_ptr(), num_runs,
-            DTYPE_CODES[mixed.dtype], torch.get_num_threads(),
+            *(part for one in inputs for part in (one, one.stride(0))), *rows, out, num_runs, mixed.dtype,
         )  # fmt: skip
         if failed:
             raise MemoryError("there is no memory for recurrent states that are not kept")
@@ -74,8 +71,7 @@ def group_squares(library: ctypes.CDLL, x: torch.Tensor, num_groups: int) -> tor
         return mamba2.group_squares(x, num_groups)
     rows, width = x.shape
     out = torch.empty((rows, num_groups))
-    threads = torch.get_num_threads()
-    library.group_squares(x.data_ptr(), out.data_ptr(), rows, num_groups, width // num_groups, threads)
+    library.group_squares(x, out, rows, num_groups, width // num_groups)
     return out
 
 
@@ -94,8 +90,5 @@ def norm_groups(
         return mamba2.norm_groups(x, weight, num_groups, eps, squares, group_size)
     rows, width = x.shape
     out = torch.empty((rows, width), dtype=weight.dtype)
-    library.norm_groups(
-        x.data_ptr(), weight.data_ptr(), None if squares is None else squares.data_ptr(), out.data_ptr(), rows,
-        num_groups, width // num_groups, group_size, float(eps), DTYPE_CODES[weight.dtype], torch.get_num_threads(),
-    )  # fmt: skip
+    library.norm_groups(x, weight, squares, out, rows, num_groups, width // num_groups, group_size, eps, weight.dtype)
     return out

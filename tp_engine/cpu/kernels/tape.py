@@ -5,46 +5,69 @@
     recording      function(arguments)  call(python, arguments)  function(arguments) ...
     tape           entries of C         a Python call            entries of C
 
-Arguments are recorded as they are: numbers, and addresses of memory, which must stay in its place.  A call that must be
-made in Python, a collective with its deadlines, divides the tape.  For a profile, calls are made one by one under their
-functions' names (``naming_calls``), on a tape and elsewhere.
+Arguments are recorded as C takes them: numbers, and addresses of memory, which must stay in its place.  A call that
+must be made in Python, a collective with its deadlines, divides the tape.  For a profile, calls are made one by one
+under their functions' names (``naming_calls``), on a tape and elsewhere.
 """
 
 import ctypes
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
 from typing import Any, TypeAlias
+
+import torch
+
+from tp_engine.cpu.kernels.layout import DTYPE_CODES
+from tp_engine.cpu.kernels.prototypes import Prototype
 
 Naming: TypeAlias = Callable[[str], AbstractContextManager[object]]
 """``with naming("rms_norm"):`` surrounds a call."""
 
 
-class Recordable:
-    """The library's function ``name``, whose calls go on the tape that is being recorded.
+def _address(argument: Any) -> Any:
+    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
 
-    Like all of the library's functions it returns 0, or another number if memory ran out.  ``player`` calls it with
-    arguments from words.
+
+def _integer(argument: Any) -> int:
+    return DTYPE_CODES[argument] if isinstance(argument, torch.dtype) else int(argument)
+
+
+_MADE_BY: dict[Any, Callable[[Any], Any]] = {
+    ctypes.c_void_p: _address,
+    ctypes.c_int: _integer,
+    ctypes.c_int64: _integer,
+    ctypes.c_float: float,
+}
+
+
+class NativeFunction:
+    """The library's function of a ``prototype``, whose calls go on the tape that is being recorded, if it is taped.
+
+    It takes a tensor for a pointer, whose memory the caller keeps, or an address, or None; a type of ``DTYPE_CODES``
+    for its code; and the number of threads, if it is the last parameter, is torch's.  It returns 0, or another number
+    if memory ran out, unless it returns a size.  ``plain`` is the function itself, which ``player``, of one that is
+    taped, calls with arguments from words.
     """
 
-    def __init__(self, name: str, function: Any, player: Any) -> None:
-        self._name = name
-        self._function = function
-        self._player: int = ctypes.cast(player, ctypes.c_void_p).value or 0
+    def __init__(self, prototype: Prototype, plain: Any, player: Any) -> None:
+        self.plain = plain
+        self._name, self._takes_threads = prototype.name, prototype.takes_threads
+        self._makers = [_MADE_BY[kind] for kind in prototype.parameters]
+        self._player = None if player is None else ctypes.cast(player, ctypes.c_void_p).value or 0
 
-    def __call__(self, *arguments: Any) -> int:
+    def __call__(self, *given: Any) -> int:
+        if self._takes_threads:
+            given = (*given, torch.get_num_threads())
+        arguments = [make(one) for make, one in zip(self._makers, given, strict=True)]
         tape = _recorded.get()
-        if tape is not None:
+        if tape is not None and self._player is not None:
             tape.add(self._name, self._player, arguments)
-        naming = _naming.get() if tape is None else None
-        status: int
-        if naming is None:
-            status = self._function(*arguments)
-        else:
-            with naming(self._name):
-                status = self._function(*arguments)
+        naming = _naming.get() if tape is None and self._player is not None else None
+        with nullcontext() if naming is None else naming(self._name):
+            status: int = self.plain(*arguments)
         return status
 
 
@@ -57,9 +80,9 @@ class Tape:
         self._entry_type = entry_type(library.max_words())
         self._entries: list[ctypes.Structure] = []
         self._parts: list[Entries | Callable[[], object]] = []  # a call of Python is a collective, with its deadlines
-        self._kept: list[tuple[Any, ...]] = []
+        self._kept: list[list[Any]] = []
 
-    def add(self, name: str, player: int, arguments: tuple[Any, ...]) -> None:
+    def add(self, name: str, player: int, arguments: list[Any]) -> None:
         """Append a call of the C function ``name``, by its player at this address."""
         entry = self._entry_type(play=player)
         for i, argument in enumerate(arguments):
@@ -164,7 +187,8 @@ class Entries:
     """A stretch of C calls, and the position in it at which ``run_tape`` continues."""
 
     def __init__(self, library: ctypes.CDLL, names: Sequence[str], entries: Sequence[ctypes.Structure]) -> None:
-        self._run_tape = library.run_tape
+        run_tape: Any = library.run_tape
+        self._run_tape = run_tape.plain
         self._names = names
         self._entries = (type(entries[0]) * len(entries))(*entries)
         self._entry_bytes = ctypes.sizeof(entries[0])

@@ -70,14 +70,7 @@ class BlockCopy(Codec):
             return
         pairs = np.ascontiguousarray(pairs, dtype=np.int32)
         assert pairs.min() >= 0 and pairs[:, 0].max() < len(source) and pairs[:, 1].max() < len(target), pairs
-        library.copy_blocks(
-            source.data_ptr(),
-            target.data_ptr(),
-            pairs.ctypes.data,
-            len(pairs),
-            source.shape[1],
-            torch.get_num_threads(),
-        )
+        library.copy_blocks(source, target, pairs.ctypes.data, len(pairs), source.shape[1])
 
 
 def fingerprint_of(*parts: object) -> bytes:
