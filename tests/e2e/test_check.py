@@ -27,8 +27,9 @@ from tp_engine.api.openai.chat.options import ChatOptions
 from tp_engine.api.openai.chat.prompt import ChatFormat
 from tp_engine.attention.base import prepare_groups
 from tp_engine.check import golden
-from tp_engine.check.behaviour import check_behaviour
+from tp_engine.check.behaviour import timed
 from tp_engine.check.engine_check import EngineCheck
+from tp_engine.check.engine_subject import EngineSubject
 from tp_engine.check.observed import OTHERS
 from tp_engine.check.report import CheckFinding, CheckReport, CheckStatus
 from tp_engine.cli.main import main
@@ -209,7 +210,7 @@ def test_the_tool_round_trip_runs_where_the_template_has_tools(
     (folder / "chat_template.jinja").write_text(QWEN_LIKE)
     with LLM(str(folder), **{**OPTIONS, "max_model_len": 1024}) as llm:
         llm.input_processor.chat = ChatFormat(llm.get_tokenizer(), ChatOptions(tool_call_parser=parser))
-        [found] = [one for one in check_behaviour(llm, load_tokenizer(str(folder)), folder) if "tool" in one.name]
+        [found] = timed("tool round trip", EngineSubject(llm).check_tools, load_tokenizer(str(folder)))
     assert found.status is status and said in found.detail
     assert (found.place == "tool-call parser") == (status is CheckStatus.WRONG)
 
@@ -410,7 +411,7 @@ def test_a_device_that_the_oracle_does_not_have_is_said_first(device: str, capsy
         assert device in said and "such as cuda:0" in said
 
 
-def test_golden_answers_may_differ_by_a_near_tie(tiny: Path) -> None:
+def test_golden_answers_may_differ_by_a_near_tie(tiny: Path, tmp_path: Path) -> None:
     """Oracle: two tokens whose log-probabilities are closer than the bound are both right."""
     import numpy as np
 
@@ -422,7 +423,8 @@ def test_golden_answers_may_differ_by_a_near_tie(tiny: Path) -> None:
         logprobs[1] = -1.0, -1.0 - gap
         return Answer(CheckPrompt("p", (5, 1)), (token,), alternatives, logprobs)
 
-    text = golden.golden_content("m", tiny, [answer(3, 4, 0.0)], bound=0.01, environment={}, options={})
+    path = tmp_path / "golden.json"
+    path.write_text(golden.golden_content("m", tiny, [answer(3, 4, 0.0)], bound=0.01, environment={}, options={}))
     for gap, expected in ((0.005, CheckStatus.RIGHT), (0.5, CheckStatus.WRONG)):
-        found = list(golden.compare(json.loads(text), tiny, [answer(4, 3, gap)], bound=0.01, environment={}))
+        found = list(golden.compare(golden.read_golden(path), tiny, [answer(4, 3, gap)], bound=0.01, environment={}))
         assert [one.status for one in found] == [CheckStatus.RIGHT, expected]

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tp_engine.api.llm import LLM
 from tp_engine.api.openai.chat.options import ChatOptions
 from tp_engine.api.openai.chat.prompt import ChatFormat
-from tp_engine.check.behaviour import check_behaviour
+from tp_engine.check.behaviour import check_behaviour, timed
+from tp_engine.check.engine_subject import EngineSubject
 from tp_engine.check.files import check_files
-from tp_engine.check.judged import EXACT_LAYERS, Judge, judged
+from tp_engine.check.judged import EXACT_LAYERS, Judge
 from tp_engine.check.linears import LinearFault, Linears, missing_rows
 from tp_engine.check.observed import CHUNK, Observed, Sizes, observe
-from tp_engine.check.oracle import Oracle, check_oracle_device
-from tp_engine.check.passes import Passed, questions, run_pass
-from tp_engine.check.prompts import CheckPrompt, make_prompts
+from tp_engine.check.oracle import check_oracle_device
+from tp_engine.check.oracle_check import OracleCheck
+from tp_engine.check.prompts import CheckPrompt
 from tp_engine.check.report import CheckFinding, CheckReport, describe_environment
-from tp_engine.check.rounding import Rounding, rounding_of
+from tp_engine.check.stored import StoredWeights
 from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.errors import ConfigError, EngineDeadError, WeightError
 from tp_engine.hf_overrides import parse_overrides
@@ -31,27 +30,19 @@ from tp_engine.model_config.source import resolve_model_folder
 from tp_engine.model_config.spec import ModelSpec
 
 _QUICK_LONG, _LONG = 96, 768
-_QUICK_TOKENS, _TOKENS = 8, 24
 _BEHIND_WINDOW = 48
-
-Note = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineCheck:
-    """What to check: ``options`` of ``LLM`` (the model too), ``chats`` of a server (None: those of ``LLM``), and how.
+class EngineCheck(OracleCheck):
+    """What to check: ``options`` of ``LLM`` (the model too), ``chats`` of a server (None: those of ``LLM``).
 
-    ``reference`` is the folder of the checkpoint that the oracle reads, None for the model's own.  ``note`` is told
-    what begins, ``note_layer`` of each layer that the oracle has done.
+    ``reference`` is the folder of the checkpoint that the oracle reads, None for the model's own.
     """
 
     options: Mapping[str, Any]
     chats: ChatOptions | None = None
-    quick: bool = False
     reference: str | None = None
-    oracle_device: str = "cpu"
-    note: Note = lambda _text: None
-    note_layer: Callable[[], None] = lambda: None
 
     @property
     def folder(self) -> Path:
@@ -92,18 +83,20 @@ class EngineCheck:
         def with_llm(llm: LLM, observed: Observed) -> None:
             if self.chats is not None:
                 llm.input_processor.chat = ChatFormat(llm.get_tokenizer(), self.chats)
-            behaviour.extend(check_behaviour(llm, tokenizer, folder))
+            subject = EngineSubject(llm)
+            behaviour.extend(check_behaviour(subject, tokenizer, folder, subject.template))
+            if tokenizer is not None and subject.template is not None:
+                behaviour.extend(timed("tool round trip", subject.check_tools, tokenizer))
 
         prompts = self._prompts(tokenizer, spec)
-        max_tokens = _QUICK_TOKENS if self.quick else _TOKENS
-        longest = max(len(one.token_ids) for one in prompts) + max_tokens + 1
+        longest = max(len(one.token_ids) for one in prompts) + self.max_tokens + 1
         layout = spec.kv_layout_on(int(self.options.get("tensor_parallel_size", 1)))
         num_blocks = layout.blocks_for(longest, int(self.options.get("block_size", 16)), CHUNK)
         observed = observe(
             self.options,
             prompts,
             sizes=Sizes(longest, num_blocks),
-            max_tokens=max_tokens,
+            max_tokens=self.max_tokens,
             quick=self.quick,
             with_llm=with_llm,
             note=self.note,
@@ -112,63 +105,32 @@ class EngineCheck:
 
     def _prompts(self, tokenizer: Any | None, spec: ModelSpec) -> list[CheckPrompt]:
         windows = [one for one in spec.kv_layout_on(1).windows if one is not None]
-        longest = self.options.get("max_model_len") or spec.max_position
-        room = max(8, int(longest) - (_QUICK_TOKENS if self.quick else _TOKENS) - 2)
-        long_len = max(_QUICK_LONG if self.quick else _LONG, 0 if self.quick else max(windows, default=0))
-        long_len = min(room, long_len + (0 if self.quick else _BEHIND_WINDOW))
-        return make_prompts(
-            tokenizer,
-            vocab_size=spec.vocab_size,
-            long_len=long_len,
-            max_len=room,
-            quick=self.quick,
-            has_template=bool(getattr(tokenizer, "chat_template", None)),
-        )
+        long_len = _QUICK_LONG if self.quick else max([_LONG, *windows]) + _BEHIND_WINDOW
+        return self.prompts(tokenizer, spec, int(self.options.get("max_model_len") or spec.max_position), long_len)
 
     def _judge(self, folder: Path, observed: Observed) -> list[CheckFinding]:
-        asked, watched = questions(observed), observed.watched
+        watched = observed.watched
         assert watched is not None, "the engine ran"
-        alone = next(one for one in observed.alone if one.prompt.name == watched.prompt.name)
-        after_last = np.maximum(
-            alone.alternatives[: len(watched.prompt.token_ids)], 0
-        )  # what is asked after its states
-        overrides = parse_overrides(self.options.get("hf_overrides"))
 
-        def passed(oracle: Oracle) -> Passed:
-            return run_pass(oracle, asked, (watched, after_last), self.note_layer)
-
-        def run_with(rounding: Rounding) -> Passed:
-            self.note(f"its twin: transformers in {str(rounding.dtype).removeprefix('torch.')}")
-            with Oracle(folder, rounding=rounding, device=self.oracle_device, overrides=overrides) as other:
-                return passed(other)
-
-        self.note("the oracle: transformers in float32, layer by layer")
-        with Oracle(folder, device=self.oracle_device, overrides=overrides) as oracle:
-            exact = passed(oracle)
-            quantization = oracle.quantization
-            rounding = rounding_of(observed.configuration, quantization, observed.device)
-            twin = None if rounding.is_exact else run_with(rounding)
+        def findings_of(judge: Judge) -> Iterator[CheckFinding]:
             self.note("linear layers beside their stored weights")
-            wide = frozenset(() if twin is None else twin.wide)
-            products = Linears(
-                oracle.stored, activation=oracle.activation, rounding=rounding, floor=EXACT_LAYERS, wide=wide
-            )
-            faults = list(products.faults(watched))
-        spec, _ = load_model_config(str(folder))
-        has_experts = any(layer.experts is not None for layer in spec.layers)
-        judge = Judge(
-            observed=observed,
-            asked=asked,
-            exact=exact,
-            twin=twin,
-            has_experts=has_experts,
-            is_rough=has_experts or rounding.is_rough,
-        )
-        judge, findings = judged(
-            judge, rounding, run_with, lambda one: [one.layers(faults), one.head(), *one.set_ups()]
-        )
+            with StoredWeights(folder, judge.exact.quantization) as stored:
+                wide = frozenset(() if judge.twin is None else judge.twin.wide)
+                products = Linears(
+                    stored,
+                    activation=judge.exact.activation,
+                    rounding=judge.rounding,
+                    floor=EXACT_LAYERS,
+                    wide=wide,
+                )
+                faults = list(products.faults(watched))
+            yield _linears_finding(products, faults, missing_rows(watched))
+            yield from (judge.layers(faults), judge.head(), *judge.set_ups())
+
+        overrides = parse_overrides(self.options.get("hf_overrides"))
+        judge, findings = self.judge(folder, overrides, observed, findings_of)
         observed.bound = judge.allowed
-        return [_linears_finding(products, faults, missing_rows(watched)), *findings]
+        return findings
 
 
 def _linears_finding(products: Linears, faults: Sequence[LinearFault], missing: Iterable[str]) -> CheckFinding:
@@ -184,7 +146,7 @@ def _linears_finding(products: Linears, faults: Sequence[LinearFault], missing: 
     return CheckFinding.wrong(
         name,
         detail if first is None else f"{detail}; {len(faults)} are wrong, the first one by {first.error:.1e}",
-        place=first.place if first is not None else "; ".join(problems),
-        meaning="a rank multiplies with other numbers than the checkpoint has: another shard, scale, packing or byte",
-        remedy="another format of the same model; --dtype float32; compare the weights' files with the original",
+        first.place if first is not None else "; ".join(problems),
+        "a rank multiplies with other numbers than the checkpoint has: another shard, scale, packing or byte",
+        "another format of the same model; --dtype float32; compare the weights' files with the original",
     )

@@ -1,20 +1,12 @@
-"""Golden answers: what one machine, driver or version answered, to compare another one with.
-
-::
-
-    {"format": 1, "subject": model, "environment": versions and hardware, "options": those of the engine,
-     "files": {file of weights: SHA-256}, "bound": largest error of a log-probability that was allowed,
-     "answers": [{"prompt", "prompt_token_ids", "token_ids", "logprobs"}, ...]}
-"""
+"""Golden answers: what one machine, driver or version answered, to compare another one with."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
+import msgspec
 
 from tp_engine import files
 from tp_engine.check.files import sha256
@@ -23,11 +15,35 @@ from tp_engine.check.report import CheckFinding, CheckStatus
 from tp_engine.errors import ConfigError
 from tp_engine.model_config.checkpoint_files import weight_files
 
-FORMAT = 1
 _NAME = "golden"
-_KEYS = ("format", "subject", "environment", "options", "files", "bound", "answers")
 _MAX_NAMED = 6
 _NOT_COMPARED = ("seconds",)
+
+
+class GoldenAnswer(msgspec.Struct, frozen=True):
+    """A prompt's answer: its tokens, with the log-probability of each."""
+
+    prompt: str
+    prompt_token_ids: tuple[int, ...]
+    token_ids: list[int]
+    logprobs: list[float]
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) != len(self.logprobs):
+            raise ValueError(f"prompt {self.prompt!r} has tokens without log-probabilities")
+
+
+class Golden(msgspec.Struct, frozen=True, kw_only=True):
+    """A golden file: ``environment`` has versions and hardware, ``options`` are those of the engine, ``files`` the
+    SHA-256 of each file of weights; ``bound`` is the largest error of a log-probability that was allowed."""
+
+    format: Literal[1] = 1
+    subject: str
+    environment: dict[str, str]
+    options: dict[str, Any]
+    files: dict[str, str]
+    bound: float
+    answers: list[GoldenAnswer]
 
 
 def golden_content(
@@ -40,54 +56,36 @@ def golden_content(
     options: Mapping[str, Any],
 ) -> str:
     """Return the JSON of a golden file."""
-    content = {
-        "format": FORMAT,
-        "subject": subject,
-        "environment": dict(environment),
-        "options": {name: value for name, value in options.items() if value is not None},
-        "files": {path.name: sha256(path) for path in weight_files(folder)},
-        "bound": bound,
-        "answers": [
-            {
-                "prompt": one.prompt.name,
-                "prompt_token_ids": list(one.prompt.token_ids),
-                "token_ids": list(one.token_ids),
-                "logprobs": [float(value) for value in one.answer_logprobs],
-            }
+    golden = Golden(
+        subject=subject,
+        environment=dict(environment),
+        options={name: value for name, value in options.items() if value is not None},
+        files={path.name: sha256(path) for path in weight_files(folder)},
+        bound=bound,
+        answers=[
+            GoldenAnswer(one.prompt.name, one.prompt.token_ids, list(one.token_ids), one.answer_logprobs.tolist())
             for one in answers
         ],
-    }
-    return json.dumps(content, indent=1, default=str) + "\n"
+    )
+    return msgspec.json.format(msgspec.json.encode(golden, enc_hook=str).decode(), indent=1) + "\n"
 
 
-def read_golden(path: Path) -> dict[str, Any]:
+def read_golden(path: Path) -> Golden:
     """Return the content of a golden file.  ``ConfigError`` if it is none."""
     try:
-        content = files.read_json(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} can not be read: {error}; --record writes such a file") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT or any(key not in content for key in _KEYS):
-        raise ConfigError(f"{path} is no golden file of format {FORMAT}; --record writes such a file")
-    try:
-        for one in content["answers"]:
-            lengths = {len(one["token_ids"]), len(one["logprobs"])}
-            if len(lengths) != 1 or not all(isinstance(token, int) for token in one["token_ids"]):
-                raise ValueError(f"prompt {one['prompt']!r} has tokens without log-probabilities")
-            np.asarray(one["logprobs"], np.float64)
-        float(content["bound"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path} is no golden file: {error!r}") from error
-    return content
+        return msgspec.json.decode(files.read_bytes(path, files.MAX_JSON_BYTES), type=Golden)
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{path} is no golden file: {error}; --record writes such a file") from error
 
 
 def compare(
-    golden: Mapping[str, Any], folder: Path, answers: Sequence[Answer], *, bound: float, environment: Mapping[str, str]
+    golden: Golden, folder: Path, answers: Sequence[Answer], *, bound: float, environment: Mapping[str, str]
 ) -> Iterator[CheckFinding]:
     """Yield what differs from the golden file: the weights' files, and the answers beyond both bounds together."""
     yield _files(golden, folder)
-    known = {tuple(one["prompt_token_ids"]): one for one in golden["answers"]}
+    known = {one.prompt_token_ids: one for one in golden.answers}
     pairs = [(one, known[one.prompt.token_ids]) for one in answers if one.prompt.token_ids in known]
-    told = _told(golden["environment"], environment)
+    told = _told(golden.environment, environment)
     if not pairs:
         yield CheckFinding.not_checked(
             _NAME,
@@ -95,7 +93,7 @@ def compare(
             remedy="record it again with the same options (--quick or not, --max-model-len)",
         )
         return
-    allowed, largest, wrong = bound + float(golden["bound"]), 0.0, ""
+    allowed, largest, wrong = bound + golden.bound, 0.0, ""
     for answer, one in pairs:
         error, place = _difference(answer, one, allowed)
         largest = max(largest, error)
@@ -115,14 +113,14 @@ def compare(
     )
 
 
-def _difference(answer: Answer, golden: Mapping[str, Any], allowed: float) -> tuple[float, str]:
+def _difference(answer: Answer, golden: GoldenAnswer, allowed: float) -> tuple[float, str]:
     """The largest difference of log-probabilities up to the first token that differs, and where.
 
     A token that differs is right if both are within ``allowed`` of one another: then rounding decides.
     """
     first, largest, place = len(answer.prompt.token_ids) - 1, 0.0, ""
-    for index, (own, other) in enumerate(zip(answer.token_ids, golden["token_ids"], strict=False)):
-        chosen, recorded = float(answer.logprobs[first + index, 0]), float(golden["logprobs"][index])
+    for index, (own, other) in enumerate(zip(answer.token_ids, golden.token_ids, strict=False)):
+        chosen, recorded = float(answer.logprobs[first + index, 0]), golden.logprobs[index]
         error, what = abs(chosen - recorded), f"log-probability {chosen:.4f} instead of {recorded:.4f}"
         if own != other:
             alternatives = answer.alternatives[first + index].tolist()
@@ -136,9 +134,9 @@ def _difference(answer: Answer, golden: Mapping[str, Any], allowed: float) -> tu
     return largest, place
 
 
-def _files(golden: Mapping[str, Any], folder: Path) -> CheckFinding:
+def _files(golden: Golden, folder: Path) -> CheckFinding:
     name, own = "golden files", {path.name: sha256(path) for path in weight_files(folder)}
-    changed = sorted(file for file in own.keys() | golden["files"].keys() if own.get(file) != golden["files"].get(file))
+    changed = sorted(file for file in own.keys() | golden.files.keys() if own.get(file) != golden.files.get(file))
     if not changed:
         return CheckFinding.right(name, f"{len(own)} files of weights have the recorded SHA-256")
     return CheckFinding.wrong(

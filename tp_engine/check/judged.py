@@ -17,8 +17,7 @@ are far off in any engine.  The largest error has no bound then; with 8 bits or 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -26,9 +25,9 @@ import numpy as np
 
 from tp_engine.check.linears import LinearFault
 from tp_engine.check.observed import ALONE, BATCH, CACHED, OTHERS, Answer, Floats, Ids, Observed, Watched
-from tp_engine.check.passes import Passed, logprobs_of
-from tp_engine.check.report import CheckFinding, CheckStatus
-from tp_engine.check.rounding import FINER, Rounding
+from tp_engine.check.passes import Passed, logprobs_of, questions
+from tp_engine.check.report import CheckFinding
+from tp_engine.check.rounding import Rounding
 
 EXACT_LOGPROBS = 1e-4
 EXACT_LAYERS = 64 * 2.0**-23
@@ -107,39 +106,29 @@ def joined(parts: Sequence[Errors]) -> Errors:
     )
 
 
-def judged(
-    judge: Judge,
-    rounding: Rounding,
-    run_with: Callable[[Rounding], Passed],
-    findings_of: Callable[[Judge], Iterable[CheckFinding]],
-) -> tuple[Judge, list[CheckFinding]]:
-    """Return the findings, and the judge that made them.
-
-    A model may amplify float32's roundings: what is wrong beside transformers in float32 is judged beside float64,
-    where torch has kernels for it.
-    """
-    findings = list(findings_of(judge))
-    if rounding.is_exact and any(one.status is CheckStatus.WRONG for one in findings):
-        with contextlib.suppress(RuntimeError):
-            judge = replace(judge, exact=run_with(FINER), twin=judge.exact, is_rough=False)
-            findings = list(findings_of(judge))
-    return judge, findings
-
-
 @dataclass(frozen=True)
 class Judge:
     """Makes findings of what the engines gave, what the oracle gives, and what its twin gives (None: float32).
 
-    ``is_rough``: log-probabilities of a few positions may be far off, because of experts or of quantised rows, weights
-    or keys and values.
+    ``rounding`` is the engine's.
     """
 
     observed: Observed
-    asked: Mapping[tuple[int, ...], Ids]
     exact: Passed
     twin: Passed | None
+    rounding: Rounding
     has_experts: bool
-    is_rough: bool = False
+
+    @property
+    def is_rough(self) -> bool:
+        """Whether log-probabilities of a few positions may be far off, because of experts or of quantised rows, weights
+        or keys and values; float64 leaves nothing to chance."""
+        is_finer = self.rounding.is_exact and self.twin is not None
+        return not is_finer and (self.has_experts or self.rounding.is_rough)
+
+    @cached_property
+    def _asked(self) -> Mapping[tuple[int, ...], Ids]:
+        return questions(self.observed)
 
     def set_ups(self) -> Iterator[CheckFinding]:
         """Yield a finding for each set-up."""
@@ -194,7 +183,7 @@ class Judge:
         )
 
     def _errors(self, answer: Answer) -> Errors:
-        asked, twin = self.asked[answer.sequence], None
+        asked, twin = self._asked[answer.sequence], None
         exact = logprobs_of(self.exact.scores[answer.sequence], asked, answer)
         if self.twin is not None:
             twin = logprobs_of(self.twin.scores[answer.sequence], asked, answer)
@@ -205,7 +194,7 @@ class Judge:
         """How much likelier the oracle's best token is than each chosen one."""
         scores, first = self.exact.scores[answer.sequence], len(answer.prompt.token_ids) - 1
         chosen = scores.next_logprobs[first:]
-        return np.asarray(scores.top_logprobs[first : first + len(chosen), 0] - chosen)
+        return np.asarray(scores.best_logprobs[first : first + len(chosen)] - chosen)
 
     @cached_property
     def _known(self) -> Errors:

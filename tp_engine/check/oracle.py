@@ -58,16 +58,13 @@ class Scores:
     ::
 
         next_logprobs (n - 1,)      of the token that follows
-        top_ids, top_logprobs (n, k)    the likeliest tokens, the best one first
+        best_logprobs (n,)          of the likeliest token
         wanted (n, m)               of the tokens that the query asks for; (n, 0) if it asks for none
-        all (n, vocabulary)         of all tokens, where the oracle was asked to keep them, else None
     """
 
     next_logprobs: Floats
-    top_ids: Ids
-    top_logprobs: Floats
+    best_logprobs: Floats
     wanted: Floats
-    all: Floats | None = None
 
 
 SeeLayer: TypeAlias = Callable[[int, Sequence[torch.Tensor]], Sequence[torch.Tensor] | None]
@@ -132,17 +129,11 @@ class Oracle(Closing):
         found: Callable[[torch.Tensor], torch.Tensor] = ACT2FN[next(filter(None, names), "silu")]
         return found
 
-    def score(self, token_ids: Sequence[int], *, keep_all: bool = False) -> Scores:
-        """Return the log-probabilities of one sequence; ``score_all`` takes many at the same price in reading."""
-        return self.score_all([Query(token_ids)], keep_all=keep_all)[0]
-
     @torch.inference_mode()
     def score_all(
         self,
         queries: Sequence[Query],
         *,
-        top: int = 5,
-        keep_all: bool = False,
         see_layer: SeeLayer | None = None,
         note_layer: Callable[[], None] = lambda: None,
     ) -> list[Scores]:
@@ -159,7 +150,7 @@ class Oracle(Closing):
                     states[number], carried[number] = output if isinstance(output, tuple) else (output, None)
             self._see(see_layer, index, states)
             note_layer()
-        scores = [self._scores(query, state, top, keep_all) for query, state in zip(queries, states, strict=True)]
+        scores = [self._scores(query, state) for query, state in zip(queries, states, strict=True)]
         _drop(self._model)  # embedding and output head too: the twin, which runs next, has its own
         return scores
 
@@ -217,7 +208,7 @@ class Oracle(Closing):
             given.append(calls[-len(self.layers) :])
         return states, given
 
-    def _scores(self, query: Query, state: torch.Tensor, top: int, keep_all: bool) -> Scores:
+    def _scores(self, query: Query, state: torch.Tensor) -> Scores:
         def last(hidden: torch.Tensor, *_positional: Any, **_named: Any) -> torch.Tensor:
             return state
 
@@ -229,21 +220,10 @@ class Oracle(Closing):
             here = torch.arange(first, min(first + _POSITIONS_AT_ONCE, len(token_ids)), device=self._device)
             found = self._run(query.token_ids, here, last)[0]
             found = found.to(torch.promote_types(self._dtype, torch.float32)).log_softmax(-1)
-            best = found.topk(min(top, found.shape[-1]))
             following = token_ids[here[here < len(token_ids) - 1] + 1]
-            parts.append(
-                (
-                    found[: len(following)].gather(1, following[:, None])[:, 0],
-                    best.indices,
-                    best.values,
-                    found.gather(1, asked[here]),
-                    found if keep_all else found[:, :0],
-                )
-            )
-        next_logprobs, top_ids, top_logprobs, of_wanted, every = (
-            torch.cat(one).cpu().numpy() for one in zip(*parts, strict=True)
-        )
-        return Scores(next_logprobs, top_ids, top_logprobs, of_wanted, every if keep_all else None)
+            of_following = found[: len(following)].gather(1, following[:, None])[:, 0]
+            parts.append((of_following, found.amax(-1), found.gather(1, asked[here])))
+        return Scores(*(torch.cat(one).cpu().numpy() for one in zip(*parts, strict=True)))
 
     def _run(self, token_ids: Sequence[int], kept: torch.Tensor, layer: _StandIn) -> torch.Tensor:
         """The model's own forward pass with ``layer`` instead of each layer: logits (1, positions, vocabulary).

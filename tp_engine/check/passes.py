@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
-from tp_engine.check.observed import Answer, Floats, Ids, Observed, Watched
+from tp_engine.check.observed import Answer, Floats, Ids, Observed
 from tp_engine.check.oracle import Oracle, Query, Scores
 
 _MLPS = ("mlp", "feed_forward", "block_sparse_moe", "moe")
@@ -34,6 +35,8 @@ class Passed:
         inner       of the watched prompt: layer -> what its MLP reads (n, hidden)
         head        of the watched prompt: log-probabilities after the engine's last states
         wide        last names of modules whose outputs are float32 in any type, such as routers
+
+    ``quantization`` is the checkpoint's, ``activation`` that of the gate in the model's MLPs.
     """
 
     scores: dict[Sequence_, Scores] = field(default_factory=dict)
@@ -41,6 +44,8 @@ class Passed:
     inner: dict[int, Floats] = field(default_factory=dict)
     head: Scores | None = None
     wide: set[str] = field(default_factory=set)
+    quantization: Mapping[str, Any] | None = None
+    activation: Callable[[torch.Tensor], torch.Tensor] = torch.nn.functional.silu
 
 
 def questions(observed: Observed) -> dict[Sequence_, Ids]:
@@ -66,21 +71,16 @@ def _array(values: torch.Tensor) -> Floats:
     return np.array(values.to(torch.promote_types(values.dtype, torch.float32)).cpu().numpy())
 
 
-def run_pass(
-    oracle: Oracle,
-    asked: Mapping[Sequence_, Ids],
-    watched: tuple[Watched, Ids] | None,
-    note_layer: Callable[[], None],
-) -> Passed:
-    """Score all sequences; ``watched``: run each layer on the states of the engine, and ask the ids (n, m) after them.
-
-    What is watched runs last.
-    """
-    passed = Passed()
+def run_pass(oracle: Oracle, observed: Observed, note_layer: Callable[[], None]) -> Passed:
+    """Score all sequences, and run each layer on the engine's own states where they are watched; that runs last."""
+    asked, watched = questions(observed), observed.watched
+    passed = Passed(quantization=oracle.quantization, activation=oracle.activation)
     queries = [Query(sequence, wanted) for sequence, wanted in asked.items()]
     num_free = len(queries)
     if watched is not None:
-        queries.append(Query(watched[0].prompt.token_ids, watched[1]))
+        alone = next(one for one in observed.alone if one.prompt.name == watched.prompt.name)
+        after_last = np.maximum(alone.alternatives[: len(watched.prompt.token_ids)], 0)
+        queries.append(Query(watched.prompt.token_ids, after_last))
     num_called = 0  # sequences of which the present layer's MLP has begun
 
     def see(index: int, states: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
@@ -89,7 +89,7 @@ def run_pass(
         if watched is None:
             return None
         passed.layers.append(_array(states[-1]))
-        return [*states[:num_free], torch.from_numpy(watched[0].arrays[0][f"streams.{index + 1}"])]
+        return [*states[:num_free], torch.from_numpy(watched.arrays[0][f"streams.{index + 1}"])]
 
     hooks = []
     for index, layer in enumerate(oracle.layers):

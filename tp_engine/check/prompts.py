@@ -50,7 +50,12 @@ WEATHER_TOOL: Mapping[str, Any] = {
 }
 WEATHER_QUESTION: Sequence[Mapping[str, Any]] = [{"role": "user", "content": "What is the weather in Oslo?"}]
 NO_TOOLS = "the chat template takes no tools"
-PROMPT_MEANING = "the model reads another prompt than in its training; answers get worse, never an error"
+PROMPT_REMEDY = (
+    "the model reads another prompt than in its training; answers get worse, never an error",
+    "compare tokenizer.json, tokenizer_config.json and chat_template.jinja with the original; a server's "
+    "--chat-template and --tokenizer take other files",
+)
+"""What a wrong prompt means for answers, and what to try."""
 _LONG = (
     "Chapter {}. The survey of the northern valley went on for {} days. Each evening the party wrote down the height "
     "of the river, the state of the bridges and the names of the farms that they had passed. "
@@ -81,7 +86,7 @@ def follows_weather_schema(text: str | None) -> bool:
 
 
 def make_prompts(
-    tokenizer: Any | None, *, vocab_size: int, long_len: int, max_len: int, quick: bool, has_template: bool
+    tokenizer: Any | None, *, vocab_size: int, long_len: int, max_len: int, quick: bool
 ) -> list[CheckPrompt]:
     """Return the prompts, each of at most ``max_len`` tokens; the last one has ``long_len``.
 
@@ -95,7 +100,7 @@ def make_prompts(
         return [CheckPrompt(name, tuple(map(int, ids[:max_len]))) for name, ids in drawn.items()]
     texts = {name: text for name, text in TEXTS.items() if not quick or name in QUICK_TEXTS}
     found = [CheckPrompt(name, _ids(tokenizer(text)["input_ids"], max_len), text=text) for name, text in texts.items()]
-    for name, messages in CHATS.items() if has_template else ():
+    for name, messages in CHATS.items() if getattr(tokenizer, "chat_template", None) else ():
         if (ids := chat_ids(tokenizer, messages)) is not None and (not quick or name == "chat"):
             found.append(CheckPrompt(name, _ids(ids, max_len), messages=messages))
     long_len = min(long_len, max_len)
@@ -127,7 +132,7 @@ def _ids(ids: Sequence[int], most: int) -> tuple[int, ...]:
 
 
 def differing_prompt(
-    check: str, name: str, found: Sequence[int], expected: Sequence[int], tokenizer: Any, remedy: str
+    check: str, name: str, found: Sequence[int], expected: Sequence[int], tokenizer: Any
 ) -> CheckFinding:
     """Return that a prompt has the tokens ``found`` instead of transformers', with the first place that differs."""
     pairs = zip(found, expected, strict=False)
@@ -137,7 +142,6 @@ def differing_prompt(
     return CheckFinding.wrong(
         check,
         f"{name}: {len(found)} tokens, transformers has {len(expected)}",
-        place=f"position {position}: {texts[0]} instead of {texts[1]}",
-        meaning=PROMPT_MEANING,
-        remedy=remedy,
+        f"position {position}: {texts[0]} instead of {texts[1]}",
+        *PROMPT_REMEDY,
     )

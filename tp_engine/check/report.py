@@ -53,8 +53,11 @@ class CheckFinding:
         return cls(name=name, status=CheckStatus.RIGHT, detail=detail, **more)
 
     @classmethod
-    def wrong(cls, name: str, detail: str, **more: Any) -> CheckFinding:
+    def wrong(
+        cls, name: str, detail: str, place: str = "", meaning: str = "", remedy: str = "", **more: Any
+    ) -> CheckFinding:
         """Return what is wrong; ``more`` are the other fields."""
+        more |= {"place": place, "meaning": meaning, "remedy": remedy}
         return cls(name=name, status=CheckStatus.WRONG, detail=detail, **more)
 
     @classmethod

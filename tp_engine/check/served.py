@@ -13,16 +13,27 @@ A server that does not know a field ignores it, or refuses the request; then it 
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tp_engine.api.server_client import ServerClient, ServerError
+from tp_engine.check.behaviour import PUSH, NotShownError
 from tp_engine.check.observed import ALTERNATIVES, Answer, answer_of
-from tp_engine.check.prompts import CheckPrompt
+from tp_engine.check.prompts import (
+    NO_TOOLS,
+    WEATHER_QUESTION,
+    WEATHER_SCHEMA,
+    WEATHER_TOOL,
+    CheckPrompt,
+    tool_chat_ids,
+)
+from tp_engine.check.report import CheckFinding
 
 _AS_ID = "token_id:"
+_SHAPED_TOKENS = 128
 _LOWEST = -1e4  # llama.cpp writes the lowest float for a probability of zero
 # Fields that not every server knows.
 _EXTRAS: Mapping[str, Any] = {"ignore_eos": True, "return_token_ids": True, "return_tokens_as_token_ids": True}
@@ -30,10 +41,6 @@ _REFUSED = (400, 404, 405, 422, 501)
 
 Row = dict[int, float]
 """Token id -> log-probability after one position."""
-
-
-class NotShownError(RuntimeError):
-    """The server has no way to show something."""
 
 
 class ServedModel:
@@ -69,11 +76,53 @@ class ServedModel:
         tokens = self._client.post("/tokenize", asked).get("tokens", [])
         return [int(one) for one in tokens]
 
-    def num_prompt_tokens(self, path: str, body: Mapping[str, Any]) -> int | None:
-        """Return how many tokens a request's prompt has, as the answer's usage tells; None if it does not."""
+    def num_prompt_tokens(self, content: str | Sequence[Mapping[str, Any]]) -> int | None:
+        """Return how many tokens a text or a chat has, as the answer's usage tells; None if it does not."""
+        path, body = ("/v1/completions", {"prompt": content})
+        if not isinstance(content, str):
+            path, body = ("/v1/chat/completions", {"messages": list(content)})
         usage = self._client.post(path, {"model": self.name, "max_tokens": 1, **body}).get("usage")
         count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
         return count if isinstance(count, int) else None
+
+    def end_after(self, token: int) -> str | None:
+        """Return the reason of the end of an answer that the server was made to choose ``token`` for."""
+        asked = {"prompt": "The harbour", "max_tokens": 8, "logit_bias": {str(token): PUSH}}
+        return self._ask("/v1/completions", asked).get("finish_reason")
+
+    def shaped_answer(self) -> str | None:
+        """Return a chat's answer with ``response_format``; ``NotShownError`` if it is longer than usual."""
+        shape = {"name": "weather", "schema": WEATHER_SCHEMA, "strict": True}
+        asked = {
+            "messages": [{"role": "user", "content": "The weather in Oslo, as JSON."}],
+            "response_format": {"type": "json_schema", "json_schema": shape},
+        }
+        text = self._shaped(asked).get("content")
+        return text if isinstance(text, str) else None
+
+    def check_call(self, name: str, tokenizer: Any | None) -> Iterator[CheckFinding]:
+        """Yield whether a forced call of a tool comes as one."""
+        tool = WEATHER_TOOL["function"]["name"]
+        choice = {"type": "function", "function": {"name": tool}}
+        message = self._shaped({"messages": WEATHER_QUESTION, "tools": [WEATHER_TOOL], "tool_choice": choice})
+        try:
+            function = message["tool_calls"][0]["function"]
+            if function["name"] == tool and json.loads(function["arguments"])["city"] in ("Oslo", "Lima"):
+                yield CheckFinding.right(name, f"a forced call comes as {tool}({function['arguments']})")
+                return
+        except (ValueError, TypeError, LookupError):
+            pass
+        came = f"a forced call of {tool} came as {str(message)[:200]}"
+        if not getattr(tokenizer, "chat_template", None) or tool_chat_ids(tokenizer, WEATHER_QUESTION) is None:
+            yield CheckFinding.skipped(name, f"{NO_TOOLS}; {came}")
+            return
+        yield CheckFinding.wrong(
+            name,
+            came,
+            "tool_choice",
+            "agents get text, or arguments that do not follow the tool's schema",
+            "--tool-call-parser with the format of the model, and --enable-auto-tool-choice where the server has it",
+        )
 
     def answer(self, prompt: CheckPrompt, max_tokens: int, *, of_prompt: bool = False) -> Answer:
         """Continue a prompt, sent as token ids, greedily; ``of_prompt``: with the log-probabilities of the prompt too,
@@ -104,9 +153,16 @@ class ServedModel:
         answer = self._complete("/v1/chat/completions", body)
         return self._as_answer(prompt, _choice(answer), None, answer)
 
-    def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the first choice of a greedy answer."""
+    def _ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The first choice of a greedy answer."""
         return _choice(self._client.post(path, {"model": self.name, "temperature": 0, **body}))
+
+    def _shaped(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The message of a chat whose form is given."""
+        choice = self._ask("/v1/chat/completions", {"max_tokens": _SHAPED_TOKENS, **body})
+        if choice.get("finish_reason") == "length":
+            raise NotShownError(f"the answer is longer than {_SHAPED_TOKENS} tokens")
+        return dict(choice.get("message") or {})
 
     def _complete(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         asked = {"model": self.name, "temperature": 0, **body}

@@ -38,17 +38,23 @@ def by_transformers(folder: Path, name: str, ids: Sequence[int]) -> torch.Tensor
     return found
 
 
+def all_tokens(folder: Path, ids: Sequence[int]) -> Query:
+    """The query for the log-probabilities of every token after each position."""
+    config = json.loads((folder / "config.json").read_text())
+    vocab_size = (config.get("text_config") or config)["vocab_size"]
+    return Query(ids, np.tile(np.arange(vocab_size), (len(ids), 1)))
+
+
 @pytest.mark.parametrize("name", slow_but(FAST, FAMILIES))
 def test_layers_one_at_a_time_equal_the_whole_model(name: str, checkpoint: Callable[..., Path]) -> None:
     """Oracle: transformers' whole model, bit for bit; several sequences of different lengths at once."""
     folder = checkpoint(name)
     with Oracle(folder) as oracle:
-        found = oracle.score_all([Query(IDS), Query(IDS[:7])], keep_all=True)
+        found = oracle.score_all([all_tokens(folder, IDS), all_tokens(folder, IDS[:7])])
     for ids, scores in zip((IDS, IDS[:7]), found, strict=True):
         expected = by_transformers(folder, name, ids).numpy()
-        assert scores.all is not None
-        np.testing.assert_array_equal(scores.all, expected)
-        np.testing.assert_array_equal(scores.top_ids[:, 0], expected.argmax(-1))
+        np.testing.assert_array_equal(scores.wanted, expected)
+        np.testing.assert_array_equal(scores.best_logprobs, expected.max(-1))
         np.testing.assert_array_equal(scores.next_logprobs, expected[np.arange(len(ids) - 1), ids[1:]])
 
 
@@ -61,9 +67,8 @@ def test_quantised_weights_are_the_numbers_that_they_stand_for(
     own, twin = tmp_path / "own", tmp_path / "twin"
     compress(folder, own, twin, name, group=GROUP if FORMATS[name].group == 128 else None)
     with Oracle(own) as oracle, Oracle(twin) as expected:
-        found, known = oracle.score(IDS, keep_all=True).all, expected.score(IDS, keep_all=True).all
+        found, known = (one.score_all([all_tokens(own, IDS)])[0].wanted for one in (oracle, expected))
         assert any(map(oracle.stored.is_quantised, oracle.stored.names))
-    assert found is not None and known is not None
     np.testing.assert_allclose(found, known, atol=1e-5, rtol=0)
 
 
@@ -77,7 +82,7 @@ def test_only_one_layer_is_in_memory(checkpoint: Callable[..., Path]) -> None:
     with Oracle(folder) as oracle:
         for layer in oracle.layers:
             layer.get_submodule("mlp").register_forward_pre_hook(count)
-        oracle.score(IDS)
+        oracle.score_all([Query(IDS)])
     assert loaded == [1] * 6
 
 
@@ -130,7 +135,7 @@ def test_a_layer_of_70b_parameters_fits_into_24_gb(tmp_path: Path) -> None:
         layer_bytes = 4 * sum(one.numel() for one in oracle.layers[0].parameters())
         for module in oracle.layers[0].modules():
             module.register_forward_hook(lambda *_: seen.append(anonymous_bytes()))
-        scores = oracle.score(IDS[:16])
+        scores = oracle.score_all([Query(IDS[:16])])[0]
     assert layer_bytes > 3.4e9 and max(seen) < 24e9
     np.testing.assert_allclose(scores.next_logprobs, -np.log(128_256), rtol=1e-5)
 
@@ -140,7 +145,7 @@ def test_wanted_tokens_and_replaced_states(checkpoint: Callable[..., Path]) -> N
     folder = checkpoint("qwen3")
     wanted = np.array([[1, 2, 3]] * len(IDS))
     with Oracle(folder) as oracle:
-        plain = oracle.score(IDS, keep_all=True)
+        plain = oracle.score_all([all_tokens(folder, IDS)])[0]
         states: list[int] = []
 
         def see(index: int, found: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -148,8 +153,8 @@ def test_wanted_tokens_and_replaced_states(checkpoint: Callable[..., Path]) -> N
             return [one.clone() for one in found]
 
         again = oracle.score_all([Query(IDS, wanted)], see_layer=see)[0]
-    assert plain.all is not None and states == [-1, 0, 1]
-    np.testing.assert_array_equal(again.wanted, plain.all[:, 1:4])
+    assert states == [-1, 0, 1]
+    np.testing.assert_array_equal(again.wanted, plain.wanted[:, 1:4])
     np.testing.assert_array_equal(again.next_logprobs, plain.next_logprobs)
 
 
@@ -165,7 +170,7 @@ def test_what_the_oracle_can_not_run_is_said(checkpoint: Callable[..., Path], tm
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with Oracle(folder) as oracle, pytest.raises(WeightError, match=r"layers\.1: mlp\.up_proj\.weight"):
-        oracle.score(IDS)
+        oracle.score_all([Query(IDS)])
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchForCausalLM"]}))
     with pytest.raises(ConfigError, match="NoSuchForCausalLM"):
