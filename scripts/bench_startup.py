@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.machine import processor_name
 from benchmarks.offline.options import parse_arguments as check_cells
-from benchmarks.offline.process import find_peer, parse_pythons
+from benchmarks.offline.process import Found, find_peer, parse_pythons
 from benchmarks.shapes import add_tokenizer, make_checkpoint
 from benchmarks.startup.starts import Start, api_start, server_start
 
@@ -35,19 +35,16 @@ _MAX_MODEL_LEN = 1024
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print; returns 1 if a contender failed."""
     args = parse_arguments(arguments)
-    found = None if args.no_peer else find_peer("vllm", args.peer_python["vllm"])
-    skipped = {"vllm": found} if isinstance(found, str) else {}
-    for name, reason in skipped.items():
-        print(f"{name} is left out: {reason}")
+    vllm, skipped = None if args.no_peer else find_peer("vllm", args.peer_python["vllm"]), {}
+    if isinstance(vllm, str):
+        print(f"vllm is left out: {vllm}")
+        vllm, skipped = None, {"vllm": vllm}
     cells = []
     for shape, dtype in args.cells:
         with tempfile.TemporaryDirectory() as folder:
             model = make_checkpoint(Path(folder), shape, dtype)
             add_tokenizer(model)
-            makers = contenders(args, str(model), dtype)
-            if found is not None and not isinstance(found, str):
-                makers[f"vllm {found.version}".strip()] = vllm_start(args, str(model), dtype, found.python)
-            starts, failures = run_rounds(makers, args.rounds)
+            starts, failures = run_rounds(contenders(args, str(model), dtype, vllm), args.rounds)
         cells.append({"shape": shape, "dtype": dtype, "failures": failures, "contenders": summarise(starts)})
         print_cell(cells[-1])
     report = {
@@ -94,27 +91,24 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 Makers = dict[str, Callable[[], Start]]
 
 
-def contenders(args: argparse.Namespace, model: str, dtype: str) -> Makers:
-    """tp_engine's contenders: functions that each start one once."""
+def contenders(args: argparse.Namespace, model: str, dtype: str, vllm: Found | None) -> Makers:
+    """Functions that each start a contender once: tp_engine's, and vLLM with tp_engine's options if it was found."""
     makers: Makers = {}
+    common = {"dtype": dtype, "max_model_len": _MAX_MODEL_LEN}
     for size in args.sizes:
-        options = {"dtype": dtype, "max_model_len": _MAX_MODEL_LEN, **args.engine_options}
-        spec = {"model": model, "options": options, "threads": args.threads}
+        spec = {"model": model, "options": common | args.engine_options, "threads": args.threads}
         if "llm" in args.contenders.split(","):
-            parallel = spec | {"options": options | {"tensor_parallel_size": size}}
+            parallel = spec | {"options": common | {"tensor_parallel_size": size} | args.engine_options}
             makers[f"tp_engine LLM TP {size}"] = partial(
                 api_start, "tp_engine", sys.executable, parallel, timeout_s=args.timeout_s
             )
         if "server" in args.contenders.split(","):
             makers[f"tp_engine server TP {size}"] = partial(server_start, spec, size=size, timeout_s=args.timeout_s)
+    if vllm is not None:
+        options = common | {"disable_log_stats": True} | args.peer_options
+        spec = {"model": model, "options": options, "threads": args.threads}
+        makers[f"vllm {vllm.version}".strip()] = partial(api_start, "vllm", vllm.python, spec, timeout_s=args.timeout_s)
     return makers
-
-
-def vllm_start(args: argparse.Namespace, model: str, dtype: str, python: str) -> Callable[[], Start]:
-    """A function that starts vLLM once, with tp_engine's options."""
-    options = {"dtype": dtype, "max_model_len": _MAX_MODEL_LEN, "disable_log_stats": True, **args.peer_options}
-    spec = {"model": model, "options": options, "threads": args.threads}
-    return partial(api_start, "vllm", python, spec, timeout_s=args.timeout_s)
 
 
 def run_rounds(makers: Makers, num_rounds: int) -> tuple[dict[str, list[Start]], dict[str, str]]:
@@ -141,12 +135,11 @@ def summarise(starts: Mapping[str, list[Start]]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = [
         {
             "name": name,
-            "ready_s": median(one.ready_s for one in runs),
-            "first_token_s": median(one.first_token_s for one in runs),
+            "ready_s": median(one.marks["ready"] for one in runs),
+            "first_token_s": median(one.marks["first token"] for one in runs),
             "cpu_s": median(one.cpu_s for one in runs),
             "phases": _medians([one.phases for one in runs]),
             "within": _medians([one.within for one in runs]),
-            "phases_cpu_s": _medians([one.phases_cpu_s for one in runs]),
         }
         for name, runs in starts.items()
         if runs
@@ -155,7 +148,7 @@ def summarise(starts: Mapping[str, list[Start]]) -> list[dict[str, Any]]:
     return [row | {"ratio": peers[0] / row["first_token_s"] if peers else None} for row in rows]
 
 
-def _medians(runs: list[dict[str, float]]) -> dict[str, float]:
+def _medians(runs: list[Mapping[str, float]]) -> dict[str, float]:
     return {name: median(run[name] for run in runs if name in run) for name in runs[0]}
 
 
@@ -168,8 +161,7 @@ def print_cell(cell: Mapping[str, Any]) -> None:
             f"{row['name']:<24} ready {row['ready_s']:6.2f}   first token {row['first_token_s']:6.2f}   "
             f"CPU {row['cpu_s']:6.2f}{ratio}"
         )
-        print("    to " + "   ".join(f"{name} {taken_s:.2f}" for name, taken_s in row["phases"].items()))
-        for title, key in (("of that", "within"), ("CPU to", "phases_cpu_s")):
+        for title, key in (("to", "phases"), ("of that", "within")):
             if row[key]:
                 print(f"    {title} " + "   ".join(f"{name} {taken_s:.2f}" for name, taken_s in row[key].items()))
 

@@ -77,7 +77,9 @@ def _check_tokens(name: str, subject: Subject, tokenizer: Any | None) -> Iterato
         yield CheckFinding.skipped(name, "the model has no tokenizer")
         return
     expected = {key: (text, tokenizer(text)["input_ids"]) for key, text in TEXTS.items()}
-    yield _compared(name, expected, subject.token_ids, subject, tokenizer, "texts have the tokens of its tokenizer")
+    yield _compared(
+        name, expected, subject.token_ids, subject, tokenizer, "texts have the tokens of transformers' tokenizer"
+    )
 
 
 def _check_template(
@@ -88,7 +90,7 @@ def _check_template(
         return
     chats = {key: (chat, chat_ids(tokenizer, chat, **template)) for key, chat in CHATS.items()}
     expected = {key: (chat, ids) for key, (chat, ids) in chats.items() if ids is not None}
-    told = "chats have the tokens of its apply_chat_template"
+    told = "chats have the tokens of transformers' apply_chat_template"
     yield _compared(name, expected, subject.chat_token_ids, subject, tokenizer, told)
 
 
@@ -105,7 +107,7 @@ def _compared(
         for key, (content, ids) in expected.items():
             if (found := ask(content)) != ids:
                 return differing_prompt(name, key, found, ids, tokenizer)
-        return CheckFinding.right(name, f"beside transformers, {len(expected)} {told}")
+        return CheckFinding.right(name, f"{len(expected)} {told}")
     except NotShownError as reason:
         for key, (content, ids) in expected.items():
             count = subject.num_prompt_tokens(content)

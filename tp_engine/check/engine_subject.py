@@ -66,7 +66,7 @@ class EngineSubject:
         return self._llm.generate([prompt], SamplingParams(temperature=0.0, **params), use_tqdm=False)[0].outputs[0]
 
     def check_tools(self, name: str, tokenizer: Any) -> Iterator[CheckFinding]:
-        """The template shows tools, a call and its result as transformers does; the parser reads the call back."""
+        """Yield whether the template shows a call and its result as transformers does, and the parser reads it back."""
         given = self.template or {}
         expected = tool_chat_ids(tokenizer, [*WEATHER_QUESTION, _call(_ARGUMENTS), _RESULT], **given)
         if expected is None:

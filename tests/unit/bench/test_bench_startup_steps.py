@@ -11,8 +11,8 @@ from benchmarks.steps import device_figures
 
 
 def start(first_token_s: float, **within: float) -> Start:
-    phases = {"interpreter": 0.5, "ready": first_token_s - 0.5}
-    return Start(ready_s=first_token_s - 0.5, first_token_s=first_token_s, cpu_s=1.0, phases=phases, within=within)
+    marks = {"interpreter": 0.5, "ready": first_token_s - 0.5, "first token": first_token_s}
+    return Start(marks=marks, cpu_s=1.0, within=within)
 
 
 def test_starts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,6 +30,7 @@ def test_starts(capsys: pytest.CaptureFixture[str]) -> None:
     starts, failures = run_rounds(makers, 3)
     own, peer = summarise(starts)
     assert own["first_token_s"] == 3.0 and own["ratio"] == 4.0 and own["within"] == {"weights": 1.0}
+    assert own["phases"] == {"interpreter": 0.5, "ready": 2.0, "first token": 0.5}
     assert peer["ratio"] == 1.0 and failures == {"bad": "no memory"}
     assert capsys.readouterr().err.count("bad failed: no memory") == 1
     assert parse_arguments(["--tensor-parallel-size", "1,2"]).sizes == [1, 2]
