@@ -151,24 +151,20 @@ ToEngine: TypeAlias = Hello | AddRequest | AbortRequests | ExpectSession | GetRe
 ToFrontend: TypeAlias = Ready | Added | Rejected | Report | CommandDone | Stopped | EngineDead
 
 # Both ends are on one host, so arrays keep its byte order.
-_ARRAY_KINDS = {np.dtype(np.int32): "i4", np.dtype(np.float32): "f4"}
-_ARRAY_TYPES = {kind: dtype for dtype, kind in _ARRAY_KINDS.items()}
+_ARRAY_TYPES = (np.dtype(np.int32), np.dtype(np.float32))
 
 
 def _encode_array(value: object) -> tuple[str, tuple[int, ...], bytes]:
-    """An array as (kind, shape, bytes)."""
-    kind = _ARRAY_KINDS.get(value.dtype) if isinstance(value, np.ndarray) else None
-    if kind is None:
+    """An array as (dtype, shape, bytes)."""
+    if not isinstance(value, np.ndarray) or value.dtype not in _ARRAY_TYPES:
         raise TypeError(f"{value!r} can not cross the socket: it is no array of int32 or float32")
-    assert isinstance(value, np.ndarray)
-    return kind, value.shape, value.tobytes()
+    return value.dtype.str, value.shape, value.tobytes()
 
 
 def _decode_array(annotation: Any, value: Any) -> npt.NDArray[Any]:
     """The array again; it is read-only and shares the message's memory."""
-    kind, shape, data = value
-    dtype = _ARRAY_TYPES[kind]
-    if dtype != _expected_dtype(annotation):
+    dtype, shape, data = value
+    if dtype != _expected_dtype(annotation).str:
         raise ValueError(f"expected {annotation}, got an array of {dtype}")
     return np.frombuffer(data, dtype=dtype).reshape(shape)
 

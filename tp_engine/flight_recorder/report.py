@@ -59,35 +59,28 @@ def _timeline(record: FlightRecord, num_steps: int) -> list[str]:
     if not ids:
         return ["No steps are recorded."]
     header = ("step", "rank", "begun ms", "decodes", "prefill", "bytes", "plan wait", "run", "total", "skew")
-    by_rank = [{step.step_id: (step, _before(rank, i)) for i, step in enumerate(rank.steps)} for rank in record.ranks]
+    by_rank = [{step.step_id: step for step in rank.steps} for rank in record.ranks]
     rows = []
     for step_id in ids:
-        found = [(rank, *steps[step_id]) for rank, steps in enumerate(by_rank) if step_id in steps]
-        done = [step.done_ns for _, step, _ in found if step.done_ns]
+        found = [(rank, steps[step_id]) for rank, steps in enumerate(by_rank) if step_id in steps]
+        done = [step.done_ns for _, step in found if step.done_ns]
         skew = f"{(max(done) - min(done)) / 1e6:.3f}" if len(done) == record.world_size else "unfinished"
-        rows += [
-            (*_step_row(rank, step, before, record.written_ns), skew if first else "")
-            for first, (rank, step, before) in zip([True] + [False] * len(found), found, strict=False)
-        ]
+        for rank, step in found:
+            before = by_rank[rank].get(step_id - 1)
+            rows.append((*_step_row(rank, step, before.done_ns if before else 0, record.written_ns), skew))
+            skew = ""
     return ["The last steps, times in ms:", *table(header, rows)]
 
 
-def _before(rank: RankRecord, index: int) -> StepRecord | None:
-    """The step that the rank ran just before, if it is recorded."""
-    before = rank.steps[index - 1] if index else None
-    return before if before is not None and before.step_id == rank.steps[index].step_id - 1 else None
-
-
-def _step_row(rank: int, step: StepRecord, before: StepRecord | None, now_ns: int) -> tuple[str, ...]:
+def _step_row(rank: int, step: StepRecord, free_ns: int, now_ns: int) -> tuple[str, ...]:
+    """``free_ns``: when the rank had ended the step before, or 0."""
     begun = f"-{(now_ns - step.started_ns) / 1e6:.1f}" if step.started_ns else "never"
-    free_ns = before.done_ns if before else 0
+    counts = (step.decode_rows, step.prefill_tokens, step.plan_bytes)
     return (
         str(step.step_id),
         str(rank),
         begun,
-        str(step.decode_rows),
-        str(step.prefill_tokens),
-        str(step.plan_bytes),
+        *map(str, counts),
         _span_ms(free_ns, max(step.received_ns, free_ns) if step.received_ns else 0),
         _span_ms(step.started_ns, step.launched_ns or step.done_ns),
         _span_ms(step.started_ns, step.done_ns),

@@ -106,8 +106,14 @@ class PlanCodec:
             raise PlanError(f"truncated step plan: at least {_HEADER.size} bytes are needed, {received} received")
         magic, version, checksum, total, control, step_id, epoch, present = _HEADER.unpack_from(buffer)
         computed = xxhash.xxh3_64_intdigest(memoryview(buffer)[_SUMMED_FROM:])
-        if magic != MAGIC or version != VERSION or total != received or checksum != computed:
-            raise _fault(buffer, computed)
+        if magic != MAGIC:
+            raise PlanError(f"not a step plan: its magic must be {MAGIC!r}, received {magic!r}")
+        if version != VERSION:
+            raise PlanError(f"step plan of another version: it must be {VERSION}, received {version}")
+        if total != received:
+            raise PlanError(f"truncated step plan: it says {total} bytes, {received} received")
+        if checksum != computed:
+            raise PlanError(f"corrupted step plan: its checksum says {checksum:#018x}, its bytes give {computed:#018x}")
         if epoch == known_epoch != 0 == control and (present == 0 or present == self._blocks_bits):
             return self._decode_steady(buffer, present, step_id, epoch, known_rows)
         sections = self._present(present)
@@ -158,18 +164,6 @@ def plan_checksum(data: Buffer) -> int:
     """Return the checksum that an encoded plan carries: two ranks that saw equal ones saw equal plans."""
     checksum: int = _CHECKSUM.unpack_from(data, _CHECKSUM_OFFSET)[0]
     return checksum
-
-
-def _fault(buffer: Buffer, computed: int) -> PlanError:
-    """What is wrong with an envelope: magic, version, length or checksum, in this order."""
-    magic, version, checksum, total = _HEADER.unpack_from(buffer)[:4]
-    if magic != MAGIC:
-        return PlanError(f"not a step plan: its magic must be {MAGIC!r}, received {magic!r}")
-    if version != VERSION:
-        return PlanError(f"step plan of another version: it must be {VERSION}, received {version}")
-    if total != len(buffer):
-        return PlanError(f"truncated step plan: it says {total} bytes, {len(buffer)} received")
-    return PlanError(f"corrupted step plan: its checksum says {checksum:#018x}, its bytes give {computed:#018x}")
 
 
 @cache

@@ -117,6 +117,16 @@ class Ended(IntEnum):
     LOST = 3
 
 
+class _Word:
+    """A word as it is."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def __get__(self, owner: RankSlot | HostView, _type: type) -> int:
+        return owner.words[self._index]
+
+
 class HostView:
     """What a rank's host knows of the rank's process, in words (13,) int64 of its slot, as other hosts can not look::
 
@@ -129,54 +139,41 @@ class HostView:
     written.
     """
 
-    def __init__(self, words: npt.NDArray[np.int64]) -> None:
-        self._words = words
-        self._name = words[_HOST_NAME:].view(np.uint8)
+    ended_ns = _Word(0)
+    resident_bytes = _Word(4)
+
+    def __init__(self, words: memoryview[int]) -> None:
+        self.words, self._name = words, words[_HOST_NAME:].cast("B")
 
     def note_name(self) -> None:
         """Called by the rank: the name of its host."""
-        raw = np.frombuffer(socket.gethostname().encode(errors="replace")[: len(self._name)], np.uint8)
+        raw = socket.gethostname().encode(errors="replace")[: len(self._name)]
         self._name[: len(raw)] = raw
 
     def note_ended(self, how: Ended, now_ns: int) -> None:
         """Note that the process has ended, or can not be reached any more; later calls do nothing."""
-        if not self._words[0]:
-            self._words[1] = how
-            self._words[0] = now_ns
+        if not self.ended_ns:
+            self.words[1] = how
+            self.words[0] = now_ns
 
     def note_vitals(self, state: str, ticks: int, resident_bytes: int) -> None:
         """Note what the kernel says about the process."""
-        self._words[2], self._words[3], self._words[4] = ord(state), ticks, resident_bytes
+        self.words[2], self.words[3], self.words[4] = ord(state), ticks, resident_bytes
 
     @property
     def ended(self) -> Ended:
         """How the process ended, as far as known."""
-        return Ended(int(self._words[1])) if self._words[0] else Ended.NOT
+        return Ended(self.words[1]) if self.ended_ns else Ended.NOT
 
     @property
     def vitals(self) -> tuple[str, int]:
         """As ``process_vitals``; ``("X", 0)`` while nothing is known."""
-        return (chr(self._words[2]) if self._words[2] else "X"), int(self._words[3])
-
-    @property
-    def resident_bytes(self) -> int:
-        """The process's resident memory; 0 if it is not known."""
-        return int(self._words[4])
+        return chr(self.words[2] or ord("X")), self.words[3]
 
     @property
     def name(self) -> str:
         """The host's name; empty before the rank has registered."""
-        return self._name.tobytes().rstrip(b"\0").decode(errors="replace")
-
-
-class _Word:
-    """A word of a slot as it is."""
-
-    def __init__(self, index: int) -> None:
-        self._index = index
-
-    def __get__(self, slot: RankSlot, owner: type) -> int:
-        return slot.words[self._index]
+        return bytes(self._name).rstrip(b"\0").decode(errors="replace")
 
 
 class RankSlot:
@@ -209,7 +206,7 @@ class RankSlot:
         }
         self.records = table[_RECORDS:].reshape(NUM_RECORDS, len(RECORD_FIELDS))
         self.head = table[:HEAD_WORDS]
-        self.host = HostView(table[_HOST:_TEXT])
+        self.host = HostView(words[_HOST:_TEXT])
         self.text = table[_TEXT:_RECORDS].view(np.uint8)
 
     # Written by the rank.
