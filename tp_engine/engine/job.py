@@ -3,7 +3,7 @@
 ::
 
     rank 0                                      another rank
-      Job.create                                  Job.attach(address of the board)
+      Job(a new board)                            Job(the board at its address)
       phases of the start       <-- all see -->   phases of the start
       ready                                       ready
       leave (after the stop plan)                 leave (when the stop plan has come)
@@ -29,7 +29,6 @@ from tp_engine.ipc.job_board import JobBoard
 from tp_engine.ipc.pulse import Pulse
 from tp_engine.ipc.rank_slot import COLLECTIVE_WORD, PHASE_WORD, State
 from tp_engine.progress import RankProgress
-from tp_engine.topology import Topology
 
 _DYING_S = 2.0
 _FOLLOWER_DYING_S = 0.5
@@ -38,9 +37,9 @@ _OWN_FAULT = (WeightError, PlanError)
 
 
 class Job:
-    """Created by ``create`` or ``attach`` and ended by ``close``; ``progress`` takes the rank's phases.
-    ``ends_process``: this process belongs to the engine alone.  ``same_parent``: torchrun started all ranks, so each
-    may end the others; otherwise rank 0 started them, and only rank 0 may."""
+    """``rank``'s membership on its host's ``board``, ended by ``close``; ``progress`` takes the rank's phases, and the
+    watchdog keeps ``pulse`` beating.  ``ends_process``: this process belongs to the engine alone.  ``same_parent``:
+    torchrun started all ranks, so each may end the others; otherwise rank 0 started them, and only rank 0 may."""
 
     def __init__(
         self,
@@ -71,32 +70,6 @@ class Job:
         self.watchdog.pulse = pulse
         self.watchdog.peers.marks = env.launch_marks() if same_parent else {}
         self.watchdog.start()
-
-    @classmethod
-    def create(
-        cls,
-        progress: RankProgress,
-        config: EngineConfig,
-        *,
-        rank: int = 0,
-        ends_process: bool,
-        same_parent: bool,
-        pulse: Pulse | None = None,
-        topology: Topology | None = None,
-    ) -> Job:
-        """Return the membership of the first rank of a host, by default rank 0, with a new board for that host; the
-        watchdog keeps ``pulse`` beating."""
-        topology = topology or Topology.one_host(config.tensor_parallel_size)
-        world_size, local_world_size = topology.world_size, topology.local_world_size
-        board = JobBoard.create(world_size, local_world_size=local_world_size, host=topology.host_of(rank))
-        return cls(board, progress, config, rank, ends_process=ends_process, same_parent=same_parent, pulse=pulse)
-
-    @classmethod
-    def attach(
-        cls, address: str, progress: RankProgress, config: EngineConfig, rank: int, *, same_parent: bool = False
-    ) -> Job:
-        """Another rank's membership; its process always belongs to the engine.  ``RankError`` if rank 0 has ended."""
-        return cls(JobBoard.open(address), progress, config, rank, ends_process=True, same_parent=same_parent)
 
     def adopt(self, children: ChildRanks) -> None:
         """Watch the ranks that this process has started."""

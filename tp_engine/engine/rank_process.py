@@ -13,6 +13,7 @@ from tp_engine.config import EngineConfig
 from tp_engine.engine.job import Job
 from tp_engine.engine.processes import die_with_parent
 from tp_engine.faults import fault_injector
+from tp_engine.ipc.job_board import JobBoard
 from tp_engine.log import configure_logging, get_logger
 from tp_engine.progress import RankPhase, RankProgress
 
@@ -40,7 +41,8 @@ def main() -> int:
     config = EngineConfig(**spec.config)  # type: ignore[arg-type]  # checked by EngineConfig itself
     configure_logging(f"rank {spec.rank}", config.log_format)
     try:
-        job = Job.attach(spec.board, RankProgress(fault_injector(spec.rank)), config, spec.rank)
+        board, progress = JobBoard.open(spec.board), RankProgress(fault_injector(spec.rank))
+        job = Job(board, progress, config, spec.rank, ends_process=True, same_parent=False)
         with job.blaming():
             job.progress.reach(RankPhase.IMPORT)
             # torch takes seconds to import, and the job's watchdog must see the rank before that

@@ -37,11 +37,12 @@ from tp_engine.engine.tokenizer import tokenizer_eos_ids
 from tp_engine.errors import ConfigError
 from tp_engine.faults import fault_injector
 from tp_engine.grammar.compiler import check_defaults
+from tp_engine.ipc.job_board import JobBoard
 from tp_engine.ipc.pulse import Pulse
 from tp_engine.log import get_logger
 from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.structured_outputs import StructuredOutputsDefaults
-from tp_engine.topology import RankInfo
+from tp_engine.topology import RankInfo, Topology
 from tp_engine.worker.effective_config import EffectiveConfig, resolve
 from tp_engine.worker.gpu_host import choose_device_type
 
@@ -69,10 +70,12 @@ def start_engine(config: EngineConfig, *, ends_process: bool = False, pulse: Pul
     adopts = launched is not None and launched.world_size > 1
     if launched is not None:
         die_with_launcher(grace_s=_LAST_WORDS_S)
-    topology = topology_of(launched) if adopts and launched is not None else None
-    job = Job.create(
-        progress, effective.config, ends_process=ends_process, same_parent=adopts, pulse=pulse, topology=topology
-    )
+    num_ranks = effective.config.tensor_parallel_size
+    topology = topology_of(launched) if adopts and launched is not None else Topology.one_host(num_ranks)
+    job = Job(
+        _new_board(topology, 0), progress, effective.config, 0,
+        ends_process=ends_process, same_parent=adopts, pulse=pulse,
+    )  # fmt: skip
     with contextlib.ExitStack() as undo, _closed_on_error(job):  # what is undone could look like another rank's fault
         if adopts:
             assert launched is not None
@@ -174,11 +177,18 @@ def _member(launched: env.LaunchedRank, progress: RankProgress, config: EngineCo
     """The membership of a rank of a torchrun job, on the board of its host, which the host's first rank makes."""
     topology, rank = topology_of(launched), launched.rank
     key = _BOARD_KEY.format(topology.host_of(rank))
-    if not topology.is_leader(rank):
-        return Job.attach(store.get(key).decode(), progress, config, rank, same_parent=True)
-    job = Job.create(progress, config, rank=rank, ends_process=rank != 0, same_parent=True, topology=topology)
-    store.set(key, job.board.address)
+    is_leader = topology.is_leader(rank)
+    board = _new_board(topology, rank) if is_leader else JobBoard.open(store.get(key).decode())
+    job = Job(board, progress, config, rank, ends_process=rank != 0, same_parent=True)
+    if is_leader:
+        store.set(key, board.address)
     return job
+
+
+def _new_board(topology: Topology, rank: int) -> JobBoard:
+    """The board of a host whose first rank is ``rank``."""
+    host, num_local = topology.host_of(rank), topology.local_world_size
+    return JobBoard.create(topology.world_size, local_world_size=num_local, host=host)
 
 
 def check_config(config: EngineConfig) -> EffectiveConfig:
