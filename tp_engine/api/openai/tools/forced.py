@@ -28,28 +28,24 @@ def forced_calls(
 
     ``marks`` may be special tokens; arguments have white space as in the constraint ``like``.
     """
-    writing, versions = FormWriting(marks, tokens, like), form.versions
-    rules = [
-        f"start: {' | '.join(f'calls_{place}' for place in range(len(versions)))}",
-        *(f"{word}: {terminal}" for word, terminal in WORDS.items()),
-    ]
-    schemas = tools.argument_schemas()
+    writing, versions, schemas = FormWriting(marks, tokens, like), form.versions, tools.argument_schemas()
+    writing.add("start", *(f"calls_{place}" for place in range(len(versions))))
+    for word, terminal in WORDS.items():
+        writing.add(word, terminal)
     ways = list(dict.fromkeys(version.arguments for version in versions))
     for place, way in enumerate(ways):
         for number, (_, schema) in enumerate(schemas):
-            rules += way.rules(f"arguments_{place}_{number}", schema, writing)
+            way.write(f"arguments_{place}_{number}", schema, writing)
     for place, version in enumerate(versions):
         call, way_place = f"call_{place}", ways.index(version.arguments)
         more = f"({writing.text(version.between)} {call})*" if tools.several and tools.name is None else ""
-        rules += [
-            f"calls_{place}: {writing.text(version.begin)} {call} {more} {writing.text(version.end)}",
-            f"{call}: {' | '.join(f'{call}_{number}' for number in range(len(schemas)))}",
-        ]
+        writing.add(f"calls_{place}", f"{writing.text(version.begin)} {call} {more} {writing.text(version.end)}")
+        writing.add(call, *(f"{call}_{number}" for number in range(len(schemas))))
         before, _, behind = version.call.partition("ARGUMENTS")
         for number, (name, _) in enumerate(schemas):  # a name of letters, digits, dots and hyphens: itself in JSON
             start, end = writing.text(before, name), writing.text(behind)
-            rules.append(f"{call}_{number}: {start} arguments_{way_place}_{number} {end}")
-    return "\n".join([*rules, *writing.rules])
+            writing.add(f"{call}_{number}", f"{start} arguments_{way_place}_{number} {end}")
+    return "\n".join(writing.rules)
 
 
 class CallListParser(ObjectsParser):

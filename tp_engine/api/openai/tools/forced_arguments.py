@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tp_engine.grammar.library import inner_schema
 from tp_engine.grammar.schema import NOTES, is_any, without_notes
 from tp_engine.grammar.schema_types import referenced
+from tp_engine.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from tp_engine.api.openai.structured import TokenWriting
-    from tp_engine.structured_outputs import StructuredOutputsParams
 
 _Schema = Mapping[str, Any]
 # Keywords that these forms keep in an object.
@@ -28,6 +29,7 @@ _DEFINITIONS = ("$defs", "definitions")
 _REFERENCE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)')
 _KEY = re.compile(r"[^\W\d][\w.\-]*")
 _ANY: tuple[_Schema, ...] = tuple({"type": kind} for kind in ("string", "number", "boolean", "null"))
+_ANY_TEXT = "/(?s:.*)/"
 _ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 _NOTHING = '""'
 # Words in the text of a form, and the terminals that they stand for.
@@ -35,34 +37,52 @@ WORDS = {"NUMBER": "/[0-9]{1,4}/", "IDENTIFIER": "/[A-Za-z0-9]{9}/"}
 _MAX_DEPTH, _MAX_LENGTH, _MAX_CHOICES = 16, 4096, 1000
 
 
-class ArgumentForm(Protocol):
+class UnfitError(Exception):
+    """A form can not keep a schema."""
+
+
+class ArgumentForm(ABC):
     """One way to write arguments."""
 
     def fits(self, schema: _Schema) -> bool:
         """Return whether this form can keep ``schema``, which is one of objects."""
+        try:
+            self.write("arguments", schema, FormWriting((), None, StructuredOutputsParams(json_object=True)))
+        except UnfitError:
+            return False
+        return True
 
-    def rules(self, rule: str, schema: _Schema, writing: FormWriting) -> list[str]:
-        """Return rules in Lark, the first of which is ``rule``, of arguments that follow ``schema``."""
+    @abstractmethod
+    def write(self, rule: str, schema: _Schema, writing: FormWriting) -> None:
+        """Write ``rule``, and those that it needs, of arguments that follow ``schema``.  ``UnfitError`` if it does not
+        fit."""
 
+    @abstractmethod
     def written(self, arguments: Mapping[str, Any]) -> str:
         """Return arguments as a model writes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class FormWriting:
-    """How a form's texts are written: ``marks`` may be special tokens; JSON has white space as in ``like``.
+    """The ``rules`` of a form, in Lark: ``marks`` may be special ``tokens``; JSON has white space as in ``like``.
 
-    Values that are alike share one rule; ``rules`` are all of these.
+    Values that are alike share one rule.
     """
 
     marks: tuple[str, ...]
-    tokens: TokenWriting
+    tokens: TokenWriting | None
     like: StructuredOutputsParams
     rules: list[str] = field(default_factory=list)
     _names: dict[tuple[str, ...], str] = field(default_factory=dict)
 
+    def add(self, rule: str, *ways: str) -> None:
+        """Add the rule of this name: one of ``ways``."""
+        self.rules.append(f"{rule}: {' | '.join(ways)}")
+
     def text(self, text: str, name: str = "") -> str:
         """Return ``text``, in which NAME is ``name``, and each of ``WORDS`` a terminal."""
+        if self.tokens is None:
+            return _NOTHING
         pieces = "|".join(map(re.escape, (*sorted(self.marks, key=len, reverse=True), *WORDS)))
         parts = filter(None, re.split(f"({pieces})", text))
         written = (part if part in WORDS else self.tokens.mark(part.replace("NAME", name)) for part in parts)
@@ -74,7 +94,7 @@ class FormWriting:
         if '"$ref"' in json.dumps(found):
             found = {**{name: root[name] for name in _DEFINITIONS if name in root}, **found}
         return self.shared(
-            ("json", json.dumps(found)), lambda name: [f"{name}: %json {inner_schema(found, self.like)}"]
+            ("json", json.dumps(found)), lambda name: self.add(name, f"%json {inner_schema(found, self.like)}")
         )
 
     def until(self, text: str, end: str, stops: Sequence[str] = ()) -> str:
@@ -82,22 +102,23 @@ class FormWriting:
 
         The text has none of ``stops``.
         """
-        return self.shared(("text", text, end, *stops), lambda name: self._until(name, text, end, stops))
+        return self.shared(("text", text, end, *stops), lambda name: self._add_until(name, text, end, stops))
 
-    def shared(self, key: tuple[str, ...], made: Callable[[str], list[str]]) -> str:
-        """Return the name of the rule that ``key`` stands for; ``made`` gives the rule with a new name, and others."""
+    def shared(self, key: tuple[str, ...], add: Callable[[str], None]) -> str:
+        """Return the name of the rule that ``key`` stands for; ``add`` adds the rule of a new name."""
         if key not in self._names:
             name = self._names[key] = f"value_{len(self._names)}"
-            self.rules.extend(made(name))
+            add(name)
         return self._names[key]
 
-    def _until(self, name: str, text: str, end: str, stops: Sequence[str]) -> list[str]:
-        if any(self.tokens.is_special(mark) for mark in self.marks if mark in end):  # which no text can have
-            return [f"{name}: {text} {self.text(end.lstrip())}"]
+    def _add_until(self, name: str, text: str, end: str, stops: Sequence[str]) -> None:
+        if self.tokens is not None and any(self.tokens.is_special(mark) for mark in self.marks if mark in end):
+            self.add(name, f"{text} {self.text(end.lstrip())}")  # no text can have a special token
+            return
         others = "|".join(re.escape(mark).replace("/", r"\/") for mark in stops)
         without = f" & ~/(?s:.*)({others})(?s:.*)/" if others else ""
-        suffix = json.dumps(end, ensure_ascii=False)
-        return [f"{name}[suffix={suffix}]: {name.upper()}", f"{name.upper()}: {text}{without}"]
+        self.add(f"{name}[suffix={json.dumps(end, ensure_ascii=False)}]", name.upper())
+        self.add(name.upper(), f"{text}{without}")
 
 
 class JsonArguments(ArgumentForm):
@@ -106,8 +127,8 @@ class JsonArguments(ArgumentForm):
     def fits(self, schema: _Schema) -> bool:
         return True
 
-    def rules(self, rule: str, schema: _Schema, writing: FormWriting) -> list[str]:
-        return [f"{rule}: %json {inner_schema(schema, writing.like)}"]
+    def write(self, rule: str, schema: _Schema, writing: FormWriting) -> None:
+        writing.add(rule, f"%json {inner_schema(schema, writing.like)}")
 
     def written(self, arguments: Mapping[str, Any]) -> str:
         return json.dumps(arguments, ensure_ascii=False)
@@ -126,45 +147,44 @@ class MarkedArguments(ArgumentForm):
 
     argument: str
 
-    def fits(self, schema: _Schema) -> bool:
+    def write(self, rule: str, schema: _Schema, writing: FormWriting) -> None:
         found = _properties(schema)
-        return found is not None and all(_kind(one.schema, schema) is not None for one in found)
-
-    def rules(self, rule: str, schema: _Schema, writing: FormWriting) -> list[str]:
-        found = _properties(schema)
-        assert found is not None, "it fits"
         if not found and schema.get("additionalProperties") is not False:
-            return [f"{rule}: {rule}_any*", self._argument(f"{rule}_any", _ANY_KEY, _FREE, schema, writing)]
+            writing.add(rule, f"{rule}_any*")
+            self._add_argument(f"{rule}_any", _ANY_KEY, True, schema, writing)
+            return
         parts = [f"{rule}_{number}{'' if one.is_required else '?'}" for number, one in enumerate(found)]
-        made = [f"{rule}: {' '.join(parts) or _NOTHING}"]
+        writing.add(rule, " ".join(parts) or _NOTHING)
         for number, one in enumerate(found):
-            kind = _kind(one.schema, schema)
-            assert kind is not None, "it fits"
-            made.append(self._argument(f"{rule}_{number}", f'"{one.name}"', kind, schema, writing))
-        return made
+            self._add_argument(f"{rule}_{number}", f'"{one.name}"', one.schema, schema, writing)
 
     def written(self, arguments: Mapping[str, Any]) -> str:
         texts = []
         for key, value in arguments.items():
-            is_text = isinstance(value, str)
-            before, _, end = self.argument.replace("IS_TEXT", str(is_text).lower()).partition("VALUE")
-            text = value if is_text else json.dumps(value, ensure_ascii=False)
+            before, end = self._around(is_text=isinstance(value, str))
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             texts.append(f"{before.replace('KEY', key)}{text}{end}")
         return "".join(texts)
 
-    def _argument(self, rule: str, key: str, kind: _ValueForm, root: _Schema, writing: FormWriting) -> str:
+    def _around(self, *, is_text: bool) -> tuple[str, str]:
+        """What stands in front of a value and behind it."""
+        before, _, end = self.argument.replace("IS_TEXT", str(is_text).lower()).partition("VALUE")
+        return before, end
+
+    def _add_argument(self, rule: str, key: str, schema: Any, root: _Schema, writing: FormWriting) -> None:
         ways = []
-        for is_text in (True, False):
-            if (kind.text is None) if is_text else (kind.json is None):
-                continue
-            before, _, end = self.argument.replace("IS_TEXT", str(is_text).lower()).partition("VALUE")
-            opening, _, behind = before.partition("KEY")
-            start = f"{writing.text(opening)} {key} {writing.text(behind)}"
-            if is_text:
-                ways.append(f"{start} {writing.until(str(kind.text), end, writing.marks)}")
-            else:
-                ways.append(f"{start} {writing.json(kind.json, root)} {writing.text(end)}")
-        return f"{rule}: {' | '.join(ways)}"
+        text, other = _text_and_other(schema, root)
+        for is_text, value in ((True, text), (False, other)):
+            if value is not None:
+                before, end = self._around(is_text=is_text)
+                opening, _, behind = before.partition("KEY")
+                written = (
+                    writing.until(value, end, writing.marks)
+                    if is_text
+                    else f"{writing.json(value, root)} {writing.text(end)}"
+                )
+                ways.append(f"{writing.text(opening)} {key} {writing.text(behind)} {written}")
+        writing.add(rule, *ways)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,13 +199,8 @@ class LiteralArguments(ArgumentForm):
     between: str
     quote: str = ""
 
-    def fits(self, schema: _Schema) -> bool:
-        found = _properties(schema)
-        seen: set[int] = set()
-        return found is not None and all(self._fits(one.schema, schema, seen, 0) for one in found)
-
-    def rules(self, rule: str, schema: _Schema, writing: FormWriting) -> list[str]:
-        return _LiteralRules(self, schema, writing).of_arguments(rule)
+    def write(self, rule: str, schema: _Schema, writing: FormWriting) -> None:
+        writing.add(rule, self._pairs(rule, schema, schema, writing, 0))
 
     def written(self, arguments: Mapping[str, Any]) -> str:
         return self.between.join(f"{key}{self.equals}{self._literal(value)}" for key, value in arguments.items())
@@ -199,91 +214,55 @@ class LiteralArguments(ArgumentForm):
             return f"{{{','.join(f'{key}:{self._literal(one)}' for key, one in value.items())}}}"
         return f"{self.quote}{value}{self.quote}" if isinstance(value, str) else json.dumps(value)
 
-    def _fits(self, schema: Any, root: _Schema, seen: set[int], depth: int) -> bool:
-        """Whether a value can be written; ``seen`` are the schemas that are being looked at, or have been."""
-        if not self.quote:
-            return _REFERENCE.search(json.dumps(schema)) is None
-        if id(schema) in seen:
-            return True
-        seen.add(id(schema))
-        branches = _branches(schema, root)
-        if branches is None or depth > _MAX_DEPTH:
-            return False
-        return all(self._keeps(one, root, seen, depth) for one in branches)
-
-    def _keeps(self, schema: _Schema, root: _Schema, seen: set[int], depth: int) -> bool:
-        match schema.get("type"):
-            case "string":
-                return _text(schema) is not None
-            case "object":
-                found = _properties(schema)
-                return found is not None and all(self._fits(one.schema, root, seen, depth + 1) for one in found)
-            case "array":
-                is_plain = schema.keys() <= NOTES | {"type", "items", "minItems"}
-                is_any = not isinstance(schema.get("minItems", 0), int) or schema.get("minItems", 0) > 1
-                return is_plain and not is_any and self._fits(schema.get("items", True), root, seen, depth + 1)
-        return True
-
-
-class _LiteralRules:
-    """Makes the rules of one call's arguments."""
-
-    def __init__(self, form: LiteralArguments, root: _Schema, writing: FormWriting) -> None:
-        self._form, self._root, self._writing = form, root, writing
-        self._made: list[str] = []
-
-    def of_arguments(self, rule: str) -> list[str]:
-        self._made = [""]
-        self._made[0] = f"{rule}: {self._pairs(rule, self._root)}"
-        return self._made
-
-    def _pairs(self, rule: str, schema: _Schema) -> str:
-        """The pairs of an object, with what is between them."""
+    def _pairs(self, rule: str, schema: _Schema, root: _Schema, writing: FormWriting, depth: int) -> str:
+        """The pairs of an object, with what is between them; ``depth`` objects and lists are around it."""
         found = _properties(schema)
-        assert found is not None, "it fits"
-        equals, between = json.dumps(self._form.equals), json.dumps(self._form.between)
+        equals, between = json.dumps(self.equals), json.dumps(self.between)
         if not found and schema.get("additionalProperties") is not False:
-            pair = f"{_ANY_KEY} {equals} {self._value(True)}"
+            pair = f"{_ANY_KEY} {equals} {self._value(True, root, writing, depth)}"
             return f"({pair} ({between} {pair})*)?"
-        for number, one in enumerate(found):
-            value = self._value(one.schema)
-            self._made.append(f'{rule}_p{number}: "{one.name}" {equals} {value}')
         # s: no pair has come yet; m: one has
         for number, one in enumerate(found):
+            value = self._value(one.schema, root, writing, depth)
+            writing.add(f"{rule}_p{number}", f'"{one.name}" {equals} {value}')
             for state, mark in (("s", ""), ("m", between)):
-                ways = [f"{mark} {rule}_p{number} {rule}_m{number + 1}"]
-                ways += [] if one.is_required else [f"{rule}_{state}{number + 1}"]
-                self._made.append(f"{rule}_{state}{number}: {' | '.join(ways)}")
-        self._made += [f'{rule}_{state}{len(found)}: ""' for state in "sm"]
+                without = [] if one.is_required else [f"{rule}_{state}{number + 1}"]
+                writing.add(f"{rule}_{state}{number}", f"{mark} {rule}_p{number} {rule}_m{number + 1}", *without)
+        for state in "sm":
+            writing.add(f"{rule}_{state}{len(found)}", _NOTHING)
         return f"{rule}_s0"
 
-    def _value(self, schema: Any) -> str:
+    def _value(self, schema: Any, root: _Schema, writing: FormWriting, depth: int) -> str:
         """Return the name of the rule of a value; values that are alike share it, unless they refer to other parts."""
         key = json.dumps(schema) if not isinstance(schema, Mapping) else json.dumps(without_notes(schema))
-        return self._writing.shared(
-            ("value", key, str(id(self._root)) if '"$ref"' in key else ""), lambda name: self._of_value(name, schema)
-        )
+        if depth > _MAX_DEPTH or (not self.quote and _REFERENCE.search(key)):
+            raise UnfitError
 
-    def _of_value(self, rule: str, schema: Any) -> list[str]:
-        is_one = not self._form.quote and is_any(schema)
-        branches = [schema] if is_one else _branches(schema, self._root) or [schema]
-        before, self._made = self._made, []
-        ways = [self._branch(f"{rule}_v{number}", one) for number, one in enumerate(branches)]
-        made, self._made = self._made, before
-        return [f"{rule}: {' | '.join(ways)}", *made]
+        def add(rule: str) -> None:
+            try:
+                branches = _branches(schema, root) if self.quote or not is_any(schema) else [schema]
+            except UnfitError:
+                if self.quote:
+                    raise
+                branches = [schema]
+            ways = [self._branch(f"{rule}_v{number}", one, root, writing, depth) for number, one in enumerate(branches)]
+            writing.add(rule, *ways)
 
-    def _branch(self, rule: str, schema: Any) -> str:
+        return writing.shared(("value", key, str(id(root)) if '"$ref"' in key else ""), add)
+
+    def _branch(self, rule: str, schema: Any, root: _Schema, writing: FormWriting, depth: int) -> str:
         kind = schema.get("type") if isinstance(schema, Mapping) else None
-        quote, is_plain = self._form.quote, isinstance(schema, Mapping) and not schema.keys() & {"enum", "const"}
-        if not quote and kind in ("boolean", "null") and is_plain:
+        if not self.quote and kind in ("boolean", "null") and not schema.keys() & {"enum", "const"}:
             return '"None"' if kind == "null" else '("True" | "False")'
-        if not quote or kind not in ("string", "array", "object"):
-            return self._writing.json(schema, self._root)
+        if not self.quote or kind not in ("string", "array", "object"):
+            return writing.json(schema, root)
         if kind == "string":
-            return f"{self._writing.text(quote)} {self._writing.until(str(_text(schema)), quote)}"
+            return f"{writing.text(self.quote)} {writing.until(_text(schema), self.quote)}"
         if kind == "object":
-            return f'"{{" {self._pairs(rule, schema)} "}}"'
-        item = self._value(schema.get("items", True))
+            return f'"{{" {self._pairs(rule, schema, root, writing, depth + 1)} "}}"'
+        if not schema.keys() <= NOTES | {"type", "items", "minItems"} or schema.get("minItems", 0) not in (0, 1):
+            raise UnfitError
+        item = self._value(schema.get("items", True), root, writing, depth + 1)
         items = f'{item} ("," {item})*'
         return f'"[" {items if schema.get("minItems") else f"({items})?"} "]"'
 
@@ -295,56 +274,46 @@ class _Property:
     is_required: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _ValueForm:
-    """How a value is written between marks: as a text that matches an expression, as JSON, or as either."""
-
-    text: str | None
-    json: Any = None
-
-
-_FREE = _ValueForm("/(?s:.*)/")
-
-
-def _properties(schema: _Schema) -> list[_Property] | None:
-    """The properties of an object; None for a schema that has other conditions, or names that are no words."""
+def _properties(schema: _Schema) -> list[_Property]:
+    """The properties of an object.  ``UnfitError`` for other conditions, and names that are no words."""
     given, required = schema.get("properties", {}), schema.get("required", [])
     if not schema.keys() <= _OF_OBJECTS or not isinstance(given, Mapping) or not isinstance(required, list):
-        return None
+        raise UnfitError
     if not all(isinstance(name, str) and _KEY.fullmatch(name) for name in (*given, *required)):
-        return None
+        raise UnfitError
     named = {**given, **{name: True for name in required if name not in given}}
     return [_Property(name, one, name in required) for name, one in named.items() if one is not False]
 
 
-def _kind(schema: Any, root: _Schema) -> _ValueForm | None:
-    """How a value of ``schema`` is written between marks; None if the format's reader could take it for another."""
+def _text_and_other(schema: Any, root: _Schema) -> tuple[str | None, Any]:
+    """How a value is written between marks: as a text of this expression, or as JSON of this schema; None if not so.
+
+    ``UnfitError`` if the format's reader could take one for the other.
+    """
     if is_any(schema):
-        return _FREE
-    if _REFERENCE.search(json.dumps(schema)):
-        return None
+        return _ANY_TEXT, None
     branches = _branches(schema, root)
-    if branches is None or any("type" not in one for one in branches):
-        return None
+    if _REFERENCE.search(json.dumps(schema)) or any("type" not in one for one in branches):
+        raise UnfitError
     texts = [_text(one) for one in branches if one["type"] == "string"]
-    others = [one for one in branches if one["type"] != "string"]
+    others = {one["type"] for one in branches} - {"string"}
     if not texts:
-        return _ValueForm(None, schema)
-    if None in texts or any(one["type"] != "null" for one in others):
-        return None
-    return _ValueForm(f"({' | '.join(map(str, texts))})", {"type": "null"} if others else None)
+        return None, schema
+    if others - {"null"}:
+        raise UnfitError
+    return f"({' | '.join(texts)})", {"type": "null"} if others else None
 
 
-def _branches(schema: Any, root: _Schema) -> list[_Schema] | None:
-    """Schemas of one type each, of which a value follows one; None if that can not be told."""
+def _branches(schema: Any, root: _Schema) -> list[_Schema]:
+    """Schemas of one type each, of which a value follows one.  ``UnfitError`` if that can not be told."""
     found: list[_Schema] = []
     open_ones = [(schema, 0)]
     while open_ones:
         one, depth = open_ones.pop()
-        if is_any(one):
-            return None if depth else list(_ANY)
-        if not isinstance(one, Mapping) or depth > _MAX_DEPTH or len(found) > _MAX_CHOICES:
-            return None
+        if is_any(one) and not depth:
+            return list(_ANY)
+        if is_any(one) or not isinstance(one, Mapping) or depth > _MAX_DEPTH or len(found) > _MAX_CHOICES:
+            raise UnfitError
         kinds, inner = one.get("type"), one.keys() - NOTES
         values = one.get("enum") if "const" not in one else [one["const"]]
         if inner == {"$ref"}:
@@ -352,7 +321,7 @@ def _branches(schema: Any, root: _Schema) -> list[_Schema] | None:
         elif len(inner) == 1 and inner <= {"anyOf", "oneOf", "allOf"}:
             several = one[next(iter(inner))]
             if not isinstance(several, list) or not several or (inner == {"allOf"} and len(several) > 1):
-                return None
+                raise UnfitError
             open_ones += [(branch, depth + 1) for branch in reversed(several)]
         elif isinstance(kinds, str):
             found.append(one)
@@ -361,21 +330,22 @@ def _branches(schema: Any, root: _Schema) -> list[_Schema] | None:
         elif kinds is None and isinstance(values, list) and values and all(isinstance(value, str) for value in values):
             found.append({**one, "type": "string"})
         else:
-            return None
+            raise UnfitError
     return found
 
 
-def _text(schema: _Schema) -> str | None:
-    """The expression, in Lark, of a text that follows ``schema``; None for conditions that it can not have."""
+def _text(schema: _Schema) -> str:
+    """The expression, in Lark, of a text that follows ``schema``.  ``UnfitError`` for conditions that it can not
+    have."""
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if not schema.keys() <= _OF_TEXTS:
-        return None
+        raise UnfitError
     if values is not None:
         texts = values if isinstance(values, list) else []
         if not 0 < len(texts) <= _MAX_CHOICES or not all(isinstance(one, str) for one in texts):
-            return None
+            raise UnfitError
         return f"({' | '.join(json.dumps(one, ensure_ascii=False) for one in texts)})"
     if type(least) is not int or type(most) not in (int, type(None)) or max(least, most or 0) > _MAX_LENGTH:
-        return None
-    return f"/(?s:.{{{least},{'' if most is None else most}}})/" if least or most is not None else "/(?s:.*)/"
+        raise UnfitError
+    return f"/(?s:.{{{least},{'' if most is None else most}}})/" if least or most is not None else _ANY_TEXT
