@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tp_engine.api.openai.tools.argument_types import ArgumentTypes
 from tp_engine.api.openai.tools.events import ToolFormat
-from tp_engine.api.openai.tools.literals import CLOSING, OPENING, PYTHON, Language, LiteralReader, string_end
+from tp_engine.api.openai.tools.literals import CLOSING, OPENING, PYTHON, Language, LiteralReader
 from tp_engine.api.openai.tools.text_parser import (
     NO_SPACE,
     WHITE_SPACE,
@@ -247,7 +247,7 @@ class LiteralCallsParser(TextParser):
         language, is_end = self._marks.language, False
         while not is_end:
             text, sure = self._pending, 0  # up to a quote that is part of the string
-            while (end := string_end(text, sure, quote, language)) is not None:
+            while (end := language.string_end(text, sure, quote)) is not None:
                 behind = not language.escapes or self._is_behind_string(end)
                 is_end = behind is True
                 if behind is not False:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -11,14 +12,15 @@ from tp_engine.api.openai.tools.text_parser import partial_suffix, valid_unicode
 
 OPENING, CLOSING = "([{", ")]}"
 _MAX_DEPTH = 64
-_SPACE = " \t\r\n"
+_SPACE = re.compile(r"[ \t\r\n]*")
 _BARE = re.compile(r"[^,()\[\]{}]*")
 _WORD = re.compile(r"[^,()\[\]{}:=\"'<]*")
-_NUMBER = re.compile(r"[+-]?(\d[\d_]*)?(\.\d*)?([eE][+-]?\d+)?")
+_NUMBER = re.compile(r"[+-]?(?=\.?\d)(\d[\d_]*)?(\.\d*)?([eE][+-]?\d+)?")
 _PREFIX = re.compile(r"[rbfuRBFU]{1,2}(?=[\"'])")
 _ESCAPE = re.compile(r"\\(\n|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3}|.)", re.DOTALL)
-_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
-_LONGEST_ESCAPE = 12  # a pair
+_PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+# Characters and escapes that no further text changes: the longest escape is a pair, of 12 characters.
+_SETTLED = re.compile(rf"(?:[^\\]|(?=[\s\S]{{12}})(?:{_PAIR}|{_ESCAPE.pattern}))*+", re.DOTALL)
 _LONGEST_QUOTE = 5
 _MAX_KEY = 256  # characters up to a value that is passed on as it comes
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "\n": ""}
@@ -53,45 +55,48 @@ class Language:
 
         The quote is empty if it is another argument; None if that is not known yet.
         """
-        found = _keyed(self).match(text)
-        if found is None or not found[1].strip() or found.end() > _MAX_KEY:
+        key, value = self.divided(text)
+        start = len(text) - len(value)
+        if key is None or start > _MAX_KEY:
             is_open = len(text) <= _MAX_KEY and _WORD.fullmatch(text) is not None
             return None if is_open else ("", 0, "")
-        quote = self.quote_of(text[found.end() : found.end() + _LONGEST_QUOTE])
+        quote = self.quote_of(value[:_LONGEST_QUOTE])
         if quote is None:
-            return None if found.end() < len(text) or len(text) <= _MAX_KEY else ("", 0, "")
-        return found[1].strip(), found.end() + len(quote), quote
+            return None if value or len(text) <= _MAX_KEY else ("", 0, "")
+        return key, start + len(quote), quote
 
     def divided(self, text: str) -> tuple[str | None, str]:
         """Return the key of an argument, None if it has none, and the text behind it."""
-        found = _keyed(self).match(text)
-        return (None, text) if found is None or not found[1].strip() else (found[1].strip(), text[found.end() :])
+        found = _WORD.match(text)
+        assert found is not None
+        key, end = found.group().strip(), found.end()
+        if not key or not text.startswith(self.equals, end):
+            return None, text
+        return key, text[end + len(self.equals) :].lstrip()
 
     def settled(self, text: str, quote: str) -> int:
         """Return how many characters of ``text``, in a string of ``quote``, mean the same whatever follows."""
-        length, place = len(text) - partial_suffix(text, quote), 0
-        while self.escapes and 0 <= (slash := text.find("\\", place)) < length:
-            if slash + _LONGEST_ESCAPE > length:
-                return slash
-            found = _PAIR.match(text, slash) or _ESCAPE.match(text, slash)
-            place = slash + 1 if found is None else found.end()
-        return max(length, place)
+        length = len(text) - partial_suffix(text, quote)
+        found = _SETTLED.match(text, 0, length)
+        return found.end() if found is not None and self.escapes else length
 
     def unescaped(self, text: str) -> str:
         """Return what ``text`` in a string means."""
         return valid_unicode(_ESCAPE.sub(_unescaped, text)) if self.escapes else text
+
+    def string_end(self, text: str, start: int, quote: str) -> int | None:
+        """Return the place behind the quote that ends a string whose text begins at ``start``; None if none does."""
+        while (found := self.pattern(quote).search(text, start)) is not None:
+            if found.group() == quote:
+                return found.end()
+            start = found.start() + 2
+        return None
 
 
 @lru_cache
 def _pattern(language: Language, quote: str) -> re.Pattern[str]:
     marks = [quote, *(["\\"] if language.escapes else [])] if quote else [*language.quotes, *OPENING, *CLOSING, ","]
     return re.compile("|".join(map(re.escape, marks)))
-
-
-@lru_cache
-def _keyed(language: Language) -> re.Pattern[str]:
-    """A key, which is group 1, and what stands between it and its value."""
-    return re.compile(rf"({_WORD.pattern}){re.escape(language.equals)}\s*")
 
 
 PYTHON = Language(quotes=('"""', "'''", '"', "'"), escapes=True, equals="=")
@@ -111,136 +116,103 @@ class LiteralReader:
 
         ``name`` is its name in the tool's schema if it has no key.
         """
-        self._next()
-        key = self._key()
-        if self._language.bare_texts and self._next() not in OPENING and self._quote() is None:
-            value = json_value(self._bare(), types.of(name if key is None else key))  # a word, by the tool's schema
+        key: str | None = self._string() if self._quote() else self._match(_WORD)
+        if not key or not self._take(self._language.equals):
+            key, self._place = None, 0
+        if self._language.bare_texts and self._next() not in OPENING and not self._quote():
+            value = json_value(self._match(_BARE), types.of(name if key is None else key))  # by the tool's schema
         else:
             value = json.dumps(self._value(), ensure_ascii=False, allow_nan=False)
         if self._next():
             raise ValueError("more than one value")
         return key, value
 
+    def _match(self, pattern: re.Pattern[str]) -> str:
+        """Take what ``pattern`` matches here."""
+        found = pattern.match(self._text, self._place)
+        self._place = self._place if found is None else found.end()
+        return "" if found is None else found.group().strip()
+
     def _next(self) -> str:
         """The next character that is no white space; empty at the end."""
-        while self._place < len(self._text) and self._text[self._place] in _SPACE:
-            self._place += 1
+        self._match(_SPACE)
         return self._text[self._place : self._place + 1]
 
     def _take(self, mark: str) -> bool:
         self._next()
-        if not self._text.startswith(mark, self._place):
-            return False
-        self._place += len(mark)
-        return True
+        is_here = self._text.startswith(mark, self._place)
+        self._place += len(mark) if is_here else 0
+        return is_here
 
-    def _key(self) -> str | None:
-        """The key in front of an argument; None, and nothing read, if it has none."""
-        start = self._place
-        key = self._string() if self._quote() is not None else self._word()
-        if key and self._take(self._language.equals):
-            return key
-        self._place = start
-        return None
-
-    def _word(self) -> str:
-        found = _WORD.match(self._text, self._place)
-        assert found is not None
-        self._place = found.end()
-        return found.group().strip()
-
-    def _quote(self) -> str | None:
-        return next((quote for quote in self._language.quotes if self._text.startswith(quote, self._place)), None)
+    def _quote(self) -> str:
+        """The quote that begins here, behind white space; empty if there is none."""
+        self._next()
+        return next((quote for quote in self._language.quotes if self._text.startswith(quote, self._place)), "")
 
     def _value(self) -> Any:
         char = self._next()
+        if not char:
+            raise ValueError("no value")
         if char in OPENING:
-            if self._depth >= _MAX_DEPTH or not char:
-                raise ValueError("nested too deeply")
-            self._depth += 1
             self._place += 1
-            value = self._object() if char == "{" else self._items()
-            self._depth -= 1
-            return value
-        prefix = _PREFIX.match(self._text, self._place) if self._language.escapes else None
-        if prefix is not None or self._quote() is not None:
-            return self._joined(prefix.group().lower() if prefix is not None else "")
-        return self._plain(self._bare())
-
-    def _joined(self, prefix: str) -> str:
-        """A string, and those directly behind it, which Python joins."""
-        self._place += len(prefix)
+            return self._object() if char == "{" else [self._value() for _ in self._items()]
+        prefix = self._match(_PREFIX).lower() if self._language.escapes else ""
+        if not self._quote():
+            return self._plain(self._match(_BARE))
         text = self._string(raw="r" in prefix)
         if "f" in prefix and "{" in text:
             raise ValueError("a text with a hole")
-        while self._next() and self._quote() is not None:
+        while self._quote():  # strings directly behind each other are one
             text += self._string()
         return text
 
     def _string(self, *, raw: bool = False) -> str:
         quote = self._quote()
-        assert quote is not None
         start = self._place + len(quote)
-        end = string_end(self._text, start, quote, self._language)
+        end = self._language.string_end(self._text, start, quote)
         text = self._text[start : len(self._text) if end is None else end - len(quote)]
         self._place = len(self._text) if end is None else end
         return text if raw else self._language.unescaped(text)
 
-    def _bare(self) -> str:
-        found = _BARE.match(self._text, self._place)
-        assert found is not None
-        self._place = found.end()
-        return found.group().strip()
-
     def _plain(self, text: str) -> Any:
         if text in _WORDS:
             return _WORDS[text]
-        number = _NUMBER.fullmatch(text)
-        if number is not None and any(char.isdigit() for char in text):
+        if (number := _NUMBER.fullmatch(text)) is not None:
             digits = text.replace("_", "")
             return int(digits) if number[2] is None and number[3] is None else float(digits)
         if self._language.bare_texts:
             return text
         raise ValueError("no literal")
 
-    def _items(self) -> list[Any]:
-        found: list[Any] = []
-        while self._next() and self._next() not in CLOSING:
-            found.append(self._value())
-            if not self._take(",") and self._next() and self._next() not in CLOSING:
+    def _items(self) -> Iterator[None]:
+        """Stop at each item up to the closing bracket, and take that."""
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise ValueError("nested too deeply")
+        while (char := self._next()) and char not in CLOSING:
+            yield
+            if not self._take(",") and (char := self._next()) and char not in CLOSING:
                 raise ValueError("no comma")
         self._place += 1
-        return found
+        self._depth -= 1
 
     def _object(self) -> Any:
         """An object; or a set, whose items have no values."""
         items: list[Any] = []
         pairs: dict[str, Any] = {}
-        while self._next() and self._next() not in CLOSING:
-            if self._next() in OPENING or self._quote() is not None:
+        for _ in self._items():
+            if self._next() in OPENING or self._quote():
                 key = self._value()
             else:
-                key = self._word() if self._language.bare_texts else self._plain(self._word())
+                word = self._match(_WORD)
+                key = word if self._language.bare_texts else self._plain(word)
             if self._take(":"):
                 pairs[key if isinstance(key, str) else json.dumps(key)] = self._value()
             else:
                 items.append(key)
-            if not self._take(",") and self._next() and self._next() not in CLOSING:
-                raise ValueError("no comma")
-        self._place += 1
         if items and pairs:
             raise ValueError("neither an object nor a set")
         return items or pairs
-
-
-def string_end(text: str, start: int, quote: str, language: Language) -> int | None:
-    """Return the place behind the quote that ends a string whose text begins at ``start``; None if none does."""
-    ends = language.pattern(quote)
-    while (found := ends.search(text, start)) is not None:
-        if found.group() == quote:
-            return found.end()
-        start = found.start() + 2
-    return None
 
 
 def _unescaped(found: re.Match[str]) -> str:
