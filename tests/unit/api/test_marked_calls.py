@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from tests.unit.api.test_tool_parsers import find
 from tp_engine.api.openai.tools.argument_types import ArgumentTypes, json_value
-from tp_engine.api.openai.tools.events import CallArguments, CallStarted, ToolParser
+from tp_engine.api.openai.tools.events import CallArguments, CallStarted
 from tp_engine.api.openai.tools.formats import TOOL_FORMATS
 from tp_engine.api.openai.tools.request import ToolRequest
+from tp_engine.api.openai.tools.text_parser import TextParser
 
 PARAMETERS = {
     "type": "object",
@@ -37,7 +38,7 @@ NAMES = ("glm45", "minimax_m2", "qwen3_coder")
 Arguments = dict[str, str]
 
 
-def parser(name: str) -> ToolParser:
+def parser(name: str) -> TextParser:
     return TOOL_FORMATS[name].new_parser(TOOLS)
 
 

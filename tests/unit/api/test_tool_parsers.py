@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from tp_engine.api.openai.chat.parser import ChatParsing
-from tp_engine.api.openai.tools.events import CallArguments, CallStarted, ContentText, ReasoningText, ToolParser
+from tp_engine.api.openai.tools.events import CallArguments, CallStarted, ContentText, ReasoningText
 from tp_engine.api.openai.tools.forced import CallListParser, NamedCallParser
 from tp_engine.api.openai.tools.formats import TOOL_FORMATS
 from tp_engine.api.openai.tools.marked_calls import CallMarks
 from tp_engine.api.openai.tools.request import ToolRequest
+from tp_engine.api.openai.tools.text_parser import TextParser
 
 TOOLS = ToolRequest(
     tools=tuple({"function": {"name": name}} for name in ("get_weather", "add", "größe")), choice="auto"
@@ -53,7 +54,7 @@ class Found:
         self.order += [kind] if self.order[-1:] != [kind] else []
 
 
-def find(parser: ToolParser, pieces: Iterable[str], cut_off: bool = False) -> Found:
+def find(parser: TextParser, pieces: Iterable[str], cut_off: bool = False) -> Found:
     found = Found()
     for piece in pieces:
         for event in parser.feed(piece):
@@ -63,11 +64,11 @@ def find(parser: ToolParser, pieces: Iterable[str], cut_off: bool = False) -> Fo
     return found
 
 
-def hermes() -> ToolParser:
+def hermes() -> TextParser:
     return TOOL_FORMATS["hermes"].new_parser(TOOLS)
 
 
-def llama() -> ToolParser:
+def llama() -> TextParser:
     return TOOL_FORMATS["llama3_json"].new_parser(TOOLS)
 
 
@@ -233,26 +234,26 @@ STEP_CALL = (
 STEP = {f"<calls>{STEP_CALL}{STEP_CALL}</calls> ok": ("ok", [("add", '{"n": 1}')] * 2)}
 
 
-def step() -> ToolParser:
+def step() -> TextParser:
     return STEP_MARKS.format("Step3").new_parser(TOOLS)
 
 
-def granite() -> ToolParser:
+def granite() -> TextParser:
     return TOOL_FORMATS["granite"].new_parser(TOOLS)
 
 
-def mistral() -> ToolParser:
+def mistral() -> TextParser:
     return TOOL_FORMATS["mistral"].new_parser(TOOLS)
 
 
-def ernie() -> ToolParser:
+def ernie() -> TextParser:
     return TOOL_FORMATS["ernie45"].new_parser(TOOLS)
 
 
 TEXTS = {hermes: HERMES, llama: LLAMA, granite: GRANITE, mistral: MISTRAL, ernie: ERNIE}
 TEXTS |= {step: STEP}
 CASES = [(parser, text, *expected) for parser, texts in TEXTS.items() for text, expected in texts.items()]
-Maker = Callable[[], ToolParser]
+Maker = Callable[[], TextParser]
 
 
 @pytest.mark.parametrize(("parser", "text", "content", "calls"), CASES)

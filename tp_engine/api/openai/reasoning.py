@@ -24,12 +24,18 @@ from tp_engine.api.openai.tools.events import (
     ContentText,
     MessageFormat,
     TemplateMarks,
-    ToolParser,
 )
 from tp_engine.api.openai.tools.formats import COHERE_RESPONSE, GEMMA_DROPS
 from tp_engine.api.openai.tools.harmony import ANALYSIS, END, HARMONY
 from tp_engine.api.openai.tools.harmony import TEMPLATE as HARMONY_TEMPLATE
-from tp_engine.api.openai.tools.text_parser import EndOfTextError, Reading, TextParser, first_mark, num_settled
+from tp_engine.api.openai.tools.text_parser import (
+    EndOfTextError,
+    MessageParser,
+    Reading,
+    TextParser,
+    first_mark,
+    num_settled,
+)
 
 if TYPE_CHECKING:
     from tp_engine.api.openai.structured import TokenWriting  # pydantic, which options are read without
@@ -189,8 +195,8 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
 REASONING_ALIASES = {alias: name for name, reasoning in REASONING_FORMATS.items() for alias in reasoning.aliases}
 
 
-class ReasoningParser(TextParser):
-    """A ``MessageParser``: divides one sequence's text by ``marks``, and gives the answer to another parser.
+class ReasoningParser(MessageParser):
+    """Divides one sequence's text by ``marks``, and gives the answer to another parser.
 
     ``marks`` None: all text is the answer.  ``new_answer`` makes the parser of the answer; None: all of it is content.
     An opening mark is read also where the prompt has opened the reasoning, or has closed it, and a closing mark also
@@ -202,7 +208,7 @@ class ReasoningParser(TextParser):
         self,
         marks: ReasoningFormat | None,
         begins: Beginning,
-        new_answer: Callable[[], ToolParser] | None = None,
+        new_answer: Callable[[], TextParser] | None = None,
         calls: tuple[str, ...] = (),
     ) -> None:
         self._closes = () if marks is None else marks.closes
@@ -215,9 +221,7 @@ class ReasoningParser(TextParser):
         self._num_fed = 0
         self._is_late = False  # a closing mark may come in the content
         self._held = ""  # the beginning of one
-        self.has_reasoning = False
-        self.in_answer: bool | None = marks is None
-        self.num_reasoning_characters: int | None = None
+        self.in_answer = marks is None
 
     def feed(self, text: str) -> list[ChatEvent]:
         self._num_fed += len(text)

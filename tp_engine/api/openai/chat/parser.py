@@ -17,15 +17,13 @@ from tp_engine.api.openai.tools.events import (
     ContentText,
     ForcedForm,
     MessageFormat,
-    MessageParser,
     ReasoningText,
     ToolFormat,
-    ToolParser,
     openai_call_id,
 )
 from tp_engine.api.openai.tools.forced import CallListParser, NamedCallParser
 from tp_engine.api.openai.tools.request import ToolRequest
-from tp_engine.api.openai.tools.text_parser import TextParser
+from tp_engine.api.openai.tools.text_parser import MessageParser, TextParser
 
 # Parsers look at pending text again and again, so they get a long text in pieces.
 _PIECE = 4096
@@ -107,7 +105,7 @@ class ChatParsing:
         calls = self._model_format().opens if may_call else ()
         return ReasoningParser(self.reasoning, self.begins, self._new_tool_parser(), calls)
 
-    def _new_tool_parser(self) -> Callable[[], ToolParser] | None:
+    def _new_tool_parser(self) -> Callable[[], TextParser] | None:
         """What makes the parser of calls; without tools, one that drops marks from the answer, or None."""
         tools = self.tools
         if tools is None:

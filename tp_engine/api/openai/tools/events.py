@@ -9,14 +9,15 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tp_engine.api.openai.tools.forced_arguments import JSON, ArgumentForm
 
 if TYPE_CHECKING:
     from tp_engine.api.openai.structured import TokenWriting
     from tp_engine.api.openai.tools.request import ToolRequest  # pydantic, which options are read without
+    from tp_engine.api.openai.tools.text_parser import MessageParser, TextParser
     from tp_engine.structured_outputs import StructuredOutputsParams
 
 # Names of functions that every format's reader takes.
@@ -64,32 +65,6 @@ ChatEvent: TypeAlias = ReasoningText | ContentText | CallStarted | CallArguments
 def openai_call_id(name: str) -> str:
     """Return a fresh id of a call of ``name``, as OpenAI's API writes it."""
     return f"call_{uuid.uuid4().hex[:24]}"
-
-
-class ToolParser(Protocol):
-    """The parser of one sequence; its joined events are the same for every split of the text."""
-
-    def feed(self, text: str) -> list[ChatEvent]:
-        """Take the next piece of text; returns the events that are certain now."""
-
-    def finish(self, *, cut_off: bool) -> list[ChatEvent]:
-        """End the text.  ``cut_off``: a limit ended it; drop half a mark at its end, instead of showing it."""
-
-
-class MessageParser(ToolParser, Protocol):
-    """A parser of whole messages: it finds the reasoning too."""
-
-    @property
-    def has_reasoning(self) -> bool:
-        """Whether the text is known to begin with reasoning."""
-
-    @property
-    def in_answer(self) -> bool | None:
-        """Whether the reasoning at the beginning has ended, or there is none; None while a call may have ended it."""
-
-    @property
-    def num_reasoning_characters(self) -> int | None:
-        """Length of the reasoning, with its marks, if a call has ended it, else None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +136,7 @@ class ToolFormat:
     aliases: tuple[str, ...] = ()
     marks: tuple[str, ...]
     opens: tuple[str, ...] = ()
-    new_parser: Callable[[ToolRequest], ToolParser]
+    new_parser: Callable[[ToolRequest], TextParser]
     call_ids: CallIds = lambda tools: openai_call_id
     numbered_id: str = ""
     template: tuple[TemplateMarks, ...] = ()
@@ -187,44 +162,3 @@ class ToolFormat:
             called = before.replace("NAME", json.dumps(name, ensure_ascii=False)[1:-1] if '"NAME"' in before else name)
             texts.append(f"{called}{form.arguments.written(arguments)}{behind}")
         return f"{form.begin}{form.between.join(texts)}{form.end}"
-
-
-class EventSink:
-    """Collects the events of one ``feed`` and joins neighbouring pieces of the same kind."""
-
-    def __init__(self, new_call_id: NewCallId = openai_call_id) -> None:
-        self._new_call_id = new_call_id
-        self._events: list[ChatEvent] = []
-        self.num_calls = 0
-
-    def content(self, text: str) -> None:
-        """Add text of the answer."""
-        self.add(ContentText(text))
-
-    def reasoning(self, text: str) -> None:
-        """Add text of the reasoning."""
-        self.add(ReasoningText(text))
-
-    def start_call(self, name: str) -> None:
-        """Begin the next call."""
-        self._events.append(CallStarted(self.num_calls, self._new_call_id(name), name))
-        self.num_calls += 1
-
-    def arguments(self, text: str) -> None:
-        """Add to the arguments of the last call."""
-        self.add(CallArguments(self.num_calls - 1, text))
-
-    def add(self, event: ChatEvent) -> None:
-        """Add an event."""
-        last = self._events[-1] if self._events else None
-        if isinstance(event, CallStarted):
-            self._events.append(event)
-        elif isinstance(last, type(event)):
-            self._events[-1] = replace(last, text=last.text + event.text)
-        elif event.text:
-            self._events.append(event)
-
-    def take(self) -> list[ChatEvent]:
-        """Return the events since the last time."""
-        given, self._events = self._events, []
-        return given

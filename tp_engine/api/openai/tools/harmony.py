@@ -19,8 +19,8 @@ import json
 import re
 from typing import TYPE_CHECKING
 
-from tp_engine.api.openai.tools.events import MessageFormat, MessageParser, TemplateMarks, ToolFormat
-from tp_engine.api.openai.tools.text_parser import EndOfTextError, Reading, TextParser
+from tp_engine.api.openai.tools.events import MessageFormat, TemplateMarks, ToolFormat
+from tp_engine.api.openai.tools.text_parser import EndOfTextError, MessageParser, Reading
 from tp_engine.grammar.library import inner_schema
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class _MessageKind(enum.Enum):
     CALL = enum.auto()
 
 
-class HarmonyParser(TextParser, MessageParser):
+class HarmonyParser(MessageParser):
     """The parser of whole messages; its text is that of a message's body, whatever its kind.
 
     ``tools`` None: calls are not wanted.  ``prompt`` may have begun the first message.
@@ -59,30 +59,17 @@ class HarmonyParser(TextParser, MessageParser):
         super().__init__(_BREAKS)
         self._names = None if tools is None else tools.names
         self._kind = _MessageKind.CONTENT
-        self._first: _MessageKind | None = None
-        self._first_ended = False
+        self._is_first = True  # no message has begun
         self._is_empty = True  # the message has no text yet
         self._shown: set[_MessageKind] = set()  # the kinds with text of earlier messages
         self.feed(prompt.rpartition(_ANSWERER)[2] if _ANSWERER in prompt else "")
-
-    @property
-    def has_reasoning(self) -> bool:
-        return self._first is _MessageKind.REASONING
-
-    @property
-    def in_answer(self) -> bool | None:
-        return self._first_ended or self._first in (_MessageKind.CONTENT, _MessageKind.CALL)
-
-    @property
-    def num_reasoning_characters(self) -> int | None:
-        return None
 
     def _read(self) -> Reading[None]:
         while True:
             try:
                 yield from self._read_header()
             except EndOfTextError:
-                if self._first is None and not self._pending.startswith("<|"):
+                if self._is_first and not self._pending.startswith("<|"):
                     self._give(self._pending)
                 raise
             try:
@@ -119,14 +106,16 @@ class HarmonyParser(TextParser, MessageParser):
 
     def _begin(self, kind: _MessageKind) -> None:
         self._kind, self._is_empty, self._is_unsure, self._at = kind, True, False, 0
-        self._first = self._first or kind
+        if self._is_first:
+            self._is_first, self.has_reasoning = False, kind is _MessageKind.REASONING
+            self.in_answer = not self.has_reasoning
 
     def _end_message(self) -> None:
         if self._kind is _MessageKind.CALL and self._is_empty:
             self._sink.arguments("{}")
         elif not self._is_empty:
             self._shown.add(self._kind)
-        self._first_ended = True
+        self.in_answer = True
 
     def _give(self, text: str) -> None:
         """Pass on text of the body."""

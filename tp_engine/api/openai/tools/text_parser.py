@@ -14,9 +14,18 @@ reads calls that are JSON objects, ``marked_calls.py`` calls whose arguments sta
 import re
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TypeAlias, TypeVar
 
-from tp_engine.api.openai.tools.events import ChatEvent, EventSink, NewCallId, openai_call_id
+from tp_engine.api.openai.tools.events import (
+    CallArguments,
+    CallStarted,
+    ChatEvent,
+    ContentText,
+    NewCallId,
+    ReasoningText,
+    openai_call_id,
+)
 
 _Found = TypeVar("_Found")
 # What reads pending text: it yields where it needs more.
@@ -32,8 +41,51 @@ class NoCallError(Exception):
     """What looked like a call is none, or not one any more."""
 
 
+class EventSink:
+    """Collects the events of one ``feed`` and joins neighbouring pieces of the same kind."""
+
+    def __init__(self, new_call_id: NewCallId = openai_call_id) -> None:
+        self._new_call_id = new_call_id
+        self._events: list[ChatEvent] = []
+        self.num_calls = 0
+
+    def content(self, text: str) -> None:
+        """Add text of the answer."""
+        self.add(ContentText(text))
+
+    def reasoning(self, text: str) -> None:
+        """Add text of the reasoning."""
+        self.add(ReasoningText(text))
+
+    def start_call(self, name: str) -> None:
+        """Begin the next call."""
+        self._events.append(CallStarted(self.num_calls, self._new_call_id(name), name))
+        self.num_calls += 1
+
+    def arguments(self, text: str) -> None:
+        """Add to the arguments of the last call."""
+        self.add(CallArguments(self.num_calls - 1, text))
+
+    def add(self, event: ChatEvent) -> None:
+        """Add an event."""
+        last = self._events[-1] if self._events else None
+        if isinstance(event, CallStarted):
+            self._events.append(event)
+        elif isinstance(last, type(event)):
+            self._events[-1] = replace(last, text=last.text + event.text)
+        elif event.text:
+            self._events.append(event)
+
+    def take(self) -> list[ChatEvent]:
+        """Return the events since the last time."""
+        given, self._events = self._events, []
+        return given
+
+
 class TextParser:
-    """A ``ToolParser``.  White space beside a call is layout, and dropped unless text is on both sides.
+    """The parser of one sequence; its joined events are the same for every split of the text.
+
+    White space beside a call is layout, and dropped unless text is on both sides.
 
     ``opens`` are the marks that end text.  Texts never show ``drops``.
     """
@@ -171,6 +223,18 @@ class TextParser:
             self._at = max(self._at, num_settled(self._pending, (close, *others)))
             yield from self._more()
         self._take(found[0] + (len(close) if found[1] == close else 0))
+
+
+class MessageParser(TextParser):
+    """A parser of whole messages: it finds the reasoning too.
+
+    ``has_reasoning``: the text is known to begin with reasoning.  ``in_answer``: that has ended, or there is none; None
+    while a call may have ended it.  ``num_reasoning_characters``: its length, with its marks, if a call has ended it.
+    """
+
+    has_reasoning = False
+    in_answer: bool | None = False
+    num_reasoning_characters: int | None = None
 
 
 def first_mark(text: str, marks: Iterable[str], start: int = 0) -> tuple[int, str] | None:
