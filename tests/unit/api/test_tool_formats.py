@@ -15,11 +15,12 @@ from tests.unit.api.test_reasoning import follows
 from tests.unit.api.test_tool_parsers import ARGUMENTS, find
 from tp_engine.api.openai.chat.parser import ChatParsing, ParsedMessage
 from tp_engine.api.openai.structured import TokenWriting
-from tp_engine.api.openai.tools.events import CallArguments, ForcedForm
+from tp_engine.api.openai.tools.events import CallArguments
 from tp_engine.api.openai.tools.forced import forced_calls
 from tp_engine.api.openai.tools.formats import TOOL_FORMATS
 from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.api.openai.tools.text_parser import TextParser
+from tp_engine.api.openai.tools.tool_format import ForcedForm
 from tp_engine.grammar.compiler import compile_grammar
 from tp_engine.grammar.vocabulary import make_vocabulary
 from tp_engine.structured_outputs import StructuredOutputsParams

@@ -18,13 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tp_engine.api.openai.tools.ernie45 import OPEN as RESPONSE
 from tp_engine.api.openai.tools.ernie45 import ResponseMarks
-from tp_engine.api.openai.tools.events import (
-    CallStarted,
-    ChatEvent,
-    ContentText,
-    MessageFormat,
-    TemplateMarks,
-)
+from tp_engine.api.openai.tools.events import CallStarted, ChatEvent, ContentText
 from tp_engine.api.openai.tools.formats import COHERE_RESPONSE, GEMMA_DROPS
 from tp_engine.api.openai.tools.harmony import ANALYSIS, END, HARMONY
 from tp_engine.api.openai.tools.harmony import TEMPLATE as HARMONY_TEMPLATE
@@ -36,6 +30,7 @@ from tp_engine.api.openai.tools.text_parser import (
     first_mark,
     num_settled,
 )
+from tp_engine.api.openai.tools.tool_format import MessageFormat, TemplateMarks
 
 if TYPE_CHECKING:
     from tp_engine.api.openai.structured import TokenWriting  # pydantic, which options are read without

@@ -24,8 +24,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tp_engine.api.openai.chat.capabilities import TemplateCapabilities
-from tp_engine.api.openai.tools.events import ToolFormat
 from tp_engine.api.openai.tools.text_parser import valid_unicode
+from tp_engine.api.openai.tools.tool_format import ToolFormat
 from tp_engine.errors import RequestError, shown
 from tp_engine.images.sources import ImageSource, image_source, is_image_part
 from tp_engine.log import get_logger, warn_once

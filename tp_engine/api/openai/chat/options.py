@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tp_engine.api.openai.reasoning import REASONING_ALIASES, REASONING_FORMATS, ReasoningFormat
-from tp_engine.api.openai.tools.events import ToolFormat
 from tp_engine.api.openai.tools.formats import TOOL_FORMATS
+from tp_engine.api.openai.tools.tool_format import ToolFormat
 from tp_engine.errors import ConfigError
 from tp_engine.files import read_text
 from tp_engine.log import get_logger

@@ -15,15 +15,13 @@ from tp_engine.api.openai.tools.events import (
     CallStarted,
     ChatEvent,
     ContentText,
-    ForcedForm,
-    MessageFormat,
     ReasoningText,
-    ToolFormat,
     openai_call_id,
 )
 from tp_engine.api.openai.tools.forced import CallListParser, NamedCallParser
 from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.api.openai.tools.text_parser import MessageParser, TextParser
+from tp_engine.api.openai.tools.tool_format import ForcedForm, MessageFormat, ToolFormat
 
 # Parsers look at pending text again and again, so they get a long text in pieces.
 _PIECE = 4096

@@ -12,7 +12,7 @@ from tp_engine.api.openai.chat.messages import images_behind_tools, normal_messa
 from tp_engine.api.openai.chat.options import ChatOptions
 from tp_engine.api.openai.chat.template import ChatTemplate, TemplateRefusal
 from tp_engine.api.openai.reasoning import ReasoningFormat
-from tp_engine.api.openai.tools.events import ToolFormat
+from tp_engine.api.openai.tools.tool_format import ToolFormat
 from tp_engine.errors import ConfigError, RequestError
 from tp_engine.images.placeholders import HiddenMarks
 from tp_engine.images.sources import ImageSource

@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from tp_engine.api.openai.tools.events import ForcedForm, NewCallId, openai_call_id
+from tp_engine.api.openai.tools.events import NewCallId, openai_call_id
 from tp_engine.api.openai.tools.forced_arguments import WORDS, FormWriting
 from tp_engine.api.openai.tools.json_calls import SEPARATORS, ObjectsParser
 from tp_engine.api.openai.tools.text_parser import EndOfTextError, NoCallError, Reading, TextParser
+from tp_engine.api.openai.tools.tool_format import ForcedForm
 
 if TYPE_CHECKING:
     from tp_engine.api.openai.structured import TokenWriting

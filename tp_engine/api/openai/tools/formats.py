@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 from tp_engine.api.openai.tools import harmony
 from tp_engine.api.openai.tools.ernie45 import OPEN as RESPONSE
 from tp_engine.api.openai.tools.ernie45 import Ernie45ToolParser
-from tp_engine.api.openai.tools.events import ForcedForm, TemplateMarks, ToolFormat
 from tp_engine.api.openai.tools.forced_arguments import LiteralArguments, MarkedArguments
 from tp_engine.api.openai.tools.json_calls import PYTHON_TAG, CallBlock, Llama3JsonToolParser
 from tp_engine.api.openai.tools.literal_calls import LiteralMarks
 from tp_engine.api.openai.tools.literals import Language
 from tp_engine.api.openai.tools.marked_calls import CallMarks
+from tp_engine.api.openai.tools.tool_format import ForcedForm, TemplateMarks, ToolFormat
 
 if TYPE_CHECKING:
     from tp_engine.api.openai.tools.request import ToolRequest

@@ -19,8 +19,8 @@ import json
 import re
 from typing import TYPE_CHECKING
 
-from tp_engine.api.openai.tools.events import MessageFormat, TemplateMarks, ToolFormat
 from tp_engine.api.openai.tools.text_parser import EndOfTextError, MessageParser, Reading
+from tp_engine.api.openai.tools.tool_format import MessageFormat, TemplateMarks, ToolFormat
 from tp_engine.grammar.library import inner_schema
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tp_engine.api.openai.tools.argument_types import parsed_json
-from tp_engine.api.openai.tools.events import CallIds, NewCallId, ToolFormat, openai_call_id
+from tp_engine.api.openai.tools.events import NewCallId, openai_call_id
 from tp_engine.api.openai.tools.text_parser import (
     NO_SPACE,
     EndOfTextError,
@@ -23,6 +23,7 @@ from tp_engine.api.openai.tools.text_parser import (
     TextParser,
     valid_unicode,
 )
+from tp_engine.api.openai.tools.tool_format import CallIds, ToolFormat
 
 # Between the objects of one block; some models write a list.
 SEPARATORS = " \t\r\n,[]"

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tp_engine.api.openai.tools.argument_types import ArgumentTypes
-from tp_engine.api.openai.tools.events import ToolFormat
 from tp_engine.api.openai.tools.literals import CLOSING, OPENING, PYTHON, Language, LiteralReader
 from tp_engine.api.openai.tools.text_parser import (
     NO_SPACE,
@@ -27,6 +26,7 @@ from tp_engine.api.openai.tools.text_parser import (
     TextParser,
     partial_suffix,
 )
+from tp_engine.api.openai.tools.tool_format import ToolFormat
 
 if TYPE_CHECKING:
     from tp_engine.api.openai.tools.request import ToolRequest

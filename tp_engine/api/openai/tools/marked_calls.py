@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tp_engine.api.openai.tools.argument_types import ArgumentTypes, is_text, json_value, parsed_json
-from tp_engine.api.openai.tools.events import ToolFormat
 from tp_engine.api.openai.tools.text_parser import (
     NO_SPACE,
     EndOfTextError,
@@ -21,6 +20,7 @@ from tp_engine.api.openai.tools.text_parser import (
     first_mark,
     num_settled,
 )
+from tp_engine.api.openai.tools.tool_format import ToolFormat
 
 if TYPE_CHECKING:
     from tp_engine.api.openai.tools.request import ToolRequest
