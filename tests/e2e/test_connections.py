@@ -21,8 +21,9 @@ import uvicorn
 from tests.e2e.frontend import INFO, running_server, wait_until
 from tests.fake_engine import FakeEngine, arith
 from tp_engine.server.config import ServerConfig
-from tp_engine.server.connections import ConnectionLimit, Connections, http_protocol
+from tp_engine.server.connections import Connections, http_protocol
 from tp_engine.server.main import FrontendServer
+from tp_engine.server.middleware import Checks
 from tp_engine.server.request_guard import RequestGuard
 
 WAIT_S = 20.0
@@ -80,8 +81,8 @@ def small_server(parser: str, **options: Any) -> Iterator[Small]:
     """``application`` in a thread, on a free port, over ``parser`` of uvicorn."""
     limits = {"header_timeout_s": HEADER_S, "write_timeout_s": WRITE_S, "max_connections": 8, **options}
     connections = Connections(ServerConfig(**limits))
-    guarded = RequestGuard(application, ServerConfig(allowed_hosts=("*",)))
-    limited = ConnectionLimit(guarded, connections, ("/health",))
+    guarded = Checks(application, RequestGuard(ServerConfig(allowed_hosts=("*",))))
+    limited = Checks(guarded, lambda scope: None if scope["path"] == "/health" else connections.check_room())
     config = uvicorn.Config(
         limited,
         http=http_protocol() if parser == "httptools" else parser,

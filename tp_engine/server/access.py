@@ -23,14 +23,13 @@ from pathlib import Path
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.errors import RequestError, shown
 from tp_engine.log import get_logger
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.listener import is_local
-from tp_engine.server.replies import error_reply
 
 logger = get_logger(__name__)
 
@@ -71,13 +70,12 @@ async def admins_only(request: Request) -> None:
 
 
 class KeyGuard:
-    """Answers 401 without a key that the server needs, on every path but ``open_paths``, and notes the caller.
+    """Raises 401 without a key that the server needs, on every path but ``open_paths``, and notes the caller.
 
     It compares digests, all of them and in constant time, so the time of an answer says nothing about the keys.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, open_paths: Iterable[str]) -> None:
-        self._app = app
+    def __init__(self, config: ServerConfig, open_paths: Iterable[str]) -> None:
         self._open_paths = frozenset(open_paths)
         self._keys = [_digest(key.encode()) for key in config.api_keys]
         self._admin_keys = [_digest(key.encode()) for key in config.admin_api_keys]
@@ -86,15 +84,12 @@ class KeyGuard:
         self._nobody = Caller(remedy=remedy)
         self._without_key = replace(self._nobody, sees_all=not has_keys, acts=not has_keys and is_local(config))
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            caller = self._caller(scope)
-            if caller is None:
-                text = "missing or wrong API key; send Authorization: Bearer <key>, or x-api-key: <key>"
-                await error_reply(HttpError(401, text, code="invalid_api_key"))(scope, receive, send)
-                return
-            _CALLER.set(caller)
-        await self._app(scope, receive, send)
+    def __call__(self, scope: Scope) -> None:
+        caller = self._caller(scope)
+        if caller is None:
+            text = "missing or wrong API key; send Authorization: Bearer <key>, or x-api-key: <key>"
+            raise HttpError(401, text, code="invalid_api_key")
+        _CALLER.set(caller)
 
     def _caller(self, scope: Scope) -> Caller | None:
         headers = Headers(scope=scope)

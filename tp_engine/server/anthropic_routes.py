@@ -2,7 +2,6 @@
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tp_engine.api.anthropic.protocol import CountTokensBody, MessagesBody, anthropic_error
 from tp_engine.api.anthropic.requests import count_tokens
@@ -32,14 +31,7 @@ def add_anthropic_routes(app: FastAPI, state: ServerState) -> None:
             return json_reply(await in_thread(request, state, count_tokens, body, state.llm.input_processor))
 
 
-class AnthropicErrors:
-    """Gives all errors of these routes Anthropic's form, also those of the middleware before them."""
-
-    def __init__(self, app: ASGIApp, root_path: str = "") -> None:
-        self._app = app
-        self._root_path = root_path
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and f"{scope['path'].removeprefix(self._root_path)}/".startswith(f"{_PATH}/"):
-            shape_errors(anthropic_error)
-        await self._app(scope, receive, send)
+def shape_own_errors(path: str) -> None:
+    """Give errors Anthropic's form on the ``path`` of these routes, also those of what comes before the routes."""
+    if f"{path}/".startswith(f"{_PATH}/"):
+        shape_errors(anthropic_error)

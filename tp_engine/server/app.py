@@ -7,15 +7,15 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.types import Scope
 
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.errors import EngineDeadError, RequestError
-from tp_engine.server import middleware
 from tp_engine.server.access import KeyGuard, admins_only
 from tp_engine.server.admin_routes import add_admin_routes
-from tp_engine.server.anthropic_routes import AnthropicErrors, add_anthropic_routes
+from tp_engine.server.anthropic_routes import add_anthropic_routes, shape_own_errors
 from tp_engine.server.batch_routes import add_batch_routes
-from tp_engine.server.connections import ConnectionLimit
+from tp_engine.server.middleware import Checks, Entrance, plain_paths
 from tp_engine.server.openai_routes import add_openai_routes
 from tp_engine.server.openapi import install_openapi
 from tp_engine.server.replies import ClientGoneError, error_reply
@@ -61,9 +61,12 @@ def _add_middleware(app: FastAPI, state: ServerState) -> None:
     """The innermost first: a request passes the last one first."""
     config = state.config
     probes, page = ([prefix + path for path in paths for prefix in ("", config.root_path)] for paths in _OPEN)
-    app.add_middleware(middleware.Paths, root_path=config.root_path)
-    app.add_middleware(KeyGuard, config=config, open_paths=(*probes, *page))
-    app.add_middleware(RequestGuard, config=config)
+
+    def has_room(scope: Scope) -> None:
+        if scope["path"] not in probes:
+            state.connections.check_room()
+
+    app.add_middleware(Checks, RequestGuard(config), KeyGuard(config, (*probes, *page)), plain_paths(config.root_path))
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -73,12 +76,8 @@ def _add_middleware(app: FastAPI, state: ServerState) -> None:
             allow_credentials=config.allow_credentials,
             expose_headers=("X-Request-Id", "Retry-After"),
         )
-    app.add_middleware(ConnectionLimit, connections=state.connections, probes=probes)
-    app.add_middleware(middleware.RequestIds)
-    app.add_middleware(middleware.HeadRequests)
-    app.add_middleware(middleware.Turnstile)
-    app.add_middleware(AnthropicErrors, root_path=config.root_path)
-    app.add_middleware(middleware.HttpMetrics, figures=state.metrics.http)
+    app.add_middleware(Checks, has_room)
+    app.add_middleware(Entrance, state.metrics.http, shape_own_errors, config.root_path)
 
 
 def _add_error_handlers(app: FastAPI) -> None:

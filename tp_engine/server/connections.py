@@ -21,16 +21,14 @@ import logging
 import os
 import resource
 import time
-from collections.abc import Iterable, Iterator, MutableSet
+from collections.abc import Iterator, MutableSet
 from dataclasses import dataclass
 from typing import Any, TypeAlias
-
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.log import get_logger
 from tp_engine.server.config import ServerConfig
-from tp_engine.server.replies import error_reply
+from tp_engine.server.middleware import TOO_MANY_CONNECTIONS
 
 logger = get_logger(__name__)
 
@@ -81,6 +79,12 @@ class Connections(MutableSet[Connection]):
     def are_too_many(self) -> bool:
         """Whether there are more than there may be, although those without a request have ended."""
         return len(self._waits) > self._most
+
+    def check_room(self) -> None:
+        """``HttpError`` 503 while there are too many."""
+        if self.are_too_many:
+            text = "the server has too many connections; try again later"
+            raise HttpError(503, text, code=TOO_MANY_CONNECTIONS, retry_after_s=_RETRY_AFTER_S)
 
     async def run(self) -> None:
         """Look at the connections once in a second, until cancelled."""
@@ -218,21 +222,3 @@ def _unread_bytes(connection: Connection) -> int:
     if connection.transport is None or not (connection.flow.write_paused or _has_no_request(connection)):
         return 0
     return int(connection.transport.get_write_buffer_size())
-
-
-class ConnectionLimit:
-    """Answers 503 while there are too many connections, on all paths but those of ``probes``."""
-
-    def __init__(self, app: ASGIApp, connections: Connections, probes: Iterable[str]) -> None:
-        self._app = app
-        self._connections = connections
-        self._probes = frozenset(probes)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._connections.are_too_many and scope["path"] not in self._probes:
-            text = "the server has too many connections; try again later"
-            reply = error_reply(HttpError(503, text, code="too_many_connections", retry_after_s=_RETRY_AFTER_S))
-            reply.headers["Connection"] = "close"
-            await reply(scope, receive, send)
-            return
-        await self._app(scope, receive, send)

@@ -1,12 +1,12 @@
-"""ASGI middleware, in the order in which a request passes it; ``app.py`` puts it together.
+"""What every request passes before its route.
 
 ::
 
-    HttpMetrics -> AnthropicErrors -> Turnstile -> HeadRequests -> RequestIds -> ConnectionLimit -> CORS
-    -> RequestGuard -> KeyGuard -> Paths -> route
-
-``AnthropicErrors`` is in ``anthropic_routes.py``, ``ConnectionLimit`` in ``connections.py``, ``RequestGuard`` in
-``request_guard.py``, ``KeyGuard`` in ``access.py``.
+    Entrance    each request is counted, waits for its turn, gets an id; HEAD becomes GET
+    Checks      503 where there are too many connections (connections.py)
+    CORS        starlette's, if other origins are allowed
+    Checks      pages of other sites (request_guard.py), keys (access.py); then the path gets its plain form
+    the route
 """
 
 import asyncio
@@ -14,17 +14,21 @@ import re
 import time
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tp_engine.api.openai.errors import HttpError
 from tp_engine.api.openai.protocol import MAX_REQUEST_ID, REQUEST_ID
+from tp_engine.errors import RequestError
 from tp_engine.log import bind_request
 from tp_engine.server.metrics.figures import HttpFigures
+from tp_engine.server.replies import error_reply
 
 PER_TURN = 2
+TOO_MANY_CONNECTIONS = "too_many_connections"
 
 # Prometheus and load balancers ask for these every few seconds; in the figures they would hide the other routes.
 _NOT_COUNTED = ("/metrics", "/live", "/health", "/ready", "/ping", "/load", "/version", "/server_info", "/engine")
@@ -37,44 +41,74 @@ _TRACE_PARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}
 _CARRIER: ContextVar[Mapping[str, str]] = ContextVar("trace_carrier", default={})  # noqa: B039 (never changed)
 
 
-class HttpMetrics:
-    """Counts requests by route.  Paths without a route count as ``none``, so that clients can not invent labels."""
+class Entrance:
+    """Counts requests by route, names them, and begins a few of them at a time.
 
-    def __init__(self, app: ASGIApp, figures: HttpFigures) -> None:
+    ``X-Request-Id`` of every answer is the client's own, if valid, or a fresh one; log lines and spans have it too.
+    ``scope["state"]["request_id"]`` is the id; ``name_request`` replaces it by the body's.
+    ``scope["state"]["client_request_id"]`` is the header's id, or None.  Spans belong to the caller's trace.
+
+    HEAD gets the status and headers of GET.  ``shape_errors`` is called with each path, without ``root_path``.
+    """
+
+    def __init__(
+        self, app: ASGIApp, figures: HttpFigures, shape_errors: Callable[[str], None], root_path: str = ""
+    ) -> None:
         self._app = app
         self._figures = figures
+        self._shape_errors = shape_errors
+        self._root_path = root_path
+        self._turnstile = Turnstile()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started_s, status, num_bytes = time.monotonic(), _CLIENT_GONE, 0
+        started_s, status, num_bytes, method = time.monotonic(), _CLIENT_GONE, 0, scope["method"]
+        state, is_head = scope.setdefault("state", {}), method == "HEAD"
 
         # A plain function, not a coroutine: it is called for every chunk of every stream.
-        def counting(message: Message) -> Awaitable[None]:
+        def sending(message: Message) -> Awaitable[None]:
             nonlocal status, num_bytes
             if message["type"] == "http.response.start":
                 status = message["status"]
+                MutableHeaders(scope=message)[_ID_HEADER] = state["request_id"]
+            elif is_head:
+                message = {**message, "body": b""}
             else:
                 num_bytes += len(message.get("body", b""))
             return send(message)
 
+        scope = {**scope, "method": "GET"} if is_head else scope  # uvicorn reads the method of its own
+        self._shape_errors(self._enter(scope))
         try:
-            await self._app(scope, receive, counting)
+            if method == "POST":
+                await self._turnstile.wait()
+            await self._app(scope, receive, sending)
         finally:
+            # Paths without a route count as ``none``, so that clients can not invent labels.
             handler = getattr(scope.get("route"), "path", _NO_ROUTE)
             if handler not in _NOT_COUNTED:
                 self._figures.observe(
-                    handler, scope["method"] if scope["method"] in _METHODS else "other", status,
+                    handler, method if method in _METHODS else "other", status,
                     seconds=time.monotonic() - started_s, request_bytes=_announced(scope), response_bytes=num_bytes,
                 )  # fmt: skip
 
+    def _enter(self, scope: Scope) -> str:
+        """Set the ids of a request; returns its path without ``root_path``."""
+        headers, state = Headers(scope=scope), scope["state"]
+        given = headers.get(_ID_HEADER, "")
+        state["client_request_id"] = given if len(given) <= MAX_REQUEST_ID and _VALID_ID.match(given) else None
+        state["request_id"] = state["client_request_id"] or uuid.uuid4().hex
+        parent = _TRACE_PARENT.match(headers.get("traceparent", ""))
+        _CARRIER.set({name: headers[name] for name in ("traceparent", "tracestate") if name in headers})
+        bind_request(state["request_id"], None if parent is None else parent.group(1))
+        return str(scope["path"]).removeprefix(self._root_path)
+
 
 def _announced(scope: Scope) -> int:
-    for name, value in scope["headers"]:
-        if name == b"content-length" and value.isdigit() and len(value) < 16:
-            return int(value)
-    return 0
+    length = Headers(scope=scope).get("content-length", "")
+    return int(length) if length.isdecimal() and len(length) < 16 else 0
 
 
 class Turnstile:
@@ -84,17 +118,12 @@ class Turnstile:
     streams for a second.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._num_free = PER_TURN
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST":
-            await self._pass()
-        await self._app(scope, receive, send)
-
-    async def _pass(self) -> None:
+    async def wait(self) -> None:
+        """Return when the next request may begin."""
         loop = asyncio.get_running_loop()
         if self._num_free == PER_TURN:
             loop.call_soon(self._next_turn)
@@ -116,53 +145,46 @@ class Turnstile:
         asyncio.get_running_loop().call_soon(self._next_turn)
 
 
-class HeadRequests:
-    """Answers HEAD with the status and headers of GET, on every path that has GET."""
+class Checks:
+    """Answers with the error that one of the checks raises, before a body is read."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *checks: Callable[[Scope], None]) -> None:
         self._app = app
+        self._checks = checks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "HEAD":
-            await self._app(scope, receive, send)
-            return
+        if scope["type"] == "http":
+            try:
+                for check in self._checks:
+                    check(scope)
+            except (HttpError, RequestError) as error:
+                reply = error_reply(error)
+                if error.code == TOO_MANY_CONNECTIONS or has_two_lengths(Headers(scope=scope)):
+                    reply.headers["Connection"] = "close"
+                await reply(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
-        async def send_without_body(message: Message) -> None:
-            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
 
-        await self._app({**scope, "method": "GET"}, receive, send_without_body)
+def plain_paths(root_path: str) -> Callable[[Scope], None]:
+    """Return what takes a path that ends with a slash for the one without: some clients join addresses so.
 
-
-class RequestIds:
-    """Puts ``X-Request-Id`` on every answer: the client's own, or a fresh one; log lines and spans have it too.
-
-    ``scope["state"]["request_id"]`` is the id; ``name_request`` replaces it by the body's.  An invalid header is
-    ignored.  ``scope["state"]["client_request_id"]`` is the header's id, or None.  Spans belong to the caller's trace.
+    Paths are accepted with and without ``root_path``, under which a reverse proxy offers the server; links have it.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def change(scope: Scope) -> None:
+        if scope["path"].endswith("/"):
+            path = scope["path"].rstrip("/")
+            scope["path"] = path if path not in ("", root_path) else f"{path}/"
+        if root_path:
+            scope["root_path"] = root_path
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        given = headers.get(_ID_HEADER, "")
-        named = given if len(given) <= MAX_REQUEST_ID and _VALID_ID.match(given) else None
-        state = scope.setdefault("state", {})
-        state["client_request_id"] = named
-        state["request_id"] = named or uuid.uuid4().hex
-        parent = _TRACE_PARENT.match(headers.get("traceparent", ""))
-        _CARRIER.set({name: headers[name] for name in ("traceparent", "tracestate") if name in headers})
-        bind_request(state["request_id"], None if parent is None else parent.group(1))
+    return change
 
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[_ID_HEADER] = state["request_id"]
-            await send(message)
 
-        await self._app(scope, receive, send_with_id)
+def has_two_lengths(headers: Headers) -> bool:
+    """Return whether it is ambiguous where the body ends; a proxy may take what follows for another request."""
+    return "transfer-encoding" in headers and "content-length" in headers
 
 
 def name_request(state: dict[str, str | None], of_body: str | None) -> str:
@@ -177,22 +199,3 @@ def name_request(state: dict[str, str | None], of_body: str | None) -> str:
 def trace_carrier() -> Mapping[str, str]:
     """Return those of the headers ``traceparent`` and ``tracestate`` that the request of this task has."""
     return _CARRIER.get()
-
-
-class Paths:
-    """Takes a path that ends with a slash for the one without: some clients join addresses so.
-
-    Accepts paths with and without ``root_path``, under which a reverse proxy offers the server; links have it.
-    """
-
-    def __init__(self, app: ASGIApp, root_path: str = "") -> None:
-        self._app = app
-        self._root_path = root_path
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].endswith("/"):
-            path = scope["path"].rstrip("/")
-            scope["path"] = path if path not in ("", self._root_path) else f"{path}/"
-        if self._root_path:
-            scope["root_path"] = self._root_path
-        await self._app(scope, receive, send)

@@ -13,13 +13,13 @@ Clients that are no browsers send no Origin and no Sec-Fetch-Site.
 import ipaddress
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.errors import RequestError, shown
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.listener import is_local
-from tp_engine.server.replies import error_reply
+from tp_engine.server.middleware import has_two_lengths
 
 _SAFE = ("GET", "HEAD", "OPTIONS")
 _OWN_SITE = ("same-origin", "none")  # values of Sec-Fetch-Site, which scripts can not set; none: the user's own act
@@ -29,29 +29,16 @@ _UPLOADS = "/v1/files"  # the one path that takes a form; its Origin is checked 
 
 
 class RequestGuard:
-    """Answers 403 to requests of other sites' pages, and 400 to bodies that are no JSON, before a body is read."""
+    """Raises for requests of other sites' pages (403), and for bodies that are no JSON (400)."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
-        self._app = app
+    def __init__(self, config: ServerConfig) -> None:
         self._origins = config.allowed_origins
         self._hosts: tuple[str, ...] | None = None  # any
         if config.uds is None and (config.allowed_hosts or is_local(config)) and "*" not in config.allowed_hosts:
             self._hosts = (*(name.lower() for name in config.allowed_hosts), config.host.lower())
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            headers = Headers(scope=scope)
-            try:
-                self._check(scope["method"], scope["path"], headers)
-            except (HttpError, RequestError) as error:
-                reply = error_reply(error)
-                if _has_two_lengths(headers):  # a proxy may take what follows for another request
-                    reply.headers["Connection"] = "close"
-                await reply(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-    def _check(self, method: str, path: str, headers: Headers) -> None:
+    def __call__(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
         for host in headers.getlist("host"):
             if not self._is_own(host):
                 raise HttpError(
@@ -60,9 +47,9 @@ class RequestGuard:
                     "with --allowed-hosts NAME",
                     code="host_not_allowed",
                 )
-        if _has_two_lengths(headers):
+        if has_two_lengths(headers):
             raise RequestError("the request has both Transfer-Encoding and Content-Length; send one of them")
-        if method in _SAFE:
+        if scope["method"] in _SAFE:
             return
         if self._is_of_another_site(headers):
             origin = headers.get("origin", "unknown")
@@ -73,7 +60,7 @@ class RequestGuard:
                 code="cross_site_request",
             )
         if "transfer-encoding" in headers or headers.get("content-length", "0") != "0":
-            _check_type(headers.get("content-type"), takes_form=path.rstrip("/").endswith(_UPLOADS))
+            _check_type(headers.get("content-type"), takes_form=scope["path"].rstrip("/").endswith(_UPLOADS))
 
     def _is_own(self, host: str) -> bool:
         if self._hosts is None:
@@ -93,10 +80,6 @@ class RequestGuard:
         if site is not None:
             return site not in _OWN_SITE
         return origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower()
-
-
-def _has_two_lengths(headers: Headers) -> bool:
-    return "transfer-encoding" in headers and "content-length" in headers
 
 
 def _check_type(given: str | None, *, takes_form: bool) -> None:
