@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import ssl
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from tests.ranks.warm_children import warm_start
 from tp_engine.config import DEMO_MODEL
 from tp_engine.request import EngineRequest
 from tp_engine.server.config import ServerConfig
-from tp_engine.server.frontend_process import FrontendProcess, FrontendSettings
+from tp_engine.server.frontend_process import FrontendSettings, end_frontend, start_frontend
 from tp_engine.server.listener import listener_url, open_listener
 
 DEADLINE_S = 30.0
@@ -47,7 +48,7 @@ class RunningServer:
     url: str
     engine: FakeEngine
     service: ServiceThread
-    process: FrontendProcess
+    process: subprocess.Popen[bytes]
     client: httpx.Client
 
     def post(self, path: str, body: object, **options: object) -> httpx.Response:
@@ -93,9 +94,9 @@ def running_server(
             hard_limit_s=hard_limit_s,
         )
         with warm_start():
-            process = FrontendProcess.start(listener, settings)
+            process = start_frontend(settings)
         listener.close()
-        stack.callback(process.end)
+        stack.callback(end_frontend, process)
         headers = {"Content-Type": "application/json"}  # also of bodies that a test writes itself
         headers |= {"Authorization": f"Bearer {config.api_key[0]}"} if config.api_key else {}
         transport = httpx.HTTPTransport(uds=config.uds, verify=verify or False) if config.uds else None

@@ -23,6 +23,7 @@ from tp_engine.api.batches.store import BatchStore
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.errors import ConfigError
 from tp_engine.server.config import ServerConfig
+from tp_engine.server.frontend_process import end_frontend
 
 CHAT: Any = "/v1/chat/completions"
 
@@ -262,7 +263,7 @@ def test_a_batch_whose_time_is_over(tmp_path: Path) -> None:
     ):
         batch = sent(client, [line(f"c{number}", "x" * 20) for number in range(300)])
         wait_until(partial(has_done, client, batch, 1), "a line to end")
-        server.process.end()
+        end_frontend(server.process)
     place = tmp_path / "batches" / batch.id / "batch.json"
     stored = json.loads(place.read_text())
     place.write_text(json.dumps(stored | {"expires_at": int(time.time()) - 1}))

@@ -125,7 +125,7 @@ def test_two_replicas_behind_a_router(module: str, policies: list[str], tmp_path
             assert sorted(spread(client, replicas, [SHARED + str(number) for number in range(8)])) == [0, 8]
             check_stream(client, replicas)
             victim = replicas[0] if num_requests(replicas[0]) > num_requests(replicas[1]) else replicas[1]
-            victim.process._process.kill()
+            victim.process.kill()
             (other,) = {replica.url for replica in replicas} - {victim.url}
             wait_until(lambda: healthy_workers(client) == {other}, "the dead replica to be taken out")
             assert [complete(client, SHARED + str(number)).status_code for number in range(8)] == [200] * 8

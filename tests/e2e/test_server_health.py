@@ -12,6 +12,7 @@ import pytest
 
 from tests.e2e.frontend import RunningServer, new_engine, running_server, wait_until
 from tp_engine.ipc.pulse import Pulse
+from tp_engine.server.frontend_process import check_frontend
 
 SLOW = {"prompt": "x", "max_tokens": 1000, "ignore_eos": True}
 HARD_LIMIT_S = 7.0
@@ -67,7 +68,7 @@ def test_a_stopped_rank_0_is_given_up(pulse: Pulse) -> None:
         assert answers[0].status_code >= 500 and "no sign of life" in answers[0].text
         assert time.monotonic() - began_s < HARD_LIMIT_S + 8
         with pytest.raises(ChildProcessError, match="exit code 1"):
-            wait_until(lambda: server.process.check(), "the HTTP process to end")
+            wait_until(lambda: check_frontend(server.process), "the HTTP process to end")
 
 
 def test_a_dead_engine_is_never_answered_200(pulse: Pulse) -> None:
@@ -84,4 +85,4 @@ def test_a_dead_engine_is_never_answered_200(pulse: Pulse) -> None:
         with pytest.raises((httpx.TransportError, ChildProcessError)):
             while True:
                 assert status(server, "/health")[0] == 503
-                server.process.check()
+                check_frontend(server.process)

@@ -13,6 +13,7 @@ import pytest
 
 from tests.e2e.frontend import DEADLINE_S, new_engine, running_server, wait_until
 from tp_engine.server.config import ServerConfig
+from tp_engine.server.frontend_process import check_frontend
 
 MAX_BODY_BYTES = 20_000
 
@@ -166,7 +167,7 @@ def test_an_engine_that_fails_is_reported(stream: bool) -> None:
 
 def has_ended(server: Any) -> bool:
     try:
-        server.process.check()
+        check_frontend(server.process)
     except ChildProcessError:
         return True
     return False

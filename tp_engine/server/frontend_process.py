@@ -1,18 +1,15 @@
-"""Rank 0's handle on the frontend process: HTTP, tokenization and detokenization away from the engine's interpreter."""
+"""The frontend process as rank 0 starts it: HTTP and tokenization away from the engine's interpreter."""
 
 from __future__ import annotations
 
-import signal
-import socket
 import subprocess
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from tp_engine.child_process import start_child
 from tp_engine.engine.incident import describe_exit
+from tp_engine.engine.processes import end_process
 
 _FLUSH_S = 3.0
 
@@ -37,47 +34,21 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str | None = None
 
 
-class FrontendProcess:
-    """A running frontend.  It dies with this process; ``end`` ends it."""
+def start_frontend(settings: FrontendSettings) -> subprocess.Popen[bytes]:
+    """Start the frontend on a listening socket; the caller may then close its own handle.  It dies with this
+    process."""
+    # A session of its own: a Ctrl-C at the terminal reaches the frontend through rank 0 alone.
+    text = msgspec.json.encode(settings)
+    return start_child("tp_engine.server.main", text, own_session=True, pass_fds=(settings.listener_fd,))
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
 
-    @classmethod
-    def start(cls, listener: socket.socket, settings: FrontendSettings) -> FrontendProcess:
-        """Start the frontend on a listening socket; the caller may then close its own handle."""
-        # A session of its own: a Ctrl-C at the terminal reaches the frontend through rank 0 alone.
-        text, fds = msgspec.json.encode(settings), (listener.fileno(),)
-        return cls(start_child("tp_engine.server.main", text, own_session=True, pass_fds=fds))
+def end_frontend(process: subprocess.Popen[bytes]) -> None:
+    """Let it deliver the answers that are ready, for a few seconds at most, and wait for its end."""
+    end_process(process, timeout_s=_FLUSH_S)
 
-    def check(self) -> None:
-        """Raise ``ChildProcessError`` if the frontend has ended."""
-        code = self._process.poll()
-        if code is not None:
-            raise ChildProcessError(f"the HTTP process {self._process.pid} ended with {describe_exit(code)}")
 
-    def on_exit(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` from a thread when the process ends."""
-
-        def watch() -> None:
-            self._process.wait()
-            callback()
-
-        threading.Thread(target=watch, name="frontend-watch", daemon=True).start()
-
-    def drain(self) -> None:
-        """Tell it to refuse new requests, finish the running ones, and end."""
-        self._signal(signal.SIGTERM)
-
-    def end(self) -> None:
-        """Let it deliver the answers that are ready, for a few seconds at most, and wait for its end."""
-        self._signal(signal.SIGTERM)
-        try:
-            self._process.wait(_FLUSH_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def _signal(self, number: signal.Signals) -> None:
-        if self._process.poll() is None:
-            self._process.send_signal(number)
+def check_frontend(process: subprocess.Popen[bytes]) -> None:
+    """Raise ``ChildProcessError`` if the frontend has ended."""
+    code = process.poll()
+    if code is not None:
+        raise ChildProcessError(f"the HTTP process {process.pid} ended with {describe_exit(code)}")

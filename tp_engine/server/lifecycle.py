@@ -17,7 +17,9 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -36,7 +38,7 @@ from tp_engine.lora import adapter_names
 from tp_engine.progress import hearing_progress
 from tp_engine.server.access import warn_of_exposure
 from tp_engine.server.config import ServerConfig
-from tp_engine.server.frontend_process import FrontendProcess, FrontendSettings
+from tp_engine.server.frontend_process import FrontendSettings, check_frontend, end_frontend, start_frontend
 from tp_engine.server.listener import close_listener, is_listened_on, open_listener, write_port_file
 from tp_engine.server.signals import StopRequested, StopSignals, end_process_after
 from tp_engine.server.tracing import check_tracing
@@ -146,7 +148,7 @@ class _Leftovers:
 
 def _start(
     config: EngineConfig, server_config: ServerConfig, stack: contextlib.ExitStack, leftovers: _Leftovers
-) -> tuple[Engine, FrontendProcess, str]:
+) -> tuple[Engine, subprocess.Popen[bytes], str]:
     """Bind, start the frontend, load; ``stack`` and ``leftovers`` end what was started."""
     model_names = server_config.served_model_name or (default_model_name(config.model),)
     adapter_names(config.lora_modules, model_names)  # errors are reported now
@@ -175,8 +177,8 @@ def _start(
             log_format=config.log_format,
             tokenizer=config.tokenizer_source,
         )
-        frontend = FrontendProcess.start(listener, settings)
-        stack.callback(frontend.end)
+        frontend = start_frontend(settings)
+        stack.callback(end_frontend, frontend)
     with hearing_progress(pulse.say):
         engine = start_engine(config, ends_process=True, pulse=pulse)
     stack.callback(engine.close)
@@ -185,20 +187,20 @@ def _start(
 
 def _run(
     engine: Engine,
-    frontend: FrontendProcess,
+    frontend: subprocess.Popen[bytes],
     address: str,
     signals: StopSignals,
     timeout_s: float,
     leftovers: _Leftovers,
 ) -> None:
     """Serve the frontend until a signal; raises if it dies, or the engine.  ``timeout_s`` is for a drain."""
-    frontend.check()
+    check_frontend(frontend)
     service = EngineService(engine, address)
 
     def drain() -> None:
         if engine.has_unfinished:
             logger.info("stopping; running requests get %g s, a second signal ends them now", timeout_s)
-        frontend.drain()
+        frontend.send_signal(signal.SIGTERM)  # it refuses new requests, finishes the running ones, and ends
         service.drain(timeout_s)
         end_process_after(timeout_s + _LEAVE_S, 1, lambda: leftovers.leave("stopped by force: the engine did not end"))
 
@@ -206,14 +208,18 @@ def _run(
         service.request_stop()
         end_process_after(_LEAVE_S, 0, leftovers.leave)
 
-    frontend.on_exit(service.request_stop)
+    def watch() -> None:
+        frontend.wait()
+        service.request_stop()
+
+    threading.Thread(target=watch, name="frontend-watch", daemon=True).start()
     signals.on_stop(drain, stop)
     try:
         service.run()
     finally:
         service.close()
     if not signals.received:
-        frontend.check()
+        check_frontend(frontend)
         raise ChildProcessError("the HTTP process stopped the engine without a stop signal")
 
 
