@@ -11,14 +11,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from unittest import mock
 
 import torch
 
-from tp_engine.cpu import shared_memory
-from tp_engine.cpu.kernels.exchange import NativeExchange
-from tp_engine.cpu.kernels.library import native_library
-from tp_engine.cpu.shared_memory import DTYPES, SharedMemoryCommunicator, TorchExchange
+from tp_engine.cpu.shared_memory import DTYPES, SharedMemoryCommunicator, with_shared_memory
 from tp_engine.distributed import groups
 from tp_engine.distributed.collectives import Communicator
 from tp_engine.distributed.groups import RankGroups
@@ -35,7 +31,7 @@ COLLECTIVE_S = {"exact": 60.0, "killed": 60.0, "asleep": 1.5}
 
 
 def main(rank: int, num_ranks: int, port: int, case: str) -> None:
-    """Join, run ``case`` through both kinds of exchange, and print one line of results for each."""
+    """Join, run ``case`` through shared memory, and print a line of results."""
     torch.set_num_threads(1)
     info = RankInfo(rank=rank, world_size=num_ranks, local_rank=rank, local_world_size=num_ranks)
     store = join_store("127.0.0.1", port, timeout_s=60)
@@ -46,34 +42,28 @@ def main(rank: int, num_ranks: int, port: int, case: str) -> None:
             raise RankError(1, "its process is gone")
 
     joined = groups.join(info, store, RankProgress(), check, device_type="cpu", start_s=60, collective_s=60)
-    shared = [share(joined, check, timeout_s=COLLECTIVE_S[case], is_compiled=flag) for flag in (True, False)]
+    shared = share(joined, check, timeout_s=COLLECTIVE_S[case])
     if case == "exact":
-        digests = {exact(one, joined.communicator) for one in shared}
-        for one in shared:
-            come_late(one)
+        digest = exact(shared, joined.communicator)
+        come_late(shared)
         joined.close()
-        print(*digests)
+        print(digest)
     else:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL if case == "killed" else signal.SIGSTOP)
         death_s = time.monotonic() + 0.2 if case == "killed" else death_s
-        print(*{forsaken(one) for one in shared}, sep="; ")
+        print(forsaken(shared))
     sys.stdout.flush()
     os._exit(0)
 
 
-def share(
-    joined: RankGroups, check: Callable[[], None], *, timeout_s: float, is_compiled: bool
-) -> SharedMemoryCommunicator:
-    """A communicator with its own memory for one kind of exchange; without a compiler there is one kind."""
-    library = native_library() if is_compiled else None
-    with mock.patch.object(shared_memory, "native_library", lambda: library):
-        made = shared_memory.with_shared_memory(
-            joined.communicator, joined.host, joined.progress, check, timeout_s=timeout_s, is_required=True,
-            slot_bytes=SLOT_BYTES,
-        )  # fmt: skip
+def share(joined: RankGroups, check: Callable[[], None], *, timeout_s: float) -> SharedMemoryCommunicator:
+    """A communicator with its own memory."""
+    made = with_shared_memory(
+        joined.communicator, joined.host, joined.progress, check, timeout_s=timeout_s, is_required=True,
+        slot_bytes=SLOT_BYTES,
+    )  # fmt: skip
     assert isinstance(made, SharedMemoryCommunicator)
-    assert isinstance(made._exchange, TorchExchange if library is None else NativeExchange)
     return made
 
 

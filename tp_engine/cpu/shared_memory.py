@@ -4,6 +4,7 @@ Sums are trees over the ranks (``kernels/linear/tree_sum.py``) in float32, round
 repeat bit for bit.  With several hosts, the ranks of each share memory, and ``two_level.py`` joins the hosts.
 """
 
+import ctypes
 import os
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +22,6 @@ from tp_engine.distributed.reduce_plan import SHARED_SLOT_BYTES, shared_two_shot
 from tp_engine.distributed.two_level import Exchange, LocalRanks, TwoLevelExchange, ordered_sum
 from tp_engine.errors import RankError
 from tp_engine.ipc.tensor_slots import SEMAPHORES_OFFSET, TensorSlots
-from tp_engine.kernels.linear.tree_sum import tree_sum
 from tp_engine.log import get_logger
 from tp_engine.progress import RankProgress
 
@@ -56,11 +56,15 @@ def with_shared_memory(
     info = host.info
     is_one_host = info.topology.num_hosts == 1
     local = host if is_one_host else LocalRanks(host)
-    slots = _shared_slots(local, slot_bytes, together)
-    if slots is None:
+    compiled = together(_compiled_kernels)
+    slots = None if compiled is None else _shared_slots(local, slot_bytes, together)
+    if compiled is None or slots is None:
         return library
     patience = Patience(check, timeout_s=timeout_s)
-    exchange = _make_exchange(slots, local, lambda rank: patience.late(info.rank - info.local_rank + rank))
+    layout = _layout(slots, local)
+    exchange: Exchange = native.NativeExchange(
+        compiled, layout, lambda rank: patience.late(info.rank - info.local_rank + rank), keeps=slots
+    )
     exchange = exchange if is_one_host else TwoLevelExchange(exchange, info, swap)
     made = SharedMemoryCommunicator(library, exchange, patience, progress)
     if together(lambda: check_exchange(made, library, slot_bytes)) is None:
@@ -87,20 +91,20 @@ def _shared_slots(
     return found if isinstance(found, TensorSlots) else None
 
 
-def _make_exchange(slots: TensorSlots, host: Agreeing, late: Callable[[int], None]) -> Exchange:
-    """The compiled exchange if every rank has it, else the Python one."""
-    rank, spin_s = host.info.rank, _spin_s(host)
-    compiled = native_library()
-    words = host.all_gather_bytes(b"" if compiled is None else b"1")
-    if compiled is None or not all(words) or slots.num_ranks > native.MAX_RANKS:
-        return TorchExchange(slots, rank, late, block_s=_BLOCK_S)
-    layout = native.ExchangeLayout(
+def _compiled_kernels() -> ctypes.CDLL:
+    if (compiled := native_library()) is None:
+        raise RuntimeError("there are no compiled kernels here (the log says why)")
+    return compiled
+
+
+def _layout(slots: TensorSlots, host: Agreeing) -> native.ExchangeLayout:
+    assert slots.num_ranks <= native.MAX_RANKS
+    return native.ExchangeLayout(
         slots=slots.base + slots.slots_offset, results=slots.base + slots.results_offset,
-        semaphores=slots.base + SEMAPHORES_OFFSET, rank=rank, num_ranks=slots.num_ranks,
-        slot_bytes=slots.slot_bytes, two_shot_bytes=shared_two_shot_bytes(slots.num_ranks), spin_ns=int(spin_s * 1e9),
-        block_ns=int(_BLOCK_S * 1e9),
+        semaphores=slots.base + SEMAPHORES_OFFSET, rank=host.info.rank, num_ranks=slots.num_ranks,
+        slot_bytes=slots.slot_bytes, two_shot_bytes=shared_two_shot_bytes(slots.num_ranks),
+        spin_ns=int(_spin_s(host) * 1e9), block_ns=int(_BLOCK_S * 1e9),
     )  # fmt: skip
-    return native.NativeExchange(compiled, layout, late, keeps=slots)
 
 
 def _spin_s(host: Agreeing) -> float:
@@ -146,44 +150,6 @@ class Patience:
         self._check()
         if monotonic_ns() - self.started_ns > self._timeout_s * 1e9:
             raise RankError(rank, f"did not come to a collective within {self._timeout_s:g} s")
-
-
-class TorchExchange(Exchange):
-    """The Python twin of ``NativeExchange``: the same sums, bit for bit.
-
-    ``late(rank)`` is called after each ``block_s`` of waiting for that rank, and may raise.
-    """
-
-    def __init__(self, slots: TensorSlots, rank: int, late: Callable[[int], None], *, block_s: float) -> None:
-        others = [other for other in range(slots.num_ranks) if other != rank]
-        self.slot_bytes = slots.slot_bytes
-        self._bytes = torch.frombuffer(slots.memory, dtype=torch.uint8)
-        self._slots, self._rank, self._late = slots, rank, late
-        self._mine = [slots.semaphore(rank, other) for other in others]
-        self._theirs = [(other, slots.semaphore(other, rank)) for other in others]
-        self._block_s = block_s
-        self._num_pieces = 0
-
-    def all_reduce(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
-        count = self.slot_bytes // tensor.itemsize
-        for piece, own in zip(torch.split(tensor.view(-1), count), torch.split(out.view(-1), count), strict=True):
-            own.copy_(tree_sum([part.float() for part in self._swap(piece)]))
-
-    def all_gather(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
-        torch.cat(self._swap(tensor), dim=-1, out=out)
-
-    def _swap(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        """All ranks' parts in rank order; valid until the next call."""
-        piece, self._num_pieces = self._num_pieces, self._num_pieces + 1
-        starts = [self._slots.slot_offset(rank, piece) for rank in range(self._slots.num_ranks)]
-        parts = [self._bytes[start : start + mine.nbytes].view(mine.dtype).view_as(mine) for start in starts]
-        parts[self._rank].copy_(mine)
-        for semaphore in self._mine:
-            semaphore.post()
-        for rank, semaphore in self._theirs:
-            while not semaphore.wait(self._block_s):
-                self._late(rank)
-        return parts
 
 
 class SharedMemoryCommunicator(Communicator):

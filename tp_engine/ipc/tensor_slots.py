@@ -80,10 +80,6 @@ class TensorSlots(Segment):
         """The offset of rank 0's even slot."""
         return _slots_offset(self.num_ranks)
 
-    def slot_offset(self, rank: int, piece: int) -> int:
-        """Return the offset of the slot for ``rank``'s part of ``piece``."""
-        return self.slots_offset + (2 * rank + piece % 2) * self.slot_bytes
-
     @property
     def results_offset(self) -> int:
         """The offset of the results, which are as large as a slot."""

@@ -11,6 +11,7 @@ import torch
 from tests.simulated_ranks import run_ranks
 from tests.unit.distributed.test_symmetric_memory import HostOf
 from tp_engine.config import ALL_REDUCES, EngineConfig
+from tp_engine.cpu import shared_memory
 from tp_engine.cpu.kernels.library import native_library
 from tp_engine.cpu.shared_memory import SharedMemoryCommunicator, _spin_s, with_shared_memory
 from tp_engine.distributed.all_reduce import STRATEGIES, Ranks, check, choose
@@ -20,6 +21,8 @@ from tp_engine.errors import ConfigError, RankError
 from tp_engine.ipc.tensor_slots import TensorSlots
 from tp_engine.progress import RankProgress
 from tp_engine.topology import RankInfo
+
+needs_c = pytest.mark.skipif(native_library() is None, reason="the native kernels can not be built here")
 
 ONE_HOST = RankInfo(world_size=4, local_world_size=4)
 TWO_HOSTS = RankInfo(world_size=4, local_world_size=2)
@@ -88,13 +91,14 @@ def setup(library: Communicator, *, is_required: bool = False) -> Communicator:
     )
 
 
+@needs_c
 def test_ranks_that_can_do() -> None:
     """Oracle: sums and gathered tensors of the underlying library, after the setup's own check."""
 
     def body(library: Communicator) -> None:
         made = setup(library)
         assert isinstance(made, SharedMemoryCommunicator) and made.info is library.info
-        assert made.can_capture == (native_library() is not None)
+        assert made.can_capture
         mine = torch.arange(5000, dtype=torch.float32).view(50, 100) + library.info.rank
         assert torch.equal(made.all_reduce(mine.clone()), library.all_reduce(mine.clone()))
         assert torch.equal(made.all_gather(mine[:3]), library.all_gather(mine[:3]))
@@ -105,6 +109,26 @@ def test_ranks_that_can_do() -> None:
     run_ranks(3, body)
 
 
+@needs_c
+@pytest.mark.parametrize("has_kernels", [(False, False), (True, False)])
+def test_without_compiled_kernels_all_use_the_library(
+    has_kernels: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Oracle: the library itself on every rank, whichever of them lacks the kernels, and the reason in the log."""
+    mine = threading.local()
+    found = native_library()
+    monkeypatch.setattr(shared_memory, "native_library", lambda: found if mine.has_kernels else None)
+    caplog.set_level(logging.WARNING)
+
+    def body(library: Communicator) -> bool:
+        mine.has_kernels = has_kernels[library.info.rank]
+        return setup(library) is library
+
+    assert all(run_ranks(2, body))
+    assert f"rank {has_kernels.index(False)}: RuntimeError: there are no compiled kernels here" in caplog.text
+
+
+@needs_c
 @pytest.mark.parametrize("fails", ["create", "attach"])
 def test_where_a_rank_can_not_all_use_the_library(
     fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -131,6 +155,7 @@ def test_where_a_rank_can_not_all_use_the_library(
     assert all(message.startswith(expected) for message in run_ranks(2, required))
 
 
+@needs_c
 def test_a_wrong_sum_is_found(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Oracle: an error added on one rank makes all ranks use the library."""
     right = SharedMemoryCommunicator.all_reduce
