@@ -75,13 +75,6 @@ class _Reader:
         self.filled = Semaphore(memory, offset + 2 * SEMAPHORE_BYTES)
 
 
-def _open(name: str) -> mmap.mmap:
-    try:
-        return open_segment(name)
-    except FileNotFoundError as error:
-        raise RankError(0, f"its shared memory {name} is gone, so it has stopped or failed") from error
-
-
 def _slots_offset(num_readers: int) -> int:
     return _FIRST_SEMAPHORE + 3 * SEMAPHORE_BYTES * num_readers
 
@@ -158,22 +151,19 @@ class RingWriter:
         """Copy ``message`` to all readers; ``timeout_s`` bounds each wait for room.  ``RankError`` names a reader that
         makes no room.  Some readers may then have a part of the message, so every later write raises the same error.
         After a write that a signal handler interrupted, later writes raise ``RuntimeError`` for the same reason."""
+        if isinstance(self._failure, RankError):
+            raise self._failure
         if self._failure is not None:
-            self._refuse(self._failure)
+            raise RuntimeError("an earlier step plan was interrupted: ranks may have a part of it") from self._failure
         try:
-            if len(message) <= self._room:
-                self._write_piece(message, _LAST, timeout_s)
-            else:
-                self._write_pieces(memoryview(message), timeout_s)
+            while len(message) > self._room:
+                message = memoryview(message)
+                self._write_piece(message[: self._room], _GOES_ON, timeout_s)
+                message = message[self._room :]
+            self._write_piece(message, _LAST, timeout_s)
         except BaseException as failure:
             self._failure = failure
             raise
-
-    @staticmethod
-    def _refuse(failure: BaseException) -> None:
-        if isinstance(failure, RankError):
-            raise failure
-        raise RuntimeError("an earlier step plan was interrupted: the ranks may have a part of it") from failure
 
     def call(self) -> None:
         """Wake the blocked readers, which then spin for a moment for the message that follows at once.  Does nothing if
@@ -187,12 +177,6 @@ class RingWriter:
         except BaseException as failure:
             self._failure = failure
             raise
-
-    def _write_pieces(self, view: memoryview, timeout_s: float) -> None:
-        last = (len(view) - 1) // self._room * self._room
-        for start in range(0, last, self._room):
-            self._write_piece(view[start : start + self._room], _GOES_ON, timeout_s)
-        self._write_piece(view[last:], _LAST, timeout_s)
 
     def _write_piece(self, piece: _Bytes, kind: int, timeout_s: float) -> None:
         for reader in self._awaited:
@@ -229,7 +213,10 @@ class RingReader:
     segment does not exist."""
 
     def __init__(self, name: str, index: int, *, spin_s: float | None = None, alive: WriterAlive | None = None) -> None:
-        self._memory = _open(name)
+        try:
+            self._memory = open_segment(name)
+        except FileNotFoundError as error:
+            raise RankError(0, f"its shared memory {name} is gone, so it has stopped or failed") from error
         magic, num_readers, self._num_slots, self._slot_bytes = _HEADER.unpack_from(self._memory, 0)
         assert magic == _MAGIC, f"{name} is not a ring: its magic is {magic:#x}, not {_MAGIC:#x}"
         assert 0 <= index < num_readers, f"reader {index} of a ring for {num_readers}"
