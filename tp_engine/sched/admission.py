@@ -18,11 +18,9 @@ _MAX_DEFERRED = 32
 
 
 class Verdict(enum.Enum):
-    """What became of a candidate: it entered, it left the queue to wait elsewhere, it lets others pass, or no candidate
-    behind it may enter."""
+    """What became of a candidate: it entered, or waits elsewhere; it lets others pass; no one behind it may enter."""
 
-    ENTERED = enum.auto()
-    PARKED = enum.auto()
+    GONE = enum.auto()
     DEFERRED = enum.auto()
     NO_ROOM = enum.auto()
 
@@ -57,9 +55,8 @@ class Admitter:
             if sequence is None:
                 break
             verdict = self._consider(builder, sequence)
-            if verdict in (Verdict.ENTERED, Verdict.PARKED):
-                continue
-            deferred.append(sequence)
+            if verdict is not Verdict.GONE:
+                deferred.append(sequence)
             if verdict is Verdict.NO_ROOM:
                 break
         self._seat(builder)
@@ -82,7 +79,7 @@ class Admitter:
             hits = self._blocks.find_hits(sequence)
         for review in self._hooks.review_hits:
             if (hits := review(sequence, hits)) is None:
-                return Verdict.PARKED
+                return Verdict.GONE
         if self._loading and self._is_loading(hits.next_name):
             return Verdict.DEFERRED  # a row that waits for its loads will compute that block
         snapshots = self._blocks.snapshots
@@ -121,7 +118,7 @@ class Admitter:
                 self._names.add(hits.next_name)
         if hits.tail is not None or entry.must_load:  # before its blocks are given to others; others look for its bit
             self._seat(builder)
-        return Verdict.ENTERED
+        return Verdict.GONE
 
     def _plan_snapshots(self, snapshots: Snapshots, sequence: Sequence, hits: Hits) -> None:
         """Where the sequence will take snapshots: behind the last block that an equal one could share, and where it
@@ -144,7 +141,7 @@ class Admitter:
         if self._state.limits.has_states:
             entry.state_source = donation.row
         self._enter(builder, entry)
-        return Verdict.ENTERED
+        return Verdict.GONE
 
     def _enter(self, builder: StepPlanBuilder, entry: Entry) -> None:
         """The decision is made; siblings must see at once that one of them runs."""

@@ -159,9 +159,10 @@ def follow(constraint: TokenConstraint, draft_tokens: Iterable[int]) -> list[Tok
 def masks_of(places: list[list[TokenConstraint]], fill_masks: FillMasks) -> list[IntArray]:
     """Return for each list of ``follow`` the masks (n, words) of its first n: of those before one that has come to a
     limit."""
-    masks, first, found = fill_masks([one for copies in places for one in copies]), 0, list[IntArray]()
+    masks = fill_masks([one for copies in places for one in copies])
+    found: list[IntArray] = []
     for copies in places:
         count = next((place for place, one in enumerate(copies) if one.error is not None), len(copies))
-        found.append(masks[first : first + count])
-        first += len(copies)
+        found.append(masks[:count])
+        masks = masks[len(copies) :]
     return found

@@ -20,7 +20,7 @@ from tp_engine.plan import NO_PAIRS, IntArray
 from tp_engine.tier_progress import CHANNEL_WORDS, TierProgress, TierProgressReader
 from tp_engine.worker.codecs.base import BlockCopy, Codec
 from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
-from tp_engine.worker.tiers.block_moves import BlockMover, CpuMover, CudaMover, StoreReports, runs_of
+from tp_engine.worker.tiers.block_moves import BlockMover, CudaMover, StoreReports, runs_of
 
 MakeMover = Callable[[torch.Tensor, torch.Tensor, Codec], BlockMover]
 
@@ -52,7 +52,7 @@ def cpu_mover(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr("tp_engine.worker.codecs.base.native_library", lambda: None)
     elif native_library() is None:
         pytest.skip("no compiled kernels here")
-    return CpuMover
+    return BlockMover
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -114,7 +114,7 @@ def test_ids_outside_are_our_fault(stores: IntArray, loads: IntArray) -> None:
     pool, slots = random_rows(4, 10), random_rows(2, 10)
     before = pool.clone(), slots.clone()
     with pytest.raises(AssertionError):
-        mover_of(CpuMover, pool, slots).move(stores, loads)
+        mover_of(BlockMover, pool, slots).move(stores, loads)
     assert torch.equal(pool, before[0]) and torch.equal(slots, before[1])
 
 
@@ -283,7 +283,7 @@ def outcome(machine: Machine, seed: int, order: str, *, waits: bool, codec: Code
     results = []
     for simulated in (True, False):
         pool, slots = random_rows(6, 8, seed), random_rows(4, codec.blob_bytes, seed + 1)
-        mover: BlockMover = CudaMover(pool, slots, codec) if simulated else CpuMover(pool, slots, codec)
+        mover: BlockMover = CudaMover(pool, slots, codec) if simulated else BlockMover(pool, slots, codec)
         steps = Steps(mover, pool, slots, seed)
         for _ in range(60):
             steps.step(machine.compute.work.append if simulated else lambda forward: forward(), waits=waits)

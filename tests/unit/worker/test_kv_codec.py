@@ -20,7 +20,7 @@ from tp_engine.worker.codecs.base import Codec
 from tp_engine.worker.effective_config import resolve
 from tp_engine.worker.memory.host_memory import HostMemory
 from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
-from tp_engine.worker.tiers.block_moves import CpuMover, staging_bytes
+from tp_engine.worker.tiers.block_moves import BlockMover, staging_bytes
 from tp_engine.worker.tiers.host_tier import HostTierWorker, choose_slots
 
 CPU = torch.device("cpu")
@@ -83,7 +83,7 @@ def test_blocks_come_back_through_slots(dtype: torch.dtype, text: str) -> None:
     blocks.views[0].cache.copy_(torch.randn(blocks.views[0].cache.shape, generator=torch.Generator().manual_seed(1)))
     before = blocks.views[0].cache.float()
     slots = torch.zeros(4, codec.blob_bytes, dtype=torch.uint8)
-    mover = CpuMover(blocks.raw, slots, codec)
+    mover = BlockMover(blocks.raw, slots, codec)
     mover.move(np.array([[5, 0], [2, 3]], dtype=np.int32), NO_PAIRS)
     mover.move(NO_PAIRS, np.array([[3, 0], [0, 1]], dtype=np.int32))
     found = blocks.views[0].cache.float()

@@ -16,7 +16,7 @@ from tp_engine.plan import NO_PAIRS, Admission, IntArray, RowSampling, StepPlan
 from tp_engine.tier_progress import CHANNEL_WORDS, TierProgress, TierProgressReader
 from tp_engine.worker.codecs.pca import TOKENS_PER_DIM, Pca
 from tp_engine.worker.effective_config import resolve
-from tp_engine.worker.tiers.block_moves import BlockGroups, CpuMover, StoreReports
+from tp_engine.worker.tiers.block_moves import BlockGroups, BlockMover, StoreReports
 
 DIM, BLOCK_SIZE, PARTS, HEADS = 24, 8, 4, 2
 NUM_CALIBRATION = TOKENS_PER_DIM * DIM // BLOCK_SIZE
@@ -263,7 +263,7 @@ def test_reports_of_stores() -> None:
     pool[NUM_CALIBRATION + 2] = pool_of(torch.randn(1, PARTS, BLOCK_SIZE, HEADS, DIM), form)[0]
     words = memoryview(bytearray(8 * CHANNEL_WORDS)).cast("q")
     reader, reports = TierProgressReader([words]), StoreReports(TierProgress(words))
-    mover = CpuMover(pool, torch.zeros(len(pool), codec.blob_bytes, dtype=torch.uint8), codec, reports)
+    mover = BlockMover(pool, torch.zeros(len(pool), codec.blob_bytes, dtype=torch.uint8), codec, reports)
     mover.move(pairs_of(0, NUM_CALIBRATION), NO_PAIRS)
     assert reader.poll().ended == 0
     reports.send()

@@ -14,7 +14,6 @@ plan with the row's next chunk copies its slot first.  Identities are never used
 block is never found again, and goes in its turn.
 """
 
-from bisect import bisect_left, insort
 from collections import OrderedDict
 
 from tp_engine.sched.blocks.prefix_cache import identity
@@ -29,7 +28,6 @@ class Snapshots:
         self._rows = rows
         self._free = list(range(first_slot + count - 1, first_slot - 1, -1))
         self._slot_of: OrderedDict[int, int] = OrderedDict()  # the one used longest ago first
-        self._names: list[int] = []  # its keys, rising
         self._count = count
         self._expected: dict[int, tuple[Sequence, int]] = {}
 
@@ -41,9 +39,9 @@ class Snapshots:
         these are not all, also the last known block, and the tokens up to it."""
         num_known = num_left = sum(count for _, count in known)
         for first, count in reversed(known):
-            place = bisect_left(self._names, first + count) - 1
-            if place >= 0 and self._names[place] >= first:
-                num_left += self._names[place] + 1 - first - count
+            last = max((name for name in self._slot_of if first <= name < first + count), default=None)
+            if last is not None:
+                num_left += last + 1 - first - count
                 break
             num_left -= count
         if num_left == num_known:
@@ -61,11 +59,8 @@ class Snapshots:
         if name in self._slot_of or not self._count:
             return None
         if not self._free:
-            old, slot = self._slot_of.popitem(last=False)
-            del self._names[bisect_left(self._names, old)]
-            self._free.append(slot)
+            self._free.append(self._slot_of.popitem(last=False)[1])
         self._slot_of[name] = slot = self._free.pop()
-        insort(self._names, name)
         return slot
 
     def expect(self, name: int, sequence: Sequence, position: int) -> None:
@@ -91,11 +86,9 @@ class Snapshots:
     def clear(self) -> None:
         self._free += self._slot_of.values()
         self._slot_of.clear()
-        self._names.clear()
         self._expected.clear()
 
     def check_integrity(self) -> None:
         """Assert that each slot is free or has one name."""
         slots = [*self._free, *self._slot_of.values()]
         assert len(slots) == len(set(slots)) == self._count
-        assert sorted(self._slot_of) == self._names

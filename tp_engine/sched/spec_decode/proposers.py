@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from tp_engine.plan import NO_IDS, IntArray, StepResult
 from tp_engine.sched.sequence import Sequence
-from tp_engine.sched.spec_decode.proposer import DraftHeadProposer, GrammarProposer, Proposal, Proposer
+from tp_engine.sched.spec_decode.proposer import DraftHeadProposer, GrammarProposer, Proposer
 from tp_engine.sched.spec_decode.suffix_proposer import SuffixProposer
 from tp_engine.speculative import SpeculativeConfig
 
@@ -137,21 +137,14 @@ class Proposers:
         """That of ``sources``, behind tokens that are right with ``likelihood``."""
         best, most = NO_CANDIDATE, 0.0
         for source in sources:
-            for proposal in source.proposals(sequence, tokens, count):
-                found = self._weighed(proposal, likelihood)
-                if (expected := sum(found.likelihoods)) > most:
-                    best, most = found, expected
+            for drafted, matched, name in source.proposals(sequence, tokens, count):
+                found = self._acceptance[name].likelihoods(matched, len(drafted)) * likelihood
+                are_tokens = np.logical_and.accumulate(drafted >= 0)  # names of images are none
+                paying: list[float] = found[(found >= _LEAST_LIKELIHOOD) & are_tokens].tolist()
+                if (expected := sum(paying)) > most:
+                    part = DraftPart(name, matched, len(paying))
+                    best, most = Candidate(drafted[: len(paying)], [part], paying), expected
         return best
-
-    def _weighed(self, proposal: Proposal, likelihood: float) -> Candidate:
-        found = self._acceptance[proposal.source].likelihoods(proposal.matched, len(proposal.tokens)) * likelihood
-        are_tokens = np.logical_and.accumulate(proposal.tokens >= 0)  # names of images are none
-        paying: list[float] = found[(found >= _LEAST_LIKELIHOOD) & are_tokens].tolist()
-        if not paying:
-            return NO_CANDIDATE
-        return Candidate(
-            proposal.tokens[: len(paying)], [DraftPart(proposal.source, proposal.matched, len(paying))], paying
-        )
 
     def note(self, parts: list[DraftPart], num_tokens: int, num_right: int) -> None:
         """Note that of a run of ``parts``, cut to ``num_tokens``, the first ``num_right`` draft tokens were right."""

@@ -106,7 +106,8 @@ class StoreReports:
 
 
 class BlockMover:
-    """Moves blocks between ``pool`` (blocks, block_bytes) and ``slots`` (slots, blob_bytes), both uint8."""
+    """Moves blocks between ``pool`` (blocks, block_bytes) and ``slots`` (slots, blob_bytes), both uint8: in place, by
+    all threads of this rank."""
 
     is_async = False
 
@@ -121,7 +122,14 @@ class BlockMover:
 
         With a codec of several groups they have the block's group as a third column.
         """
-        raise NotImplementedError  # each kind of device has its own
+        blob_bytes = self._codec.blob_bytes
+        with self._stores.span(len(stores) * blob_bytes):
+            refused = self._codec.encode(self._pool, self._slots, stores) if len(stores) else None
+            if self._reports is not None and refused is not None:
+                self._reports.add(refused)
+        with self._loads.span(len(loads) * blob_bytes):
+            if len(loads):
+                self._codec.decode(self._slots, self._pool, loads)
 
     def wait(self, batch: int) -> None:
         """Let what is launched from now on begin after the moves of all batches up to ``batch``."""
@@ -135,20 +143,6 @@ class BlockMover:
         (store_s, stored), (load_s, loaded), (wait_s, _) = self._stores.read(), self._loads.read(), self._waits.read()
         wait_s = wait_s if self.is_async else store_s + load_s
         return MoveCounters(stored_bytes=stored, loaded_bytes=loaded, store_s=store_s, load_s=load_s, wait_s=wait_s)
-
-
-class CpuMover(BlockMover):
-    """Moves in place, by all threads of this rank."""
-
-    def move(self, stores: IntArray, loads: IntArray) -> None:
-        blob_bytes = self._codec.blob_bytes
-        with self._stores.span(len(stores) * blob_bytes):
-            refused = self._codec.encode(self._pool, self._slots, stores) if len(stores) else None
-            if self._reports is not None and refused is not None:
-                self._reports.add(refused)
-        with self._loads.span(len(loads) * blob_bytes):
-            if len(loads):
-                self._codec.decode(self._slots, self._pool, loads)
 
 
 class CudaMover(BlockMover):

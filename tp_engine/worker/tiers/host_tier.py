@@ -34,7 +34,7 @@ from tp_engine.worker.codecs.base import Codec
 from tp_engine.worker.feature import RunnerFeature
 from tp_engine.worker.memory.host_memory import HostMemory, host_memory
 from tp_engine.worker.memory.meter import settle_slots
-from tp_engine.worker.tiers.block_moves import BlockGroups, BlockMover, CpuMover, CudaMover, StoreReports
+from tp_engine.worker.tiers.block_moves import BlockGroups, BlockMover, CudaMover, StoreReports
 from tp_engine.worker.tiers.disk_tier import DiskTierWorker
 
 logger = get_logger(__name__)
@@ -133,7 +133,7 @@ class HostTierWorker(RunnerFeature):
             self._pin()
         self._groups = BlockGroups(len(pool), num_slots, codec.num_groups) if codec.num_groups > 1 else None
         self._reports = None if stores is None else StoreReports(stores)
-        self._mover: BlockMover = (CudaMover if self._is_pinned else CpuMover)(pool, slots, codec, self._reports)
+        self._mover: BlockMover = (CudaMover if self._is_pinned else BlockMover)(pool, slots, codec, self._reports)
 
     def apply(self, plan: StepPlan) -> None:
         """Begin the plan's moves, then let its copies and its forward pass wait as it says."""
