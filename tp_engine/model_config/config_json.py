@@ -65,13 +65,19 @@ class ConfigJson:
         self.unread = UnreadKeys() if unread is None else unread
         self._can_override = can_override
 
-    def text_part(self) -> ConfigJson:
+    def text_part(self, *kinds: str) -> ConfigJson:
         """Return the text part of a model with several parts: ``text_config``, or, in older files, keys beside the
-        others'.
+        others'.  Raises ``ConfigError`` if its ``model_type`` is none of ``kinds``, unless there are none.
 
         Embeddings are tied if either of the whole and the text part says so; false in the text part alone means the
         default of the whole, as in transformers.
         """
+        found = self._find_text_part()
+        if kinds:
+            found.take_one_of("model_type", *kinds)
+        return found
+
+    def _find_text_part(self) -> ConfigJson:
         whole = {name: value for name, value in self._values.items() if name in _OF_THE_WHOLE and value is not None}
         inner = self._values.get("text_config")
         if isinstance(inner, dict):
@@ -154,10 +160,14 @@ class ConfigJson:
         """Return a size: a whole number above zero."""
         return self._positive(name, self.require(name, int))
 
-    def take_positive(self, name: str, default: int) -> int:
-        """Return a size with a default."""
+    def take_positive(self, name: str, default: int, *, least: int = 1) -> int:
+        """Return a size, at least ``least``, with a default."""
         value = self.take(name, int)
-        return default if value is None else self._positive(name, value)
+        if value is None:
+            return default
+        if 0 < value < least:
+            raise ConfigError(f"{self.origin}: {name} is {value}; it must be at least {least}")
+        return self._positive(name, value)
 
     def _positive(self, name: str, value: int) -> int:
         if value <= 0:
@@ -168,6 +178,13 @@ class ConfigJson:
     def _check_size(self, name: str, value: float, largest: float) -> None:
         if not abs(value) <= largest:  # NaN is refused too
             raise ConfigError(f"{self.origin}: {name} is {shown(value)}; no model has more than {largest:,}")
+
+    def take_one_of(self, name: str, *choices: str, remedy: str = "use another model") -> str:
+        """Return a text that must be one of ``choices``, of which the first is the default."""
+        value = self.take(name, str, choices[0])
+        if value not in choices:
+            raise self.refusal(name, value, f"it must be {' or '.join(choices)}", remedy)
+        return value
 
     def take_token_ids(self, name: str) -> tuple[int, ...]:
         """Return a token id or a list of them, as a tuple; empty where the key is absent or null."""

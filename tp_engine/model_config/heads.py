@@ -172,10 +172,8 @@ def _pad_token_id(config: ConfigJson) -> int | None:
 def _of_tokens(config: ConfigJson, tokens: tuple[str, ...]) -> ClassifierSpec:
     """Scores from the logits of ``tokens``: vLLM's conversion of rerankers that are language models."""
     is_qwen3 = config.take("is_original_qwen3_reranker", bool, False)
-    method = config.take("method", str, _TWO_WAY if is_qwen3 or len(tokens) == 2 else _AS_THEY_ARE)
-    if method not in (_TWO_WAY, _AS_THEY_ARE):
-        raise config.refusal("method", method, f"it must be {_TWO_WAY} or {_AS_THEY_ARE}", "correct it")
-    is_two_way = method == _TWO_WAY
+    methods = (_TWO_WAY, _AS_THEY_ARE) if is_qwen3 or len(tokens) == 2 else (_AS_THEY_ARE, _TWO_WAY)
+    is_two_way = config.take_one_of("method", *methods, remedy="correct it") == _TWO_WAY
     if (is_two_way and len(tokens) != 2) or not 1 <= len(tokens) <= _MAX_LABELS:
         rule = "it must have two tokens, for no and yes" if is_two_way else f"at most {_MAX_LABELS:,} tokens are taken"
         raise config.refusal("classifier_from_token", list(tokens), rule, "correct it")

@@ -256,7 +256,7 @@ def test_granite() -> None:
     [
         ({"mamba_d_head": 32}, "mamba_n_heads is 128 and mamba_d_head is 32; their product must be"),
         ({"mamba_n_groups": 3}, "mamba_n_heads is 128; it must be a multiple of mamba_n_groups, 3"),
-        ({"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'; it must be rope or nope"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'; it must be nope or rope"),
         ({"layer_types": ["mamba"] * 39}, "layer_types is .* for each of the 40 layers"),
         ({"mamba_proj_bias": True}, "mamba_proj_bias is True"),
     ],

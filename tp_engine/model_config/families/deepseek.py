@@ -165,13 +165,8 @@ def _read_soft_experts(reader: DecoderReader) -> ExpertsSpec:
     config, inner = reader.config, reader.config.require_positive("moe_intermediate_size")
     config.expect("scoring_func", str, "softmax")
     config.expect("norm_topk_prob", bool, False)
-    method = config.take("topk_method", str, "greedy")
-    if method not in ("greedy", "group_limited_greedy"):
-        raise config.refusal(
-            "topk_method", method, "this engine supports greedy and group_limited_greedy", "use another model"
-        )
+    is_limited = config.take_one_of("topk_method", "greedy", "group_limited_greedy") == "group_limited_greedy"
     num_groups, top_groups = config.take("n_group", int) or 1, config.take("topk_group", int) or 1
-    is_limited = method == "group_limited_greedy"
     rule = RoutingRule(
         top_k=config.require_positive("num_experts_per_tok"),
         factor=reader.number("routed_scaling_factor", 1.0),

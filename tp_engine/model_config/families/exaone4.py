@@ -9,7 +9,6 @@ from tp_engine.model_config.spec import ModelSpec, QkNormSpec
 
 _WRAPPER = "Exaone4_5_ForConditionalGeneration"
 ARCHITECTURES = ("Exaone4ForCausalLM", _WRAPPER)
-_TEXT_PARTS = ("exaone4", "exaone4_5_text")
 _NAMES = CheckpointNames(
     spellings=(("model.language_model.", "lm_head."), ("model.", "lm_head.")), skipped=("model.visual.", "visual.")
 )
@@ -18,9 +17,7 @@ _NAMES = CheckpointNames(
 def read(config: ConfigJson) -> ModelSpec:
     """Without ``sliding_window``, all layers see all keys and turn."""
     is_wrapped = config.architecture == _WRAPPER
-    config = config.text_part() if is_wrapped else config
-    if is_wrapped and (kind := config.take("model_type", str, _TEXT_PARTS[0])) not in _TEXT_PARTS:
-        raise config.refusal("model_type", kind, f"it must be {' or '.join(_TEXT_PARTS)}", "use another model")
+    config = config.text_part("exaone4", "exaone4_5_text") if is_wrapped else config
     reader = DecoderReader(config, eps=1e-5)
     window, pattern = reader.take_window(4096), _read_pattern(config)
     windows = reader.windows(window, lambda index: window is not None and (index + 1) % pattern != 0)

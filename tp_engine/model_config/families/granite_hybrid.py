@@ -14,7 +14,6 @@ from tp_engine.model_config.spec import ModelSpec
 ARCHITECTURES = ("GraniteMoeHybridForCausalLM",)
 _NAMES = CheckpointNames(renamed=(("shared_mlp.down_proj", "shared_mlp.output_linear"),))
 _KINDS = {"mamba": False, "attention": True, "linear_attention": False, "full_attention": True}
-_ROTATIONS = ("rope", "nope")
 
 
 def read(config: ConfigJson) -> ModelSpec:
@@ -24,9 +23,7 @@ def read(config: ConfigJson) -> ModelSpec:
     config.expect("normalization_function", str, "rmsnorm")
     config.expect("mamba_proj_bias", bool, False)
     config.skip("mamba_chunk_size", "init_method")
-    kind = config.take("position_embedding_type", str, "nope")
-    if kind not in _ROTATIONS:
-        raise config.refusal("position_embedding_type", kind, "it must be rope or nope", "use another model")
+    kind = config.take_one_of("position_embedding_type", "nope", "rope")
     rope = reader.rope()
     attention = read_attention(reader, rope=0 if kind == "rope" else None)
     mamba, mlp = _read_mamba(reader), _read_mlp(reader)
@@ -61,11 +58,11 @@ def _read_mamba(reader: DecoderReader) -> Mamba2Spec:
         num_heads=num_heads,
         state_size=config.take_positive("mamba_d_state", 256),
         head_dim=head_dim,
-        taps=config.take_positive("mamba_d_conv", 4),
+        taps=config.take_positive("mamba_d_conv", 4, least=2),
         eps=reader.eps,
         has_conv_bias=reader.flag("mamba_conv_bias", True),
     )
-    check_mamba(mamba, heads="mamba_n_heads", groups="mamba_n_groups", taps="mamba_d_conv")
+    check_mamba(mamba, heads="mamba_n_heads", groups="mamba_n_groups")
     return mamba
 
 

@@ -9,7 +9,6 @@ from tp_engine.model_config.spec import ModelSpec
 
 # The name on the hub, and that of transformers.
 ARCHITECTURES = ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
-_TEXT_PARTS = ("kimi_k2", "deepseek_v3")
 # Keys of the whole that are of images and videos, beside those that begin so.
 _OF_IMAGES = ("ignore_index", "projection_hidden_size", "projection_layer_norm_eps", "use_unified_vision_chunk")
 _NAMES = replace(LANGUAGE_MODEL_NAMES, skipped=(*LANGUAGE_MODEL_NAMES.skipped, "mm_projector.", "model.mm_projector."))
@@ -17,8 +16,5 @@ _NAMES = replace(LANGUAGE_MODEL_NAMES, skipped=(*LANGUAGE_MODEL_NAMES.skipped, "
 
 def read(config: ConfigJson) -> ModelSpec:
     """Embeddings are tied unless the file says otherwise, as in transformers; released files do."""
-    config = config.changed(dict.fromkeys(_OF_IMAGES)).text_part()
-    kind = config.take("model_type", str, _TEXT_PARTS[0])
-    if kind not in _TEXT_PARTS:
-        raise config.refusal("model_type", kind, f"it must be {' or '.join(_TEXT_PARTS)}", "use another model")
+    config = config.changed(dict.fromkeys(_OF_IMAGES)).text_part("kimi_k2", "deepseek_v3")
     return read_v3(config, names=_NAMES, tied=True)

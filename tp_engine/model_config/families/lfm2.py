@@ -3,7 +3,6 @@ convolution, the others attention with normalised heads."""
 
 from dataclasses import replace
 
-from tp_engine.errors import ConfigError
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.mlp import FUSED, NUMBERED, ExpertsSpec, MlpSpec, RoutingRule
@@ -43,10 +42,8 @@ def read(config: ConfigJson) -> ModelSpec:
     """Absent keys are as in transformers.  Older files say sizes twice, in keys of their own."""
     is_sparse, is_wrapped = config.architecture == _SPARSE, config.architecture == _WRAPPER
     if is_wrapped:
-        config = _with_newer_keys(config.changed(dict.fromkeys(_OF_IMAGES))).text_part()
+        config = _with_newer_keys(config.changed(dict.fromkeys(_OF_IMAGES))).text_part("lfm2")
         config = config.changed({"tie_embedding": None})  # the whole's holds
-        if (kind := config.take("model_type", str, "lfm2")) != "lfm2":
-            raise config.refusal("model_type", kind, "it must be lfm2", "use another model")
     config = _with_newer_keys(config)
     config.skip("architectures", "block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init")
     config.skip("conv_use_xavier_init", "block_norm_eps", "model_name", "num_heads", "theta")  # transformers has others
@@ -56,9 +53,7 @@ def read(config: ConfigJson) -> ModelSpec:
     reader = DecoderReader(config, eps_key="norm_eps", eps=1e-5, defaults=_SPARSE_SIZES if is_sparse else _SIZES)
     for name in ("block_dim", "conv_dim", "conv_dim_out"):
         config.expect(name, int, reader.hidden_size)
-    taps = config.take_positive("conv_L_cache", 3)
-    if taps < 2:
-        raise ConfigError(f"config.json: conv_L_cache is {taps}; it must be at least 2")
+    taps = config.take_positive("conv_L_cache", 3, least=2)
     attention = reader.attention(qk_norm=QkNormSpec(eps=reader.eps))
     conv = ShortConvSpec(num_channels=reader.hidden_size, taps=taps)
     inner = reader.inner_size if is_sparse else _adjusted(reader)

@@ -9,7 +9,6 @@ from tp_engine.model_config.names import LANGUAGE_MODEL_NAMES, USUAL_NAMES, Chec
 from tp_engine.model_config.spec import ModelSpec
 
 ARCHITECTURES = ("MistralForCausalLM", "Ministral3ForCausalLM", "Mistral3ForConditionalGeneration")
-_TEXT_PARTS = ("mistral", "ministral3", "mistral4")
 
 
 def read(config: ConfigJson) -> ModelSpec:
@@ -17,9 +16,7 @@ def read(config: ConfigJson) -> ModelSpec:
     if config.architecture != ARCHITECTURES[2]:
         return _read(config, config.architecture == ARCHITECTURES[1], USUAL_NAMES)
     config = config.text_part()
-    kind = config.take("model_type", str, "mistral")
-    if kind not in _TEXT_PARTS:
-        raise config.refusal("model_type", kind, f"it must be {' or '.join(_TEXT_PARTS)}", "use another model")
+    kind = config.take_one_of("model_type", "mistral", "ministral3", "mistral4")
     if kind == "mistral4":
         spec = mistral4.read(config, LANGUAGE_MODEL_NAMES)
     else:

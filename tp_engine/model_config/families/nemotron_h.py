@@ -119,23 +119,21 @@ def _read_mamba(reader: DecoderReader) -> Mamba2Spec:
         num_heads=config.take_positive("mamba_num_heads", 128),
         state_size=config.take_positive("ssm_state_size", 128),
         head_dim=config.take_positive("mamba_head_dim", 64),
-        taps=config.take_positive("conv_kernel", 4),
+        taps=config.take_positive("conv_kernel", 4, least=2),
         eps=reader.eps,
         has_conv_bias=reader.flag("use_conv_bias", True),
         name="mixer",
     )
-    check_mamba(mamba, heads="mamba_num_heads", groups="n_groups", taps="conv_kernel")
+    check_mamba(mamba, heads="mamba_num_heads", groups="n_groups")
     return mamba
 
 
-def check_mamba(mamba: Mamba2Spec, *, heads: str, groups: str, taps: str) -> None:
+def check_mamba(mamba: Mamba2Spec, *, heads: str, groups: str) -> None:
     """Raise ``ConfigError`` for sizes that do not fit, with the names of their keys."""
     if mamba.num_heads % mamba.num_groups:
         raise ConfigError(
             f"config.json: {heads} is {mamba.num_heads}; it must be a multiple of {groups}, {mamba.num_groups}"
         )
-    if mamba.taps < 2:
-        raise ConfigError(f"config.json: {taps} is {mamba.taps}; it must be at least 2")
 
 
 def _read_experts(reader: DecoderReader) -> ExpertsSpec:

@@ -21,7 +21,6 @@ _NAMES = CheckpointNames(
 _ROPE = RopeRules(partial=0.25)
 _MULTIMODAL = RopeRules(partial=0.25, is_multimodal=True, sections=(11, 11, 10), are_sections_mixed=True)
 _KINDS = {"linear_attention": False, "full_attention": True}
-_GATES = ("swish", "silu")  # two names of one function
 
 
 def read(config: ConfigJson) -> ModelSpec:
@@ -30,8 +29,7 @@ def read(config: ConfigJson) -> ModelSpec:
     architecture = config.architecture
     is_wrapped = architecture.endswith("ForConditionalGeneration")
     config = config.text_part() if is_wrapped else config
-    if (gate := config.take("output_gate_type", str, _GATES[0])) not in _GATES:  # of the delta rule's output
-        raise config.refusal("output_gate_type", gate, f"it must be {' or '.join(_GATES)}", "use another model")
+    config.take_one_of("output_gate_type", "swish", "silu")  # two names of one function, of the delta rule's output
     config.skip("mlp_only_layers_mtp")
     config.expect("attn_output_gate", bool, True)
     config.expect("mamba_ssm_dtype", str, "float32")
@@ -87,15 +85,12 @@ def _read_delta(reader: DecoderReader, *, is_fused: bool) -> GatedDeltaNetSpec:
             f"config.json: linear_num_value_heads is {num_value_heads}; it must be a multiple of linear_num_key_heads, "
             f"{num_key_heads}"
         )
-    taps = config.take_positive("linear_conv_kernel_dim", 4)
-    if taps < 2:
-        raise ConfigError(f"config.json: linear_conv_kernel_dim is {taps}; it must be at least 2")
     return GatedDeltaNetSpec(
         num_key_heads=num_key_heads,
         num_value_heads=num_value_heads,
         key_dim=config.take_positive("linear_key_head_dim", 128),
         value_dim=config.take_positive("linear_value_head_dim", 128),
-        taps=taps,
+        taps=config.take_positive("linear_conv_kernel_dim", 4, least=2),
         eps=reader.eps,
         is_fused=is_fused,
     )
