@@ -12,7 +12,7 @@ from tp_engine.layers.linear import LocalLinear
 from tp_engine.layers.quantization import HEAD, choose_formats
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.model_config.vision import VisionSpec
-from tp_engine.models.causal_lm import build_model
+from tp_engine.models.causal_lm import CausalLM, build_model
 from tp_engine.topology import RankInfo
 
 _OF_ROUTING = ("correction", "expert_scale")  # of experts; they are read whole
@@ -44,7 +44,7 @@ class _FirstOf(SingleRank):
 
 
 @dataclass(slots=True)
-class _Sizes:
+class WeightSizes:
     """Numbers in the weights, and their bytes once loading has finished: of all, and of those that one token meets."""
 
     num_parameters: int = 0
@@ -54,7 +54,9 @@ class _Sizes:
 
 
 @lru_cache(maxsize=256)
-def _sizes(spec: ModelSpec, vision: VisionSpec | None, world_size: int, dtype: str, quantization: str | None) -> _Sizes:
+def _sizes(
+    spec: ModelSpec, vision: VisionSpec | None, world_size: int, dtype: str, quantization: str | None
+) -> WeightSizes:
     """``vision`` is that of ``spec``: equal specifications may have different ones."""
     model = build_model(
         replace(spec, vision=vision),
@@ -65,7 +67,12 @@ def _sizes(spec: ModelSpec, vision: VisionSpec | None, world_size: int, dtype: s
         max_model_len=1,
         quantization=quantization,
     )
-    found, table = _Sizes(), None if model.layer_embeddings is None else model.layer_embeddings.table.weight
+    return weight_sizes(model, spec, quantization)
+
+
+def weight_sizes(model: CausalLM, spec: ModelSpec, quantization: str | None) -> WeightSizes:
+    """Count a rank's ``model`` of ``spec`` before ``finish_loading``, which keeps it in ``quantization``."""
+    found, table = WeightSizes(), None if model.layer_embeddings is None else model.layer_embeddings.table.weight
     for path, weight in model.named_parameters():
         place, _, name = path.rpartition(".")
         module, kept, share = model.get_submodule(place), weight.nbytes, 1.0

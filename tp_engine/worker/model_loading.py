@@ -14,7 +14,7 @@ from tp_engine.models.assistant_head import AssistantHead
 from tp_engine.models.causal_lm import CausalLM, build_model
 from tp_engine.models.draft_head import DraftHead
 from tp_engine.models.eagle3_head import Eagle3Head
-from tp_engine.models.weight_sizes import local_weight_bytes
+from tp_engine.models.weight_sizes import weight_sizes
 from tp_engine.topology import RankInfo
 from tp_engine.units import format_gib
 from tp_engine.weights.loader import LoadReport, load_weights
@@ -99,26 +99,13 @@ def _log_report(report: LoadReport) -> None:
         logger.info("not read: %d tensors of multi-token prediction (%s, ...)", count, first)
 
 
-def weight_bytes(effective: EffectiveConfig, *, active_only: bool = False, as_read: bool = False) -> int:
-    """Bytes of one rank's weights, or only of those that one token needs, by calculation.
-
-    ``as_read``: before online quantisation.
-    """
-    config = effective.config
-    return local_weight_bytes(
-        effective.model,
-        config.tensor_parallel_size,
-        dtype=config.dtype,
-        quantization=None if as_read else config.quantization,
-        active_only=active_only,
-    )
-
-
-def log_weights(effective: EffectiveConfig, info: RankInfo) -> None:
-    """Log what part of the weights of a model with experts a token needs, and which part of a checkpoint is unused."""
+def log_weights(effective: EffectiveConfig, model: CausalLM, info: RankInfo) -> None:
+    """Log what part of the weights of a ``model`` with experts a token needs, and which part of a checkpoint is
+    unused."""
     if any(layer.experts is not None for layer in effective.model.layers):
-        total, active = weight_bytes(effective), weight_bytes(effective, active_only=True)
-        logger.info("experts: of %s of weights a token needs %s", format_gib(total), format_gib(active))
+        sizes = weight_sizes(model, effective.model, effective.config.quantization)
+        total, active = format_gib(sizes.num_bytes), format_gib(sizes.active_bytes)
+        logger.info("experts: of %s of weights a token needs %s", total, active)
     quantization = effective.model.quantization
     if quantization is not None and quantization.has_kv_scales and info.is_first:
         cache = effective.config.kv_cache_dtype

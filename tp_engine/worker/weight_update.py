@@ -28,8 +28,8 @@ from tp_engine.model_config import load_model_config
 from tp_engine.model_config.checkpoint_files import CheckpointHeaders
 from tp_engine.model_config.pooling import pooled
 from tp_engine.model_config.stored_model import with_head
+from tp_engine.models.weight_sizes import local_weight_bytes
 from tp_engine.units import format_gib
-from tp_engine.worker.model_loading import weight_bytes
 from tp_engine.worker.orders import Prepared
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def update_weights(
     else:
         model, source = _same_model(arguments["folder"], running)
     effective = replace(running, model=model)
-    needed = weight_bytes(effective, as_read=True)
+    needed = local_weight_bytes(model, effective.config.tensor_parallel_size, dtype=effective.config.dtype)
     if needed > free_bytes:
         on_gpu = effective.config.device == "cuda"
         remedy = "start the engine with a lower --gpu-memory-utilization" if on_gpu else "free some, or use more ranks"

@@ -296,7 +296,7 @@ class Worker:
     def _load(self, device: Device) -> tuple[CausalLM, DraftHead | None]:
         self.groups.progress.reach(RankPhase.LOAD)
         model = load_model(self.effective, self.groups, self._backends, device)
-        log_weights(self.effective, self.groups.info)
+        log_weights(self.effective, model, self.groups.info)
         return model, load_head(self.effective, self.groups, self._backends, device, model)
 
     def _make_parts(self, device: Device, model: CausalLM, head: DraftHead | None) -> RunnerFeatureParts:
