@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -25,7 +26,8 @@ from tp_engine.config import EngineConfig
 from tp_engine.cpu.shared_memory import with_shared_memory
 from tp_engine.device_map import parse_devices, shares_devices
 from tp_engine.distributed.collectives import Communicator
-from tp_engine.distributed.groups import HostGroup, RankGroups
+from tp_engine.distributed.groups import RankGroups
+from tp_engine.distributed.rank import Agreeing
 from tp_engine.distributed.reduce_plan import Machine, why_not
 from tp_engine.distributed.symmetric_memory import allocate_symmetric, probe_machine, with_symmetric_memory
 from tp_engine.distributed.two_level import swap_between
@@ -200,16 +202,10 @@ def set_up(
     run_phase(row.phase, take)
 
 
-def agreed_machine(machine: Machine, host: HostGroup) -> Machine:
+def agreed_machine(machine: Machine, host: Agreeing) -> Machine:
     """Return what holds on every rank: ranks that chose different collectives would wait for each other for ever."""
-    major, minor = machine.capability
-    facts = (machine.has_peer_access, machine.has_peer_atomics, machine.has_triton)
-    capability, *agreed = host.all_reduce_min([major * 1000 + minor, *map(int, facts)])
-    access, atomics, triton = map(bool, agreed)
-    return replace(
-        machine,
-        capability=divmod(capability, 1000),
-        has_peer_access=access,
-        has_peer_atomics=atomics,
-        has_triton=triton,
-    )
+    reports = host.all_gather_bytes(msgspec.json.encode(machine))
+    machines = [msgspec.json.decode(report, type=Machine) for report in reports]
+    facts = ("has_peer_access", "has_peer_atomics", "has_triton")
+    agreed = {name: all(getattr(one, name) for one in machines) for name in facts}
+    return replace(machine, capability=min(one.capability for one in machines), **agreed)

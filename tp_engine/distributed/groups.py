@@ -37,19 +37,13 @@ class HostGroup:
         self.info = info
         self._group = group
 
-    def all_reduce_min(self, values: list[int]) -> list[int]:
-        """Element-wise minimum over ranks, int64."""
-        return self._all_reduce(values, dist.ReduceOp.MIN)
-
-    def all_reduce_max(self, values: list[int]) -> list[int]:
-        """Element-wise maximum over ranks, int64."""
-        return self._all_reduce(values, dist.ReduceOp.MAX)
-
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Return every rank's payload, in rank order."""
         if self._group is None:
             return [payload]
-        longest = self.all_reduce_max([len(payload)])[0]
+        size = torch.tensor([len(payload)])
+        dist.all_reduce(size, op=dist.ReduceOp.MAX, group=self._group)
+        longest = int(size)
         framed = np.zeros(8 + longest, dtype=np.uint8)
         framed[:8] = np.frombuffer(len(payload).to_bytes(8, "little"), dtype=np.uint8)
         framed[8 : 8 + len(payload)] = np.frombuffer(payload, dtype=np.uint8)
@@ -58,13 +52,6 @@ class HostGroup:
         dist.all_gather(parts, mine, group=self._group)
         raw = [part.numpy().tobytes() for part in parts]
         return [part[8 : 8 + int.from_bytes(part[:8], "little")] for part in raw]
-
-    def _all_reduce(self, values: list[int], operation: dist.ReduceOp.RedOpType) -> list[int]:
-        if self._group is None:
-            return values
-        tensor = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(tensor, op=operation, group=self._group)
-        return [int(value) for value in tensor]
 
 
 class StagedCommunicator(Communicator):

@@ -1,4 +1,4 @@
-"""Steps of the start that all ranks take or none."""
+"""Steps that all ranks take or none."""
 
 from collections.abc import Callable
 from typing import Protocol, TypeVar
@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 class Agreeing(Protocol):
-    """The host collective that ``all_do`` needs."""
+    """The host collective that ``attempt`` needs."""
 
     info: RankInfo
 
@@ -21,24 +21,31 @@ class Agreeing(Protocol):
         """Return every rank's payload, in rank order."""
 
 
+def attempt(host: Agreeing, body: Callable[[], Result]) -> tuple[Result | None, Exception | None, dict[int, str]]:
+    """Run ``body`` on every rank; return its result, this rank's own error, and the text of each rank's error.  A
+    collective, unless ``body`` raises ``RankError``: then the job has failed, not only this step of it."""
+    result, failure = None, None
+    try:
+        result = body()
+    except RankError:
+        raise
+    except Exception as error:
+        failure = error
+    reports = host.all_gather_bytes(b"" if failure is None else f"{type(failure).__name__}: {failure}".encode())
+    return result, failure, {rank: report.decode() for rank, report in enumerate(reports) if report}
+
+
 def all_do(host: Agreeing, what: str, option: str, body: Callable[[], Result], *, is_required: bool) -> Result | None:
     """Return the result of ``body``, which is never None; None on every rank if ``body`` fails on any rank.
 
     The reason is logged, or raised as ``RankError`` if ``is_required``: ``what`` has failed, ``option`` asked for it.
     """
-    result: Result | None = None
-    try:
-        result, failure = body(), ""
-    except RankError:  # the job has failed, not only this step of it
-        raise
-    except Exception as error:
-        failure = f"{type(error).__name__}: {error}"
-    reports = [report.decode() for report in host.all_gather_bytes(failure.encode())]
-    failed = next((rank for rank, report in enumerate(reports) if report), None)
-    if failed is None:
+    result, _, failed = attempt(host, body)
+    if not failed:
         return result
+    rank, text = next(iter(failed.items()))
     if is_required:
-        raise RankError(failed, f"all_reduce_backend is {option}, but {what} failed: {reports[failed]}; use auto")
+        raise RankError(rank, f"all_reduce_backend is {option}, but {what} failed: {text}; use auto")
     if host.info.is_first:
-        logger.warning("no %s, all-reduces go to the library: rank %d: %s", what, failed, reports[failed])
+        logger.warning("no %s, all-reduces go to the library: rank %d: %s", what, rank, text)
     return None

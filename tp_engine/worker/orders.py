@@ -16,11 +16,13 @@ it needs of the rank.
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import msgspec
 
 from tp_engine.distributed.groups import HostGroup, RankGroups
+from tp_engine.distributed.rank import attempt
 from tp_engine.errors import RankError
 from tp_engine.log import get_logger
 from tp_engine.plan import Order
@@ -63,14 +65,12 @@ class Outcome(NamedTuple):
 def execute_command(data: bytes, orders: Mapping[str, Prepare], groups: RankGroups) -> Outcome:
     """Follow a plan's order, one of ``orders``; every rank calls this with the same bytes."""
     order, progress = msgspec.json.decode(data, type=Order), groups.progress
-    prepared: Prepared | None = None
-    failure: Exception | None = None
-    try:
+
+    def prepare() -> Prepared:
         progress.reach(RankPhase.PREPARE)
-        prepared = orders[order.kind](order.arguments)
-    except Exception as error:
-        failure = error
-    failed = failures(failure, groups.host, progress)
+        return orders[order.kind](order.arguments)
+
+    prepared, _, failed = attempt(groups.host, _then_done(prepare, progress))
     if failed:
         if prepared is not None:
             prepared.discard()
@@ -83,14 +83,16 @@ def execute_command(data: bytes, orders: Mapping[str, Prepare], groups: RankGrou
     return Outcome("", prepared.commit() or {})
 
 
-def failures(failure: Exception | None, group: HostGroup, progress: RankProgress) -> dict[int, str]:
-    """Return the ranks on which a phase has failed, each with the text of its error; a collective.
+def _then_done(body: Callable[[], Result], progress: RankProgress) -> Callable[[], Result]:
+    """Return what runs ``body`` and notes that this rank is through with its part of it, or has failed in it."""
 
-    ``failure`` is this rank's own error.
-    """
-    progress.done()
-    text = "" if failure is None else f"{type(failure).__name__}: {failure}"
-    return {rank: report.decode() for rank, report in enumerate(group.all_gather_bytes(text.encode())) if report}
+    def run() -> Result:
+        try:
+            return body()
+        finally:
+            progress.done()
+
+    return run
 
 
 class StartUp:
@@ -115,14 +117,9 @@ class StartUp:
 
         The failing rank raises its own error, the others a ``RankError`` that carries its text.
         """
-        failure: Exception | None = None
-        try:
-            result = self.run(name, body)
-        except Exception as error:
-            failure = error
-        failed = failures(failure, self._group, self._progress)
+        result, failure, failed = attempt(self._group, _then_done(partial(self.run, name, body), self._progress))
         if failure is not None:
             raise failure
         for rank, text in failed.items():
             raise RankError(rank, f"{name} failed: {text}")
-        return result
+        return cast("Result", result)

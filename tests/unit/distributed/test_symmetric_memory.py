@@ -9,6 +9,7 @@ import time
 from contextlib import nullcontext
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -28,6 +29,7 @@ from tp_engine.distributed.symmetric_memory import (
 )
 from tp_engine.errors import ConfigError, RankError
 from tp_engine.progress import RankProgress
+from tp_engine.topology import RankInfo
 from tp_engine.units import KIB, MIB
 
 H200 = Machine(
@@ -213,11 +215,15 @@ def test_memory_is_of_the_backend_whose_handles_have_addresses(
 def test_ranks_agree_on_what_their_gpus_can_do() -> None:
     """Oracle: what holds on every rank, the least of two answers by hand."""
 
-    class Lowest:
-        def all_reduce_min(self, values: list[int]) -> list[int]:
-            return [min(pair) for pair in zip(values, [8006, 1, 0, 0], strict=True)]
+    other = dataclasses.replace(H200, capability=(8, 6), has_peer_atomics=False, has_triton=False)
 
-    found = agreed_machine(H200, Lowest())  # type: ignore[arg-type]
+    class TwoRanks:
+        info = RankInfo(world_size=2, local_world_size=2)
+
+        def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+            return [payload, msgspec.json.encode(other)]
+
+    found = agreed_machine(H200, TwoRanks())
     assert found == dataclasses.replace(H200, capability=(8, 6), has_peer_atomics=False, has_triton=False)
 
 

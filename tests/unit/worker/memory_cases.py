@@ -83,10 +83,6 @@ class SimulatedGroup:
         self._meeting.barrier.wait()
         return everything
 
-    def all_reduce_min(self, values: list[int]) -> list[int]:
-        assert all(-(2**63) <= value < 2**63 for value in values), "does not fit in int64"
-        return [min(column) for column in zip(*self._exchange(values), strict=True)]
-
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         return self._exchange(payload)
 

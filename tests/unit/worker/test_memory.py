@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.unit.worker.memory_cases import FakeDevice, on_ranks
+from tp_engine.distributed.rank import Agreeing
 from tp_engine.errors import MemoryBudgetError
 from tp_engine.kv_layout import KvCapacity, KvKind, KvLayout, kv_cache_lines, lay_out
 from tp_engine.topology import RankInfo
@@ -23,7 +24,7 @@ from tp_engine.worker.memory.ledger import (
     ledger_table,
     requested_bytes,
 )
-from tp_engine.worker.memory.meter import AgreementGroup, MemoryMeter, choose_blocks, log_memory, settle_blocks
+from tp_engine.worker.memory.meter import MemoryMeter, choose_blocks, log_memory, settle_blocks
 
 ONE_GROUP = lay_out([KvKind(window=None, num_kv_heads=2, head_dim=64)] * 4)
 SHAPE = KvCacheShape(layout=ONE_GROUP, block_size=16, dtype=torch.bfloat16)
@@ -193,7 +194,7 @@ def capacity(layout: KvLayout = ONE_GROUP, max_model_len: int = 160) -> KvCapaci
 def settle(blocks: list[int], holds: KvCapacity | None = None, *, is_override: bool = False) -> list[Any]:
     """``settle_blocks`` on one rank per number."""
 
-    def settle_one(group: AgreementGroup) -> int:
+    def settle_one(group: Agreeing) -> int:
         return settle_blocks(
             lambda: blocks[group.info.rank], group, SHAPE, holds or capacity(), is_override=is_override
         )

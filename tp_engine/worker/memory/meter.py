@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
-from tp_engine.distributed.rank import Agreeing
+from tp_engine.distributed.rank import Agreeing, attempt
 from tp_engine.errors import MemoryBudgetError
 from tp_engine.kv_layout import KvCapacity, kv_cache_lines
 from tp_engine.log import get_logger
@@ -27,8 +26,6 @@ from tp_engine.worker.memory.ledger import (
 
 logger = get_logger(__name__)
 
-_FAILED, _FINE = 0, 1
-_RANK_BITS = 20
 _MAX_BLOCKS = 1 << 40  # more is a bug in the counting
 
 
@@ -95,7 +92,7 @@ def choose_blocks(
 
 
 def settle_blocks(
-    choose: Callable[[], int], group: AgreementGroup, shape: KvCacheShape, capacity: KvCapacity, *, is_override: bool
+    choose: Callable[[], int], group: Agreeing, shape: KvCacheShape, capacity: KvCapacity, *, is_override: bool
 ) -> int:
     """Return the number of KV blocks of every rank.  ``choose`` finds this rank's own; if it fails, every rank fails.
 
@@ -143,44 +140,24 @@ class MemoryMonitor:
         return snapshot.torch_reserved + snapshot.non_torch - in_cache
 
 
-class AgreementGroup(Agreeing, Protocol):
-    """The collectives on the CPU that the agreement needs; ``HostGroup`` implements it."""
-
-    def all_reduce_min(self, values: list[int]) -> list[int]:
-        """Return the element-wise minimum over ranks, int64."""
-
-
-def settle_slots(choose: Callable[[], int], group: AgreementGroup, *, of: str = "host tier") -> int:
+def settle_slots(choose: Callable[[], int], group: Agreeing, *, of: str = "host tier") -> int:
     """Return the smallest number of blocks, or of a tier's slots, of all ranks; ``choose`` finds this rank's own.
 
-    Every rank calls this.  One all-reduce MIN carries three numbers::
-
-        status              FAILED is less than FINE: one failure fails every rank
-        blocks << 20 | rank the smallest number, and the first rank that has it
-        -blocks             the largest number
-
-    Raises ``MemoryBudgetError`` naming every rank that failed, with its cause, on all ranks alike.
+    Every rank calls this.  Raises ``MemoryBudgetError`` naming every rank that failed, with its cause, on all ranks
+    alike.
     """
-    failure, reason, blocks = None, "", 0
-    try:
-        blocks = choose()
-        if not 0 < blocks <= _MAX_BLOCKS:
-            reason, blocks = f"it counted {blocks} KV blocks, where 1 to {_MAX_BLOCKS} are possible", 0
-    except Exception as error:
-        failure, reason = error, f"{type(error).__name__}: {error}"
-    info, named = group.info, group.info.topology.named
-    status, smallest, minus_largest = group.all_reduce_min(
-        [_FAILED if reason else _FINE, blocks << _RANK_BITS | info.rank, -blocks]
-    )
-    if status == _FINE:
-        num_blocks, limiting = smallest >> _RANK_BITS, named(smallest & (1 << _RANK_BITS) - 1)
-        if info.is_first and info.world_size > 1:
-            text = "blocks of the %s: %d on every rank (limited by %s; the roomiest has %d)"
-            logger.info(text, of, num_blocks, limiting, -minus_largest)
-        return num_blocks
-    causes = group.all_gather_bytes(reason.encode())
-    failed = [f"{named(rank)}: {cause.decode()}" for rank, cause in enumerate(causes) if cause]
-    raise MemoryBudgetError(
-        f"{len(failed)} of {info.world_size} ranks could not provide a {of}: {'; '.join(failed)}",
-        rank=next(rank for rank, cause in enumerate(causes) if cause),
-    ) from failure
+    own, failure, causes = attempt(group, choose)
+    counts = [int(count) for count in group.all_gather_bytes(str(own or 0).encode())]
+    for rank, count in enumerate(counts):
+        if rank not in causes and not 0 < count <= _MAX_BLOCKS:
+            causes[rank] = f"it counted {count} KV blocks, where 1 to {_MAX_BLOCKS} are possible"
+    info, named, num_blocks = group.info, group.info.topology.named, min(counts)
+    if causes:
+        failed = [f"{named(rank)}: {cause}" for rank, cause in sorted(causes.items())]
+        raise MemoryBudgetError(
+            f"{len(failed)} of {info.world_size} ranks could not provide a {of}: {'; '.join(failed)}", rank=min(causes)
+        ) from failure
+    if info.is_first and info.world_size > 1:
+        text = "blocks of the %s: %d on every rank (limited by %s; the roomiest has %d)"
+        logger.info(text, of, num_blocks, named(counts.index(num_blocks)), max(counts))
+    return num_blocks
