@@ -1,7 +1,7 @@
 """Inputs of decodes, which the device makes from its tables; the host sends the rows when they change."""
 
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -14,24 +14,6 @@ from tp_engine.plan import IntArray, StepPlan
 
 GroupViews: TypeAlias = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 """Each group's ``slot_mapping`` (B,) and ``block_table`` (B, M)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillInputs:
-    """Inputs of a step of N tokens in which the P prefills are filled in, but not the decodes before them.
-
-    ``input_ids`` (N,) int32, ``positions`` (N,) int64, ``slot_mapping`` (G, N) int64; of the prefills alone ``rows``
-    (P,) int64 and ``seq_lens`` (P,) int32.  ``places`` (N,) int64 are those of the tokens in the flattened
-    token table.  ``rope_positions`` (N,) int64, if rows have deltas: those of the prefills are their positions.
-    """
-
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    rows: torch.Tensor
-    seq_lens: torch.Tensor
-    places: torch.Tensor
-    rope_positions: torch.Tensor | None = None
 
 
 class DecodeBatch:
@@ -90,31 +72,12 @@ class DecodeBatch:
         self._prepare(self.tables, inputs)
         return inputs
 
-    def prepare_before(self, plan: StepPlan, prefills: PrefillInputs) -> torch.Tensor:
-        """Make the inputs of the n decodes of ``plan`` in the room before the prefills'; the step's ``seq_lens``
-        (n + P,).
-
-        Its block tables are those of ``groups(n + P)``.
-        """
-        first = len(plan.decode_rows)
-        whole = self.inputs(first + len(prefills.rows))
-        whole.seq_lens[first:].copy_(prefills.seq_lens)
-        torch.index_select(self.tables.block_table, 1, prefills.rows, out=whole.block_table[:, first:])
-        if first:
-            self.set_rows(plan, first)
-            own = self.inputs(first)
-            decodes = DecodeInputs(
-                rows=own.rows,
-                input_ids=prefills.input_ids[:first],
-                positions=prefills.positions[:first],
-                slot_mapping=prefills.slot_mapping[:, :first],
-                seq_lens=own.seq_lens,
-                block_table=own.block_table,
-                query_start=own.query_start,
-                rope_positions=None if prefills.rope_positions is None else prefills.rope_positions[:first],
-            )
-            self._prepare(self.tables, decodes)
-        return whole.seq_lens
+    def prepare_elsewhere(self, plan: StepPlan, **tokens: Any) -> None:
+        """Make the inputs of the decodes of ``plan``, those of their ``tokens`` at other places: fields of
+        ``DecodeInputs``."""
+        size = len(plan.decode_rows)
+        self.set_rows(plan, size)
+        self._prepare(self.tables, replace(self.inputs(size), **tokens))
 
     def inputs(self, size: int) -> DecodeInputs:
         """Return where the inputs of a step of ``size`` requests are."""

@@ -24,7 +24,7 @@ from tp_engine.kernels.steps.decode_inputs import RowTables, padded_room
 from tp_engine.layers.upload import upload_all
 from tp_engine.plan import Admission, IntArray, StepPlan
 from tp_engine.units import ceil_div
-from tp_engine.worker.batch.decode_batch import DecodeBatch, PrefillInputs
+from tp_engine.worker.batch.decode_batch import DecodeBatch
 from tp_engine.worker.batch.draft_rows import DraftRows, MirroredTable, places_in_runs
 from tp_engine.worker.batch.step_inputs import BatchLayout, SlotArray, StepInputs, make_layout, slots_for
 
@@ -150,21 +150,42 @@ class InputBatch:
 
     def _with_prefills(self, plan: StepPlan, layout: BatchLayout, seq_lens: IntArray) -> StepInputs:
         """The host makes the inputs of the prefills, the device those of the decodes before them."""
-        first = layout.num_decodes
-        prefills, sampled_places = self._prefills(layout, seq_lens[first:])
-        lengths = self.decodes.prepare_before(plan, prefills)
+        first, chunks, rows, stride = layout.num_decodes, layout.prefill_tokens, layout.token_rows, self._row_stride
+        ends, is_sampled = seq_lens[first:], layout.samples[first:]
+        positions = ((ends - chunks).repeat(chunks) + layout.offsets).astype(np.int64)
+        slots = slots_for(self._block_table.host, rows, positions, self._block_size)
+        sampled_places = layout.prefill_rows[is_sampled] * np.int64(stride) + ends[is_sampled]
+        num_tokens = first + len(rows)
+        num_slots = padded_room(num_tokens, self._num_groups)
+        behind = [_behind(first, values, num_tokens) for values in (rows * stride + positions, positions)]
+        uploaded = upload_all((*behind, _behind(first, slots, num_slots), ends, sampled_places), self._device)
+        places, on_device, slot_mapping, lengths, sampled = uploaded
+        slot_mapping = slot_mapping[:, :num_tokens]
+        input_ids = self._flat_token_ids.index_select(0, places)
+        turns = None if self._rope_deltas is None else on_device.clone()
+        whole = self.decodes.inputs(len(layout.rows))
+        whole.seq_lens[first:].copy_(lengths)
+        torch.index_select(self._block_table.device, 1, layout.prefill_index, out=whole.block_table[:, first:])
+        if first:
+            self.decodes.prepare_elsewhere(
+                plan,
+                input_ids=input_ids[:first],
+                positions=on_device[:first],
+                slot_mapping=slot_mapping[:, :first],
+                rope_positions=None if turns is None else turns[:first],
+            )
         tables = (table for _, table in self.decodes.groups(len(layout.rows)))
         return StepInputs(
             layout=layout,
-            input_ids=prefills.input_ids,
-            positions=prefills.positions,
-            rope_positions=prefills.rope_positions,
+            input_ids=input_ids,
+            positions=on_device,
+            rope_positions=turns,
             attention=tuple(
                 AttentionMetadata(
                     num_decodes=first,
-                    slot_mapping=slot_mapping,
+                    slot_mapping=own_slots,
                     block_table=block_table,
-                    seq_lens=lengths,
+                    seq_lens=whole.seq_lens,
                     query_start=layout.query_start,
                     host_query_lens=layout.query_lens,
                     host_seq_lens=seq_lens,
@@ -173,34 +194,12 @@ class InputBatch:
                     draft_runs=self.decodes.draft_runs(first),
                     prefill_rows=layout.prefill_rows,
                 )
-                for slot_mapping, block_table in zip(prefills.slot_mapping.unbind(), tables, strict=True)
+                for own_slots, block_table in zip(slot_mapping.unbind(), tables, strict=True)
             ),
             sampled_positions=seq_lens[layout.samples],
-            prefill_places=sampled_places if len(sampled_places) else None,
-            places=prefills.places,
+            prefill_places=sampled if len(sampled) else None,
+            places=places,
         )
-
-    def _prefills(self, layout: BatchLayout, ends: IntArray) -> tuple[PrefillInputs, torch.Tensor]:
-        """The inputs of the chunks, which end at ``ends`` (P,), and ``StepInputs.prefill_places``."""
-        room, chunks, rows, stride = layout.num_decodes, layout.prefill_tokens, layout.token_rows, self._row_stride
-        positions = ((ends - chunks).repeat(chunks) + layout.offsets).astype(np.int64)
-        slots = slots_for(self._block_table.host, rows, positions, self._block_size)
-        is_sampled = layout.samples[room:]
-        sampled_places = layout.prefill_rows[is_sampled] * np.int64(stride) + ends[is_sampled]
-        num_tokens = room + len(rows)
-        num_slots = padded_room(num_tokens, self._num_groups)
-        behind = [_behind(room, values, num_tokens) for values in (rows * stride + positions, positions)]
-        on_device = upload_all((*behind, _behind(room, slots, num_slots), ends, sampled_places), self._device)
-        prefills = PrefillInputs(
-            input_ids=self._flat_token_ids.index_select(0, on_device[0]),
-            positions=on_device[1],
-            slot_mapping=on_device[2][:, :num_tokens],
-            rows=layout.prefill_index,
-            seq_lens=on_device[3],
-            places=on_device[0],
-            rope_positions=None if self._rope_deltas is None else on_device[1].clone(),
-        )
-        return prefills, on_device[4]
 
     def following_tokens(self, row: int, first: int, count: int) -> torch.Tensor:
         """Token ids (count,) int32 of ``row`` from position ``first`` on."""
