@@ -95,7 +95,7 @@ def test_decode_inputs_in_a_graph() -> None:
 
 def test_padded_steps_in_a_graph() -> None:
     """Oracle: the PyTorch twin on a copy of the tables; replays are of other steps than the captured one."""
-    from tp_engine.worker.batch.padded_batch import PaddedBatch, StepSize
+    from tp_engine.worker.batch.padded_batch import PaddedBatch, StepSize, StepSizes
 
     make_plan = cases_of("kernel_cases_padded_steps").make_plan
     make_tables = cases_of("kernel_cases_decode_inputs").make_tables
@@ -103,12 +103,13 @@ def test_padded_steps_in_a_graph() -> None:
     for kept in (tables, twin_tables):
         kept.num_computed.fill_(5)
     size, sampled = StepSize(decodes=8, tokens=64), torch.arange(24, dtype=torch.int32)
-    batch, twin, on_device = PaddedBatch(tables, size), PaddedBatch(twin_tables, size), sampled.cuda()
+    sizes, on_device = StepSizes(decodes=(size.decodes,), tokens=(size.tokens,)), sampled.cuda()
+    batch, twin = PaddedBatch(tables, sizes), PaddedBatch(twin_tables, sizes)
     batch.set_step(make_plan([], []), size)
 
     def step() -> None:
         batch.prepare(size)
-        batch.advance(size.decodes, on_device)
+        batch.advance(size, on_device)
 
     graph = captured(step)  # all is padding so far, so nothing changes
     for decodes, chunks in (([0, 5], [(3, 40, True), (2, 9, False)]), ([5, 3], [(2, 64, True)]), ([], [(7, 1, True)])):
@@ -116,7 +117,7 @@ def test_padded_steps_in_a_graph() -> None:
             kept.set_step(make_plan(decodes, chunks), size)
         graph.replay()
         twin.prepare(size)
-        twin.advance(size.decodes, sampled)
+        twin.advance(size, sampled)
         found, expected = batch.inputs(size), twin.inputs(size)
         for name in ("input_ids", "positions", "slot_mapping", "seq_lens"):
             torch.testing.assert_close(getattr(found, name).cpu(), getattr(expected, name), msg=name)

@@ -17,7 +17,7 @@ from tp_engine.errors import ConfigError
 from tp_engine.kernels.ops import has_triton
 from tp_engine.kernels.steps.decode_inputs import RowTables
 from tp_engine.plan import StepPlan
-from tp_engine.worker.batch.padded_batch import MAX_CHUNKS, PaddedBatch, StepSize, StepSizes
+from tp_engine.worker.batch.padded_batch import MAX_CHUNKS, PaddedBatch, StepSizes
 from tp_engine.worker.graphs.graph_plan import graph_plan, prefill_sizes
 
 SIZES = StepSizes(decodes=(0, 8, 32, 256), tokens=(32, 128, 1024))
@@ -108,7 +108,7 @@ def test_parts_of_the_upload_are_aligned(num_decodes: int) -> None:
         block_table=torch.zeros((1, 4, 2), dtype=torch.int32),
         block_size=4,
     )
-    requests = PaddedBatch(tables, StepSize(decodes=32, tokens=32)).requests(num_decodes)
+    requests = PaddedBatch(tables, StepSizes(decodes=(32,), tokens=(32,))).requests(num_decodes)
     names = ("rows", "wanted", "sampled_rows", "sampled_places", "query_start")
     assert all(getattr(requests, name).data_ptr() % 16 == 0 for name in names)
     assert len(requests.query_start) == num_decodes + MAX_CHUNKS + 1

@@ -15,7 +15,7 @@ from tp_engine.kernels.ops import Kind, has_triton, implementation
 from tp_engine.kernels.steps.decode_inputs import RowTables
 from tp_engine.kernels.steps.padded_steps import PaddedInputs, PaddedRequests
 from tp_engine.plan import StepPlan
-from tp_engine.worker.batch.padded_batch import MAX_CHUNKS, PaddedBatch, StepSize
+from tp_engine.worker.batch.padded_batch import MAX_CHUNKS, PaddedBatch, StepSize, StepSizes
 from tp_engine.worker.batch.step_inputs import slots_for
 
 Chunk = tuple[int, int, bool]
@@ -49,8 +49,8 @@ def check(
     lengths = np.array([0, max_len - 1, 5, 16, 31, 32, 100, 0, 17], dtype=np.int32)
     tables.num_computed.copy_(torch.from_numpy(lengths))
     token_ids, block_table = (tensor.cpu().numpy().copy() for tensor in (tables.token_ids, tables.block_table))
-    room, step_size = StepSize(decodes=8, tokens=200), StepSize(decodes=size[0], tokens=size[1])
-    batch = PaddedBatch(tables, room)
+    step_size = StepSize(decodes=size[0], tokens=size[1])
+    batch = PaddedBatch(tables, StepSizes(decodes=(8,), tokens=(200,)))
     plan = make_plan(decodes, chunks)
     batch.set_step(plan, step_size)
     requests, inputs = batch.requests(step_size.decodes), batch.inputs(step_size)
@@ -164,7 +164,7 @@ def launch_all() -> None:
             block_table=empty(num_groups, 256, max_len // 16),
             block_size=16,
         )
-        batch = PaddedBatch(tables, StepSize(decodes=256, tokens=1024))
+        batch = PaddedBatch(tables, StepSizes(decodes=(256,), tokens=(1024,)))
         for size in (
             StepSize(decodes=0, tokens=32),
             StepSize(decodes=8, tokens=64),

@@ -15,7 +15,9 @@ from tp_engine.kernels.ops import op
 from tp_engine.kernels.steps.decode_inputs import PAD_ROW, RowTables
 from tp_engine.kernels.steps.padded_steps import PaddedInputs, PaddedRequests
 from tp_engine.layers.upload import upload_into
+from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import IntArray, StepPlan
+from tp_engine.worker.graphs.captured_steps import PlacedInputs, StepShape
 
 MAX_CHUNKS = 16  # a power of two, for the kernel that finds the chunk of each token
 # Up to here a step takes as long as reading the weights, whatever its number of tokens.
@@ -75,21 +77,33 @@ class StepSizes:
         return size if size.num_tokens <= max(_MAX_PADDING * num_tokens, _FREE_TOKENS) else None
 
 
-class PaddedBatch:
-    """The inputs of steps up to the size ``room``, at one place; at first all of a step is padding.
+class PaddedBatch(StepShape[StepSize]):
+    """Prompts, mixed with decodes or alone, of ``sizes``: their inputs are at one place, at first all padding.
 
-    ``set_step`` is the host's part, one small upload; ``prepare`` and ``advance`` are the device's.
+    The host's part of a step is one small upload.
     """
 
-    def __init__(self, tables: RowTables, room: StepSize) -> None:
-        self._tables, device = tables, tables.token_ids.device
-        self._prepare, self._advance = op("prepare_steps", device.type), op("advance_steps", device.type)
+    def __init__(self, tables: RowTables, sizes: StepSizes) -> None:
+        self._tables, self._sizes, self._device = tables, sizes, tables.token_ids.device
+        self._prepare, self._advance = op("prepare_steps", self._device.type), op("advance_steps", self._device.type)
+        room = sizes.largest_first[0]
         # One tensor, so that a step's requests are one upload: four rows of B, then ``query_start``.
-        self._requests = torch.zeros(5 * room.num_requests + 1, dtype=torch.int32, device=device)
+        self._requests = torch.zeros(5 * room.num_requests + 1, dtype=torch.int32, device=self._device)
         self._inputs = PaddedInputs.allocate(room.num_tokens, room.num_requests, tables)
+        self._nothing = torch.zeros(room.num_requests, dtype=torch.int32, device=self._device)
+
+    def hidden_room(self, model: CausalLM) -> torch.Tensor:
+        """Do as ``StepShape``; what follows the model depends on the number of decodes alone."""
+        return torch.zeros((len(self._nothing), model.hidden_size), dtype=model.dtype, device=self._device)
+
+    def size_for(self, plan: StepPlan) -> StepSize | None:
+        """Do as ``StepShape``; None too if padding would double the work."""
+        return self._sizes.size_for(plan)
+
+    def num_sampled(self, size: StepSize) -> int:
+        return size.num_requests
 
     def set_step(self, plan: StepPlan, size: StepSize) -> None:
-        """Note that the next step is ``plan``, padded to ``size``."""
         packed = pack_requests(plan, size)
         upload_into(self._requests[: len(packed)], packed)
 
@@ -110,27 +124,13 @@ class PaddedBatch:
         """Return where the inputs of a step of ``size`` are."""
         return self._inputs.first(size.num_tokens, size.num_requests)
 
-    def prepare(self, size: StepSize) -> PaddedInputs:
-        """Make the inputs of the step that ``set_step`` has set."""
-        inputs = self.inputs(size)
-        self._prepare(self._tables, self.requests(size.decodes), inputs)
-        return inputs
-
-    def advance(self, num_decodes: int, sampled: torch.Tensor) -> None:
-        """Note that the step's tokens are computed, and ``sampled`` (n,) int32, of which padding may follow, come
-        behind them."""
-        self._advance(self._tables, self.requests(num_decodes), sampled)
-
-    def sampled_positions(self, num_decodes: int) -> torch.Tensor:
-        """Return the positions (B,) int64 of the tokens whose outputs are sampled; those of padding are arbitrary."""
-        return self._inputs.positions.index_select(0, self.requests(num_decodes).wanted)
-
-    def metadata(self, size: StepSize) -> tuple[AttentionMetadata, ...]:
-        """Return each group's metadata for a step of ``size``; for the host, one chunk has all tokens of prompts."""
+    def prepare(self, size: StepSize) -> PlacedInputs:
+        """Do as ``StepShape``; for the host, one chunk has all tokens of prompts."""
         requests, inputs = self.requests(size.decodes), self.inputs(size)
+        self._prepare(self._tables, requests, inputs)
         query_lens: IntArray = np.zeros(size.num_requests, dtype=np.int32)
         query_lens[: size.decodes], query_lens[size.decodes] = 1, size.tokens
-        return tuple(
+        attention = tuple(
             AttentionMetadata(
                 num_decodes=size.decodes,
                 slot_mapping=slot_mapping,
@@ -143,6 +143,17 @@ class PaddedBatch:
             )
             for slot_mapping, block_table in zip(inputs.slot_mapping.unbind(), inputs.block_table.unbind(), strict=True)
         )
+        return PlacedInputs(
+            input_ids=inputs.input_ids, positions=inputs.turns, wanted=requests.wanted, attention=attention
+        )
+
+    def sampled(self, size: StepSize) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do as ``StepShape``; positions of padding are arbitrary."""
+        requests = self.requests(size.decodes)
+        return requests.sampled_rows, self._inputs.positions.index_select(0, requests.wanted)
+
+    def advance(self, size: StepSize, tokens: torch.Tensor | None) -> None:
+        self._advance(self._tables, self.requests(size.decodes), self._nothing if tokens is None else tokens)
 
 
 def pack_requests(plan: StepPlan, size: StepSize) -> IntArray:

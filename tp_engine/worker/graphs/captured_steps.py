@@ -32,7 +32,6 @@ from tp_engine.sampling.device_sampler import SamplerVariant
 from tp_engine.sampling.logprobs import LogprobTensors
 from tp_engine.sampling.sampler import Sampler
 from tp_engine.worker.batch.decode_batch import DecodeBatch
-from tp_engine.worker.batch.padded_batch import PaddedBatch, StepSize, StepSizes
 from tp_engine.worker.graphs.recorder import Recorder, Recording
 
 Size = TypeVar("Size", bound=Hashable)
@@ -113,41 +112,6 @@ class DecodeShape(StepShape[int]):
     def advance(self, size: int, tokens: torch.Tensor | None) -> None:
         assert tokens is not None, "every row that decodes is sampled"
         self._batch.advance(len(tokens), tokens)
-
-
-class PromptShape(StepShape[StepSize]):
-    """Prompts, mixed with decodes or alone, of ``sizes``; the rows are those of ``tables``."""
-
-    def __init__(self, tables: RowTables, sizes: StepSizes) -> None:
-        largest = sizes.largest_first[0]
-        self._batch, self._sizes, self._device = PaddedBatch(tables, largest), sizes, tables.token_ids.device
-        self._nothing = torch.zeros(largest.num_requests, dtype=torch.int32, device=self._device)
-
-    def hidden_room(self, model: CausalLM) -> torch.Tensor:
-        """Do as ``StepShape``; what follows the model depends on the number of decodes alone."""
-        return torch.zeros((len(self._nothing), model.hidden_size), dtype=model.dtype, device=self._device)
-
-    def size_for(self, plan: StepPlan) -> StepSize | None:
-        """Do as ``StepShape``; None too if padding would double the work."""
-        return self._sizes.size_for(plan)
-
-    def num_sampled(self, size: StepSize) -> int:
-        return size.num_requests
-
-    def set_step(self, plan: StepPlan, size: StepSize) -> None:
-        self._batch.set_step(plan, size)
-
-    def prepare(self, size: StepSize) -> PlacedInputs:
-        inputs, wanted = self._batch.prepare(size), self._batch.requests(size.decodes).wanted
-        return PlacedInputs(
-            input_ids=inputs.input_ids, positions=inputs.turns, wanted=wanted, attention=self._batch.metadata(size)
-        )
-
-    def sampled(self, size: StepSize) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._batch.requests(size.decodes).sampled_rows, self._batch.sampled_positions(size.decodes)
-
-    def advance(self, size: StepSize, tokens: torch.Tensor | None) -> None:
-        self._batch.advance(size.decodes, self._nothing if tokens is None else tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import StepPlan
 from tp_engine.sampling.logprobs import LogprobTensors
 from tp_engine.worker.batch.input_batch import InputBatch
-from tp_engine.worker.batch.padded_batch import StepSize, StepSizes
-from tp_engine.worker.graphs.captured_steps import CapturedSteps, DecodeShape, PromptShape, StepParts
+from tp_engine.worker.batch.padded_batch import PaddedBatch, StepSize, StepSizes
+from tp_engine.worker.graphs.captured_steps import CapturedSteps, DecodeShape, StepParts
 from tp_engine.worker.graphs.recorder import CudaRecorder, Recorder
 
 
@@ -84,7 +84,7 @@ class StepRunner:
     def capture_prompts(self, sizes: StepSizes, recorder: Recorder, part: Sequence[StepSize]) -> None:
         """Capture those steps with prompts of ``sizes`` that are in ``part``."""
         if self._prompts is None:
-            self._prompts = CapturedSteps(PromptShape(self._batch.row_tables(), sizes), self._parts)
+            self._prompts = CapturedSteps(PaddedBatch(self._batch.row_tables(), sizes), self._parts)
             self._captured.append(self._prompts)
         self._prompts.capture(part, recorder)
 
