@@ -10,7 +10,7 @@ import torch
 from tp_engine.errors import RankError
 from tp_engine.sampling.logprobs import LogprobTensors
 from tp_engine.worker.results import readback
-from tp_engine.worker.results.pooled_rows import PooledTensors
+from tp_engine.worker.results.pooled_rows import fetch_pooled
 from tp_engine.worker.results.readback import Readback, wait_for
 
 
@@ -78,7 +78,7 @@ def test_other_results_are_copied_when_they_are_made(pretended_cuda: list[FakeEv
     )
     states, logits = torch.tensor([[1.0, 2.0]]), torch.tensor([[5.0, 6.0]])
     found = scores.to_host(copies.fetch)
-    pooled = PooledTensors([7, 9], states, logits, [1]).to_host(copies.fetch)
+    pooled = fetch_pooled(copies.fetch, [7, 9], states, logits, [1])
     assert len(pretended_cuda) == 2
     for tensor in (scores.token_ids, scores.logprobs, scores.ranks, states, logits):
         tensor.zero_()

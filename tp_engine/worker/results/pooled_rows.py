@@ -28,29 +28,6 @@ from tp_engine.worker.feature import RunnerFeature
 from tp_engine.worker.results.readback import PendingStep
 
 
-class PooledTensors:
-    """What ``rows`` of a step return, still on the device: ``states`` (n, size) of the first, ``logits`` (m, width)
-    of the others, of which each has as many as ``num_logits`` says.  Either is None where no row wants it."""
-
-    def __init__(
-        self, rows: list[int], states: torch.Tensor | None, logits: torch.Tensor | None, num_logits: list[int]
-    ) -> None:
-        self._rows, self._states, self._logits, self._num_logits = rows, states, logits, num_logits
-
-    def to_host(self, fetch: Fetch) -> Callable[[], dict[int, FloatArray]]:
-        """Begin to copy; the returned function waits, and gives float32 by row."""
-        fetched = fetch([one for one in (self._states, self._logits) if one is not None])
-
-        def wait() -> dict[int, FloatArray]:
-            arrays = fetched()
-            parts: list[FloatArray] = [] if self._states is None else list(arrays[0])
-            if self._logits is not None:
-                parts += [table[:count] for table, count in zip(arrays[-1], self._num_logits, strict=True)]
-            return dict(zip(self._rows, parts, strict=True))
-
-        return wait
-
-
 class PooledRows(RunnerFeature):
     """Which of ``num_rows`` rows pool outputs of ``model``, and what; of at most ``max_positions`` tokens at once."""
 
@@ -88,29 +65,19 @@ class PooledRows(RunnerFeature):
         step.pooled.append(lambda: dict(zip(named, fetched(), strict=True)))
 
     def on_logits(self, step: PendingStep, inputs: StepInputs, hidden: torch.Tensor, logits: torch.Tensor) -> None:
-        pooled = self.collect(inputs.layout.sampled_rows, hidden, logits)
-        if pooled is not None:
-            step.pooled.append(pooled.to_host(step.fetch))
-
-    def collect(self, rows: IntArray, hidden: torch.Tensor, logits: torch.Tensor) -> PooledTensors | None:
-        """Return what those of the sampled ``rows`` (n,) return that pool their last token; None if there are none, and
-        on other ranks.
-
-        ``hidden`` (n, hidden) are their outputs after the final norm, ``logits`` (n, width) this rank's slices.  A
-        collective if one of them wants logits.
-        """
-        places = np.flatnonzero(self._pools[rows] == POOLS_LAST)
-        if not len(places):
-            return None
-        plain = [place for place in places.tolist() if not len(self._token_ids[int(rows[place])])]
-        scored = [place for place in places.tolist() if len(self._token_ids[int(rows[place])])]
-        is_first = self._communicator.info.is_first
+        """Do as ``RunnerFeature``; a collective if a row wants logits."""
+        rows, is_first = inputs.layout.sampled_rows, self._communicator.info.is_first
+        places = np.flatnonzero(self._pools[rows] == POOLS_LAST).tolist()
+        if not places:
+            return
+        wanted = {place: self._token_ids[int(rows[place])] for place in places}
+        plain = [place for place in places if not len(wanted[place])]
+        scored = [place for place in places if len(wanted[place])]
         states = self._scores(hidden.index_select(0, _index(plain, hidden))) if plain and is_first else None
-        table = self._table([self._token_ids[int(rows[place])] for place in scored], scored, logits)
-        if not is_first:
-            return None
-        counts = [len(self._token_ids[int(rows[place])]) for place in scored]
-        return PooledTensors([int(rows[place]) for place in plain + scored], states, table, counts)
+        table = self._table([wanted[place] for place in scored], scored, logits)
+        if is_first:
+            counts = [len(wanted[place]) for place in scored]
+            step.pooled.append(fetch_pooled(step.fetch, rows[plain + scored].tolist(), states, table, counts))
 
     def _scores(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states (n, hidden) in float32, or the scores (n, labels) of a classifier's head."""
@@ -135,3 +102,23 @@ class PooledRows(RunnerFeature):
 
 def _index(places: list[int], like: torch.Tensor) -> torch.Tensor:
     return upload(np.array(places, dtype=np.int64), like.device)
+
+
+def fetch_pooled(
+    fetch: Fetch, rows: list[int], states: torch.Tensor | None, logits: torch.Tensor | None, num_logits: list[int]
+) -> Callable[[], dict[int, FloatArray]]:
+    """Begin to copy what ``rows`` return; the returned function waits, and gives float32 by row.
+
+    ``states`` (n, size) are of the first rows, ``logits`` (m, width) of the others, of which each has as many as
+    ``num_logits`` says.  Either is None where no row wants it.
+    """
+    fetched = fetch([one for one in (states, logits) if one is not None])
+
+    def wait() -> dict[int, FloatArray]:
+        arrays = fetched()
+        parts: list[FloatArray] = [] if states is None else list(arrays[0])
+        if logits is not None:
+            parts += [table[:count] for table, count in zip(arrays[-1], num_logits, strict=True)]
+        return dict(zip(rows, parts, strict=True))
+
+    return wait

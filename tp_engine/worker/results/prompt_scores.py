@@ -41,35 +41,25 @@ class ScoredPrompts(RunnerFeature):
         return not inputs.layout.is_decode_only and self._any_of(inputs.layout.rows)
 
     def on_hidden(self, step: PendingStep, inputs: StepInputs, hidden: torch.Tensor) -> None:
-        found = self.score(inputs, hidden)
-        step.prompt_logprobs = {row: scores.to_host(step.fetch) for row, scores in found.items()}
-
-    def _any_of(self, rows: IntArray) -> bool:
-        """Return whether one of ``rows`` (n,) asks for scores; its prompt may be computed already."""
-        return bool((self._num_alternatives[rows] >= 0).any())
-
-    def score(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[int, LogprobTensors]:
-        """Log-probabilities of the prompt tokens that follow this step's positions, by row, for the rows that asked.
-
-        ``hidden`` (N, hidden) are the outputs of all tokens.  A collective, because computing logits is one.
-        """
+        """Score the prompt tokens that follow this step's positions, for the rows that asked.  A collective, because
+        computing logits is one."""
         rows, query_lens = inputs.layout.rows, inputs.layout.query_lens
-        wanted = np.flatnonzero(self._num_alternatives[rows] >= 0)
-        max_positions = positions_at_once(self._batch.max_num_seqs)
-        scores: dict[int, LogprobTensors] = {}
-        for request in wanted:
-            row = int(rows[request])
+        max_positions, step.prompt_logprobs = positions_at_once(self._batch.max_num_seqs), {}
+        for request in np.flatnonzero(self._num_alternatives[rows] >= 0).tolist():
+            row, start = int(rows[request]), int(query_lens[:request].sum())
             first = int(self._batch.num_computed[row])
             num_scored = min(int(query_lens[request]), int(self._batch.num_prompt[row]) - 1 - first)
             if num_scored <= 0:
                 continue
-            start = int(query_lens[:request].sum())
             following = self._batch.following_tokens(row, first + 1, num_scored)
             k = int(self._num_alternatives[row])
             found = score_prompt(self._model, hidden[start : start + num_scored], following, k, max_positions)
             if found is not None:
-                scores[row] = found
-        return scores
+                step.prompt_logprobs[row] = found.to_host(step.fetch)
+
+    def _any_of(self, rows: IntArray) -> bool:
+        """Return whether one of ``rows`` (n,) asks for scores; its prompt may be computed already."""
+        return bool((self._num_alternatives[rows] >= 0).any())
 
 
 def positions_at_once(max_num_seqs: int) -> int:
