@@ -107,7 +107,7 @@ def test_a_wrong_tensor_changes_nothing(
         with pytest.raises(RequestError, match="no such folder"):
             llm.update_weights_from_disk("./nowhere")
         with monkeypatch.context() as patched, pytest.raises(RequestError, match=r"rank 0: .* 1048576.00 GiB beside"):
-            patched.setattr(weight_update, "weight_bytes", lambda effective, as_read: 1 << 50)
+            patched.setattr(weight_update, "local_weight_bytes", lambda model, world_size, dtype: 1 << 50)
             llm.update_weights_from_disk(folders[1])
         assert run(llm) == (expected, [32, 16]) and llm.weight_version == "default"
 
