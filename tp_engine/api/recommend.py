@@ -23,7 +23,7 @@ from tp_engine.worker.memory.host_memory import host_memory
 CONFIG_FILES = ("config.json", "generation_config.json", "hf_quant_config.json", *PROCESSOR_FILES)
 
 
-def recommend(
+def recommend(  # noqa: PLR0913 (one keyword per question)
     model: str | ModelSpec = str(DEMO_MODEL),
     *,
     workload: str | Workload = "chat",
