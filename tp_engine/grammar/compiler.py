@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from queue import SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
 from tp_engine.errors import CODE_UNAVAILABLE, INVALID_GRAMMAR, ConfigError, RequestError
@@ -38,6 +37,7 @@ _FIRST_S = 0.05  # ordinary ones take some milliseconds
 MAX_SLOW = 8
 MAX_MEMORY_BYTES = 512 * MIB  # of all grammars that are remembered or in use
 _MAX_REMEMBERED = 32
+_NUM_QUICK_THREADS = 2
 _SLOW_NICENESS = 10
 _STACK_BYTES = 16 * MIB  # four times that of the process in which a grammar is tried out
 
@@ -74,15 +74,17 @@ class GrammarCompiler:
     ) -> None:
         self.vocabulary = vocabulary
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[StructuredOutputsParams, CompiledGrammar] = OrderedDict()  # the last ones
-        self._refused: OrderedDict[StructuredOutputsParams, str] = OrderedDict()
+        self._compiled = _Recent[CompiledGrammar]()
+        self._refused = _Recent[str]()
         self._paces = WeakSet[Pace]()
 
-        first, other, quick, slow = (new_trial(vocabulary.special_tokens) for _ in range(4))
+        def queue(name: str, cpu_s: float, **options: Any) -> _Queue:
+            return _Queue(name, cpu_s, new_trial=lambda: new_trial(vocabulary.special_tokens), **options)
+
         self._queues = (
-            _Queue("first-grammars", min(_FIRST_S, timeout_s), [first, other]),
-            _Queue("quick-grammars", min(QUICK_S, timeout_s), [quick]),
-            _Queue("slow-grammars", timeout_s, [slow], niceness=_SLOW_NICENESS, max_jobs=MAX_SLOW),
+            queue("first-grammars", min(_FIRST_S, timeout_s), num_threads=_NUM_QUICK_THREADS),
+            queue("quick-grammars", min(QUICK_S, timeout_s)),
+            queue("slow-grammars", timeout_s, niceness=_SLOW_NICENESS, max_jobs=MAX_SLOW),
         )
 
     def known(self, params: StructuredOutputsParams) -> CompiledGrammar | None:
@@ -90,10 +92,8 @@ class GrammarCompiler:
         refused."""
         with self._lock:
             if (words := self._refused.get(params)) is not None:
-                _remember(self._refused, params, words)
                 raise RequestError(words, param=PARAM, code=INVALID_GRAMMAR)
-            if (found := self._compiled.get(params)) is not None:
-                _remember(self._compiled, params, found)
+            found = self._compiled.get(params)
         if found is not None and found.pace.failure is not None:
             raise refusal(params, found.pace.failure)
         return found
@@ -115,7 +115,7 @@ class GrammarCompiler:
             pace = self._reserved(num_bytes)
             grammar = CompiledGrammar(new_matcher(params, self.vocabulary.tokens), self.vocabulary, pace)
             with self._lock:
-                _remember(self._compiled, params, grammar)
+                self._compiled.put(params, grammar)
         return grammar
 
     def _reserved(self, num_bytes: int) -> Pace:
@@ -125,8 +125,8 @@ class GrammarCompiler:
             return sum(pace.num_bytes for pace in self._paces)
 
         with self._lock:
-            while used_bytes() + num_bytes > MAX_MEMORY_BYTES and self._compiled:
-                self._compiled.popitem(last=False)
+            while used_bytes() + num_bytes > MAX_MEMORY_BYTES and self._compiled.forget_oldest():
+                pass
             if (used := used_bytes()) + num_bytes > MAX_MEMORY_BYTES:
                 words = f"the grammars of running requests take {used // MIB} MiB; try again later"
                 raise RequestError(words, param=PARAM, code=CODE_UNAVAILABLE)
@@ -153,7 +153,7 @@ class GrammarCompiler:
                 error = RequestError(words, param=PARAM, code=CODE_UNAVAILABLE)
             elif isinstance(error, RequestError) and error.code != CODE_UNAVAILABLE:
                 with self._lock:
-                    _remember(self._refused, params, str(error))
+                    self._refused.put(params, str(error))
             if found.set_running_or_notify_cancel():
                 found.set_exception(error)
         else:
@@ -169,58 +169,89 @@ class Trial(Protocol):
 
 
 class _Queue:
-    """A thread for each of ``trials``, which tries grammars out for ``cpu_s``; at most ``max_jobs`` run or wait."""
+    """Threads with a ``Trial`` each, which tries grammars out for ``cpu_s``; at most ``max_jobs`` run or wait."""
 
     def __init__(
-        self, name: str, cpu_s: float, trials: Sequence[Trial], *, niceness: int = 0, max_jobs: int | None = None
+        self,
+        name: str,
+        cpu_s: float,
+        *,
+        new_trial: Callable[[], Trial],
+        num_threads: int = 1,
+        niceness: int = 0,
+        max_jobs: int | None = None,
     ) -> None:
         self._cpu_s = cpu_s
         self._niceness = niceness
-        self._free_jobs = None if max_jobs is None else threading.Semaphore(max_jobs)
-        self._trials = trials
-        self._idle: SimpleQueue[Trial] = SimpleQueue()
-        for trial in trials:
-            self._idle.put(trial)
+        self._max_jobs = max_jobs
+        self._num_jobs = 0
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(len(trials), thread_name_prefix=name)
+        self._trials: list[Trial] = []
+        self._of_thread = threading.local()
+        self._new_trial = new_trial
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name, initializer=self._open)
 
     def submit(self, job: Callable[[], None]) -> bool:
         """Run ``job`` in one of the threads; False if there are too many."""
-        free = self._free_jobs
-        if free is not None and not free.acquire(blocking=False):
-            return False
         with self._lock:
+            if self._max_jobs is not None and self._num_jobs >= self._max_jobs:
+                return False
+            self._num_jobs += 1
             before = threading.stack_size(_STACK_BYTES)
             try:
-                done = self._threads.submit(job)
+                self._threads.submit(self._run, job)
             finally:
                 threading.stack_size(before)
-        if free is not None:
-            done.add_done_callback(lambda _: free.release())
         return True
 
     def try_out(self, params: StructuredOutputsParams) -> int:
         """Do as ``CompilerProcess``; for a job."""
-        trial = self._idle.get()
-        try:
-            return trial.try_out(params, cpu_s=self._cpu_s, niceness=self._niceness)
-        finally:
-            self._idle.put(trial)
+        trial: Trial = self._of_thread.trial
+        return trial.try_out(params, cpu_s=self._cpu_s, niceness=self._niceness)
 
     def close(self) -> None:
         """End the trials, and the threads after their jobs, without waiting for them."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for trial in self._trials:
-            trial.close()
+        with self._lock:
+            for trial in self._trials:
+                trial.close()
+
+    def _open(self) -> None:
+        trial = self._of_thread.trial = self._new_trial()
+        with self._lock:
+            self._trials.append(trial)
+
+    def _run(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        finally:
+            with self._lock:
+                self._num_jobs -= 1
 
 
-def _remember(
-    values: OrderedDict[StructuredOutputsParams, Value], params: StructuredOutputsParams, value: Value
-) -> None:
-    values[params] = value
-    values.move_to_end(params)
-    if len(values) > _MAX_REMEMBERED:
-        values.popitem(last=False)
+class _Recent(Generic[Value]):
+    """The last values by constraint."""
+
+    def __init__(self) -> None:
+        self._values: OrderedDict[StructuredOutputsParams, Value] = OrderedDict()
+
+    def get(self, params: StructuredOutputsParams) -> Value | None:
+        found = self._values.get(params)
+        if found is not None:
+            self._values.move_to_end(params)
+        return found
+
+    def put(self, params: StructuredOutputsParams, value: Value) -> None:
+        self._values[params] = value
+        if len(self._values) > _MAX_REMEMBERED:
+            self._values.popitem(last=False)
+
+    def forget_oldest(self) -> bool:
+        """Forget one; False if there is none."""
+        if self._values:
+            self._values.popitem(last=False)
+            return True
+        return False
 
 
 def check_defaults(defaults: StructuredOutputsDefaults) -> None:
