@@ -18,6 +18,7 @@ import torch
 from tests.ranks.launch import ROOT
 from tp_engine import LLM, ConfigError, RequestError, SamplingParams
 from tp_engine.engine.engine import Engine
+from tp_engine.errors import EngineDeadError
 
 VOCAB = 203
 PROMPTS = [[5, 9, 13, 7], list(range(20, 50)), [100, 3, 50], [7] * 17]
@@ -236,6 +237,9 @@ def test_five_engines_one_after_another(folder: Path) -> None:
         with LLM(str(folder), device="cpu", dtype="float32", num_gpu_blocks_override=16, max_model_len=64) as engine:
             answers.add(tuple(tokens(engine, [PROMPTS[0]], temperature=0, max_tokens=4)[0]))
         engine.close()
+        for use in (engine.reset_prefix_cache, engine.reset_mm_cache, engine.pause):
+            with pytest.raises(EngineDeadError, match="closed"):
+                use()
     assert len(answers) == 1
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from tp_engine.errors import RankError
+from tp_engine.errors import ConfigError, RankError, RequestError
 from tp_engine.log import get_logger
 from tp_engine.topology import RankInfo
 
@@ -31,7 +31,9 @@ def attempt(host: Agreeing, body: Callable[[], Result]) -> tuple[Result | None, 
         raise
     except Exception as error:
         failure = error
-    reports = host.all_gather_bytes(b"" if failure is None else f"{type(failure).__name__}: {failure}".encode())
+    is_users = isinstance(failure, (ConfigError, RequestError))  # its message says all
+    text = "" if failure is None else str(failure) if is_users else f"{type(failure).__name__}: {failure}"
+    reports = host.all_gather_bytes(text.encode())
     return result, failure, {rank: report.decode() for rank, report in enumerate(reports) if report}
 
 

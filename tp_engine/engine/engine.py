@@ -72,7 +72,7 @@ class Engine:
         self._statistics = StepStatistics(job.board)
         self._echoes, self._leave, self._disk_writer = echoes, leave, disk_writer
         self._ending = Ending()
-        self.operator = EngineAdmin(
+        self._admin = EngineAdmin(
             scheduler=scheduler,
             grammars=grammars,
             worker=worker,
@@ -82,10 +82,16 @@ class Engine:
         )
 
     @property
+    def operator(self) -> EngineAdmin:
+        """What an operator may do between two steps; ``EngineDeadError`` if the engine has ended."""
+        self._enter()
+        return self._admin
+
+    @property
     def has_unfinished(self) -> bool:
         """Whether ``step`` has something to do: a request, a plan whose step has not ended, or output to take."""
-        has_requests = self._scheduler.has_unfinished and not self.operator.is_paused
-        return has_requests or self._num_in_flight > 0 or bool(self.operator.drained)
+        has_requests = self._scheduler.has_unfinished and not self._admin.is_paused
+        return has_requests or self._num_in_flight > 0 or bool(self._admin.drained)
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request; a ``RequestError`` leaves the engine unchanged."""
@@ -114,8 +120,8 @@ class Engine:
         """Run one step on all ranks and return its output, which is empty if there is nothing to do.  If all requests
         wait for their grammars or for the disk tier, this waits a few milliseconds at most."""
         self._enter()
-        if self.operator.drained:
-            return self.operator.drained.popleft()
+        if self._admin.drained:
+            return self._admin.drained.popleft()
         try:  # not ``_failing``, which costs a generator for each step
             if failed := self._grammars.settle(self._scheduler):
                 return StepOutput(deltas=failed)
@@ -202,7 +208,7 @@ class Engine:
         """A context in which no step is in flight; an error in it ends the engine."""
         self._enter()
         with self._failing():
-            self.operator.drained.extend(self._drain())
+            self._admin.drained.extend(self._drain())
             yield
 
     def _execute_command(self, plan: StepPlan) -> Outcome:
@@ -220,8 +226,8 @@ class Engine:
 
     def _update(self, plan: StepPlan, result: StepResult) -> StepOutput:
         output = self._scheduler.update(plan, result)
-        if self.operator.weight_version:
-            output.weight_version = self.operator.weight_version
+        if self._admin.weight_version:
+            output.weight_version = self._admin.weight_version
         return output
 
     def _stop_ranks(self) -> None:
@@ -246,7 +252,7 @@ class Engine:
         step is in flight: ranks that run a step do not read the ring, and could not end the step while rank 0 waits for
         room."""
         self._send_held()
-        if self.operator.is_paused:
+        if self._admin.is_paused:
             return
         self._call_ranks()
         while self._num_in_flight <= self._num_ahead and (plan := self._scheduler.schedule()) is not None:

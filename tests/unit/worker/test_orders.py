@@ -89,11 +89,25 @@ def test_one_that_can_not_stops_all(failing: list[int], kept: list[int]) -> None
     assert diary == [f"discard {rank}" for rank in kept] and phases == [RankPhase.PREPARE] * NUM_RANKS
 
 
-def test_an_unknown_order_is_refused() -> None:
-    """Oracle: the promise; no rank ends."""
+def alone(order: str, orders: dict[str, Any]) -> Outcome:
+    """Follow an order on one rank."""
     host: Any = SimpleNamespace(all_gather_bytes=lambda payload: [payload])
     groups: Any = SimpleNamespace(host=host, progress=RankProgress(), info=SimpleNamespace(is_first=True))
-    assert "KeyError" in execute_command(msgspec.json.encode(Order("fly", {})), {}, groups).refusal
+    return execute_command(msgspec.json.encode(Order(order, {})), orders, groups)
+
+
+def test_an_unknown_order_is_refused() -> None:
+    """Oracle: the promise; no rank ends."""
+    assert "KeyError" in alone("fly", {}).refusal
+
+
+def test_a_user_s_fault_is_told_in_its_own_words() -> None:
+    """By hand: the message stands behind the rank, without the error's name in Python."""
+
+    def refuse(arguments: object) -> Prepared:
+        raise RequestError("it can not sleep; leave the tier out")
+
+    assert alone("sleep", {"sleep": refuse}).refusal == "rank 0: it can not sleep; leave the tier out"
 
 
 def test_an_unknown_act_is_refused_with_those_that_are_known() -> None:
