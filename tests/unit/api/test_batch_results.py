@@ -85,7 +85,10 @@ def test_a_file_is_written_by_one_job(tmp_path: Path) -> None:
         Results(tmp_path / "out.jsonl")
 
 
-@pytest.mark.parametrize("text", [b"my notes\n", b"my notes", b'{"ids": "of something else', b'["id"]\n'])
+NO_STATUS = b'{"id": "batch_req_1", "custom_id": "c", "response": {}, "error": null}\n'
+
+
+@pytest.mark.parametrize("text", [b"my notes\n", b"my notes", b'{"ids": "of something else', b'["id"]\n', NO_STATUS])
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path, text: bytes) -> None:
     """Oracle: the file's bytes, before and after."""
     path = tmp_path / "notes.txt"

@@ -260,6 +260,12 @@ def test_long_literals_take_linear_time(name: str) -> None:
         assert found.content or found.calls
 
 
+def test_white_space_where_a_call_may_begin_takes_linear_time() -> None:
+    """Oracle: no text is lost, well within the test's limit."""
+    pieces = ["[", *["    " * 4] * 30_000]
+    assert find(parser("pythonic"), pieces).content == "".join(pieces)
+
+
 # The formats that have a form of forced calls, with its versions; that of whole messages has a grammar of its own.
 FORCED = [
     (name, version)

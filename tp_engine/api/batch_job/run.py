@@ -142,6 +142,7 @@ class BatchRun:
             with Results(output, errors, resume=self._batch.resume) as results:
                 if not self._check(source, results.earlier, self._check_request):
                     return BatchStatus.STOPPED
+                results.earlier = EarlierResults()  # it has served, and takes memory
                 is_needed = self._survey.num_runnable > 0
                 tell_ranks(is_needed)
                 return self._run_lines(source, results) if is_needed else self._write_errors(source, results)

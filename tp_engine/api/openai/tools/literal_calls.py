@@ -112,10 +112,10 @@ class LiteralCallsParser(TextParser):
         while True:
             found = space.match(self._pending, self._at)
             assert found is not None
-            head = self._marks.head.match(self._pending, found.end())
-            rest = self._pending[found.end() : found.end() + _MAX_HEAD]
+            self._at = found.end()
+            head = self._marks.head.match(self._pending, self._at)
+            rest = self._pending[self._at : self._at + _MAX_HEAD]
             if head is not None or len(rest) == _MAX_HEAD or not _HALF_HEAD.fullmatch(rest):
-                self._at = found.end()
                 return head
             yield from self._more()
 
