@@ -98,10 +98,15 @@ class Listener:
             time.sleep(_RETRY_S)
         for greeting in [one for one in self._greeted if one.done()]:
             connection, peer = self._greeted.pop(greeting)
+            hello: HostHello | None = None
             try:
-                hello, refusal = greeting.result()
+                told, refusal = greeting.result()
+                if (told.host, told.purpose) in self.missing:
+                    hello = told
+                else:  # not the cause of the job's end
+                    refusal = _not_expected(told)
             except (OSError, ValueError, msgspec.DecodeError) as error:
-                hello, refusal = None, str(error)
+                refusal = str(error)
             if hello is None or refusal:
                 logger.warning("a connection from %s was refused: %s", peer, refusal)
                 connection.close()
@@ -124,17 +129,23 @@ class Listener:
         connection.sendall(_MAGIC + nonce)
         hello = msgspec.json.decode(_receive_proven(connection, self._key, b"host", nonce), type=HostHello)
         refusal = self._why_not(hello)
-        _send_proven(connection, self._key, b"rank 0", bytes.fromhex(hello.nonce), refusal.encode())
+        # That the host can not take part is known although it may not learn of it.
+        with contextlib.suppress(OSError) if refusal else contextlib.nullcontext():
+            _send_proven(connection, self._key, b"rank 0", bytes.fromhex(hello.nonce), refusal.encode())
         return hello, refusal
 
     def _why_not(self, hello: HostHello) -> str:
         if (hello.host, hello.purpose) not in self.missing:
-            raise ValueError(f"host {hello.host} is not expected, or is connected already")
+            return _not_expected(hello)
         found = differences(self._identity, hello.identity, hello.host)
         if hello.protocol != PROTOCOL:
             found = [f"protocol between hosts is {PROTOCOL} on host 0 and {hello.protocol} on host {hello.host}"]
         head = f"host {hello.host} ({hello.name}) differs from host 0 ({socket.gethostname()}): "
         return head + "; ".join(found) if found else ""
+
+
+def _not_expected(hello: HostHello) -> str:
+    return f"host {hello.host} is not expected, or is connected already"
 
 
 def connect(

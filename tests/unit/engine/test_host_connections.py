@@ -52,10 +52,16 @@ class Meeting:
         self.listener.close()
 
     def connect(
-        self, purpose: Purpose, *, key: bytes | None = None, timeout_s: float = DEADLINE_S, **identity: str
+        self,
+        purpose: Purpose,
+        *,
+        key: bytes | None = None,
+        timeout_s: float = DEADLINE_S,
+        host: int = 1,
+        **identity: str,
     ) -> socket.socket:
         return connect(
-            "127.0.0.1", self.listener.port, key or self.key, 1, purpose, IDENTITY | identity,
+            "127.0.0.1", self.listener.port, key or self.key, host, purpose, IDENTITY | identity,
             rank=2, timeout_s=timeout_s, check=lambda: None,
         )  # fmt: skip
 
@@ -130,6 +136,35 @@ def test_another_configuration_is_named_on_both_ends(meeting: Meeting) -> None:
     """Oracle: the field, both values and both hosts."""
     with pytest.raises(RankError, match=r"block_size is 16 on host 0 and 32 on host 1; weights is abc .* def"):
         meeting.connect("watch", block_size="32", weights="def")
+    wait_until(lambda: len(meeting.refused) == 1)
+    assert "block_size is 16 on host 0 and 32 on host 1" in meeting.refused[0]
+
+
+def test_a_host_that_is_not_expected_is_told_so(meeting: Meeting) -> None:
+    """Oracle: the refused rank and the reason, in the host's own error; the job goes on."""
+    end = meeting.connect("watch")
+    wait_until(lambda: "watch" in meeting.accepted)
+    for host in (1, 7):
+        with pytest.raises(RankError, match=f"rank 2: rank 0 refused this host: host {host} is not expected, or is"):
+            meeting.connect("watch", host=host)
+    meeting.connect("plan").close()
+    meeting.thread.join(DEADLINE_S)
+    end.close()
+    assert not meeting.refused and len(meeting.accepted) == 2
+
+
+def test_a_refusal_that_the_host_does_not_read_is_known(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: what differs reaches rank 0 although sending it failed."""
+    send = handshake._send_proven
+
+    def send_or_fail(connection: socket.socket, key: bytes, side: bytes, *rest: bytes) -> None:
+        if side == b"rank 0":
+            raise BrokenPipeError
+        send(connection, key, side, *rest)
+
+    monkeypatch.setattr(handshake, "_send_proven", send_or_fail)
+    with pytest.raises(RankError):
+        meeting.connect("watch", block_size="32")
     wait_until(lambda: len(meeting.refused) == 1)
     assert "block_size is 16 on host 0 and 32 on host 1" in meeting.refused[0]
 
