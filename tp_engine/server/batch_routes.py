@@ -142,9 +142,7 @@ def _add_batches(app: FastAPI, state: ServerState) -> None:
     async def cancel(request: Request, batch_id: str) -> Response:
         """Stop a batch; what is finished is kept."""
         worker = _worker(request, state)
-        batch = worker.store.batch(batch_id)
-        await worker.cancel(batch)
-        return _batch_json(batch)
+        return _batch_json(await worker.cancel(worker.store.batch(batch_id)))
 
 
 def _worker(request: Request, state: ServerState) -> BatchWorker:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import itertools
 import time
 from collections.abc import Iterator
@@ -66,14 +67,20 @@ class BatchWorker:
         await asyncio.to_thread(self.store.add_batch, batch)
         self._start(batch)
 
-    async def cancel(self, batch: Batch) -> None:
-        """Stop a batch; ``RequestError`` if it has ended."""
+    async def cancel(self, batch: Batch) -> Batch:
+        """Stop a batch, and return it as it was then: it may end before that is on the disk.
+
+        ``RequestError`` if it has ended.
+        """
         if not batch.is_active:
             raise RequestError(f"batch {batch.id} is {batch.status}; only a batch that has not ended can be cancelled")
         if batch.status in ("validating", "in_progress") and batch.expired_at is None:
             batch.enter("cancelling", int(time.time()))
+            told = copy.deepcopy(batch)
             self._tasks[batch.id].cancel()
             await self._save(batch)
+            return told
+        return batch
 
     async def stop(self) -> None:
         """Stop all batches as they are; a server with the same folder goes on with them."""
