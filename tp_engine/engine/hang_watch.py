@@ -5,8 +5,9 @@
     stopped   a rank gives no sign of life, and its process uses no CPU time: it is stopped (SIGSTOP).  A rank that
               holds its interpreter for long (an import, a library's call) uses CPU time, or is still starting
     stuck     a step, the start or the end makes no progress: no rank reaches another phase, collective or step, and,
-              if CPU time proves life, the ranks use less than a tenth of one core, and did not wait for one either: a
-              busy machine may give them less
+              if CPU time proves life, the ranks that are behind use less than a tenth of one core, and did not wait for
+              one either: a busy machine may give them less.  A rank that waits for them looks around at times, and
+              waits for a core each time
 
 Time counts from the last progress.  If this process itself was paused (Ctrl-Z of the whole job, a machine
 that slept), time counts from the end of the pause.
@@ -92,16 +93,19 @@ class HangWatch:
         self._signature: tuple[int, ...] = ()
         self._lived_ns: dict[int, int] = {}
         self._used: dict[int, int] = {}
-        self._cpu_ns = self._total_cpu_ns()
+        self._cpu_ns = self._wanted_cpu_ns()
 
-    def _total_cpu_ns(self) -> int:
-        return sum(slot.cpu_ns + slot.starved_ns for slot in self._board.slots)
+    def _wanted_cpu_ns(self) -> list[int]:
+        """For each rank, the time in which it had a core or waited for one."""
+        return [slot.cpu_ns + slot.starved_ns for slot in self._board.slots]
 
     def _note_progress(self, now_ns: int) -> None:
         slots = self._board.slots
         signature = tuple(slot.words[index] for slot in slots for index in _PROGRESS_WORDS)
-        cpu_ns = self._total_cpu_ns()
-        lives = self._limits.cpu_proves_life and cpu_ns - self._cpu_ns > _LIVING_SHARE * (now_ns - self._looked_ns)
+        cpu_ns = self._wanted_cpu_ns()
+        behind = [rank for rank in self._behind() if slots[rank].pid] or range(len(slots))
+        wanted_ns = sum(cpu_ns[rank] - self._cpu_ns[rank] for rank in behind)
+        lives = self._limits.cpu_proves_life and wanted_ns > _LIVING_SHARE * (now_ns - self._looked_ns)
         if signature != self._signature or lives or not self._is_busy():
             self._progress_ns = now_ns
         self._signature, self._cpu_ns, self._looked_ns = signature, cpu_ns, now_ns
@@ -166,7 +170,7 @@ class HangWatch:
         if stopping := tuple(slot.rank for slot in slots if slot.state == State.STOPPING):
             return stopping
         place = {slot.rank: _place(slot) for slot in slots}
-        least, most = min(place.values()), max(place.values())
+        least, most = min(place.values(), default=()), max(place.values(), default=())
         return tuple(rank for rank in place if place[rank] == least) if least < most else ()
 
     def _hang(self, culprits: tuple[int, ...], age_s: float, hard_s: float, what: str) -> Hang:

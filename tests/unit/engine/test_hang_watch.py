@@ -95,6 +95,17 @@ def test_a_step_that_a_busy_machine_starves_is_no_hang() -> None:
     assert jobs.after(31) is not None
 
 
+def test_a_rank_that_waits_on_a_busy_machine_proves_no_life() -> None:
+    """Oracle: rank 1 sleeps; rank 0, which waits for it, looks around at times, and has to wait for a core each time."""
+    jobs = Jobs(2)
+    jobs.begin(1, ranks=[0], collectives=2)
+    jobs.begin(1, ranks=[1], collectives=1)
+    jobs.starving = {0}
+    assert jobs.after(29) is None
+    hang = jobs.after(2)
+    assert hang is not None and hang.culprits == (1,)
+
+
 def test_on_gpus_cpu_time_proves_nothing() -> None:
     """Oracle: the same step, with time alone."""
     jobs = Jobs(2, replace(LIMITS, cpu_proves_life=False))
