@@ -20,7 +20,7 @@ from tp_engine.server.app import create_app
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.state import ServerState
 
-DEADLINE_S = 20.0
+DEADLINE_S = 100.0
 POLL_S = 0.002
 
 
@@ -155,7 +155,7 @@ def run_served(
     engine: AnyEngine,
     tokenizer: Any,
     config: ServerConfig | None = None,
-    timeout_s: float = 60.0,
+    timeout_s: float = 200.0,
 ) -> None:
     """Run ``scenario`` against the application over ``engine``, all within ``timeout_s``."""
 

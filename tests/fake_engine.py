@@ -40,7 +40,7 @@ from tp_engine.sched.lora import AdapterStats, LoRASlots
 from tp_engine.sched.spec_decode.speculation import SpeculationCounters
 from tp_engine.sched.view import PoolGrid, RunningSequence, SchedulerStats, SchedulerView, ViewLimits
 
-THREAD_DEADLINE_S = 20.0
+THREAD_DEADLINE_S = 100.0
 Reply = Callable[[EngineRequest], Sequence[int]]
 
 MODEL_INFO = ModelInfo(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-GRACE_S = 5.0
+GRACE_S = 30.0
 POLL_S = 0.02
 SEGMENT_PREFIX = "tp_engine-"
 SHM = Path("/dev/shm")

@@ -22,7 +22,7 @@ from tp_engine.server.config import ServerConfig
 from tp_engine.server.frontend_process import FrontendSettings, end_frontend, start_frontend
 from tp_engine.server.listener import listener_url, open_listener
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 END_OF_TURN = 258
 # The demo model's tokenizer: one token per byte, and a chat template.
 INFO = msgspec.structs.replace(

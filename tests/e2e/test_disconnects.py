@@ -32,7 +32,6 @@ PHASES = {
     "decode": 5,
     "last step": LAST_STEP,
 }
-MESSAGE_S = 0.1  # an abort reaches the engine's socket within this time, with a margin
 GENERATION = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0}
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "completion": ("/v1/completions", {"prompt": PROMPT} | GENERATION),
@@ -75,6 +74,7 @@ async def leave_after(app: App, gate: GatedEngine, path: str, body: dict[str, An
     exchanges = []
     if num_steps is None:
         exchanges.append(await arrived(app, gate, "/v1/completions", OTHERS, num_requests=2))
+        await steps_done(gate, 1)
     exchanges.append(await arrived(app, gate, path, body))
     request_id, num_aborted = gate.added[-1], len(gate.aborted)
     await steps_done(gate, num_steps or 0)
@@ -84,38 +84,17 @@ async def leave_after(app: App, gate: GatedEngine, path: str, body: dict[str, An
     for exchange in exchanges:
         await exchange.ended()
     if num_steps != LAST_STEP:
-        await aborted(gate, request_id, num_aborted)
+        await until(lambda: request_id in gate.aborted[num_aborted:], "the request to be aborted")
     gate.open()
     await until(lambda: not gate.has_unfinished, "the engine to be idle")
 
 
 async def arrived(app: App, gate: GatedEngine, path: str, body: dict[str, Any], num_requests: int = 1) -> Exchange:
-    """Send requests and wait until the engine has them; it takes new requests between two steps."""
+    """Send requests and wait until the engine has them."""
     num_added = len(gate.added)
     exchange = app.start("POST", path, body)
-    await asyncio.sleep(0.01)
-
-    def has_arrived() -> bool:
-        if len(gate.added) < num_added + num_requests and gate.has_unfinished:
-            gate.allow(1)
-        return len(gate.added) == num_added + num_requests
-
-    await until(has_arrived, "the request to arrive")
-    gate.close_gate()
+    await until(lambda: len(gate.added) == num_added + num_requests, "the request to arrive")
     return exchange
-
-
-async def aborted(gate: GatedEngine, request_id: str, num_aborted: int) -> None:
-    """Wait until the engine has the abort.  It takes aborts between two steps, so steps run one at a time."""
-
-    def has_heard() -> bool:
-        return request_id in gate.aborted[num_aborted:]
-
-    while not has_heard() and gate.has_unfinished:
-        await asyncio.sleep(MESSAGE_S)
-        gate.allow(1)
-        await asyncio.sleep(0.01)
-    await until(has_heard, "the request to be aborted")
 
 
 async def steps_done(gate: GatedEngine, num_steps: int) -> None:

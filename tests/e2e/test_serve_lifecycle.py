@@ -21,7 +21,9 @@ import pytest
 from tests.e2e.frontend import DEADLINE_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-SLOW = {"prompt": "x", "max_tokens": 200, "ignore_eos": True}  # a second of work
+SLOW = {"prompt": "x", "max_tokens": 200, "ignore_eos": True}
+END_S = 50.0
+LONG_START_S = 200.0
 
 
 class Job:
@@ -52,13 +54,14 @@ class Job:
         (child,) = psutil.Process(self.process.pid).children()
         return child
 
-    def ends_with(self, code: int, within_s: float) -> None:
+    def ends_with(self, code: int, within_s: float = END_S) -> None:
         assert self.process.wait(within_s) == code, self.output
 
 
 @contextlib.contextmanager
-def started(*options: str, delay_s: float = 0.0) -> Iterator[Job]:
-    environment = {**os.environ, "TEST_START_DELAY_S": str(delay_s)}
+def started(*options: str, delay_s: float = 0.0, gate: Path | None = None) -> Iterator[Job]:
+    """A job; its engine starts after ``delay_s``, and makes no step while the file ``gate`` exists."""
+    environment = {**os.environ, "TEST_START_DELAY_S": str(delay_s), "TEST_GATE": str(gate or "")}
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.e2e.serve_fake", *options],
         cwd=ROOT,
@@ -74,13 +77,19 @@ def started(*options: str, delay_s: float = 0.0) -> Iterator[Job]:
         process.wait()
 
 
-def test_first_signal_drains_and_second_is_not_needed() -> None:
+def test_first_signal_drains_and_second_is_not_needed(tmp_path: Path) -> None:
     """Oracle: the running request is answered whole, a new one gets 503, exit code 0, the process gone."""
-    with started("--port", "0") as job:
+    gate = tmp_path / "gate"
+    gate.touch()
+    with started("--port", "0", "--shutdown-timeout-s", "25", gate=gate) as job:
         url = job.url()
         frontend = job.frontend()
         answers = []
-        asking = threading.Thread(target=lambda: answers.append(httpx.post(url + "/v1/completions", json=SLOW)))
+
+        def ask() -> None:
+            answers.append(httpx.post(url + "/v1/completions", json=SLOW, timeout=DEADLINE_S))
+
+        asking = threading.Thread(target=ask)
         with httpx.Client(base_url=url, timeout=DEADLINE_S) as late:
             assert late.get("/ready").status_code == 200
             asking.start()
@@ -90,16 +99,19 @@ def test_first_signal_drains_and_second_is_not_needed() -> None:
             assert late.get("/health").status_code == 200  # a draining server is healthy
             refused = late.post("/v1/completions", json=SLOW)
             assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
+            gate.unlink()
         asking.join(DEADLINE_S)
-        job.ends_with(0, 10)
+        job.ends_with(0)
         assert answers[0].status_code == 200 and answers[0].json()["usage"]["completion_tokens"] == 200
         assert not frontend.is_running()
 
 
 @pytest.mark.slow
-def test_a_beam_search_is_finished_in_a_drain() -> None:
+def test_a_beam_search_is_finished_in_a_drain(tmp_path: Path) -> None:
     """Oracle: the whole answer, although each of its rounds is a new request to the engine; exit code 0."""
-    with started("--port", "0") as job:
+    gate = tmp_path / "gate"
+    gate.touch()
+    with started("--port", "0", "--shutdown-timeout-s", "25", gate=gate) as job:
         url = job.url()
         answers = []
         body = {"prompt": "x", "max_tokens": 60, "n": 2, "ignore_eos": True, "use_beam_search": True}
@@ -110,60 +122,63 @@ def test_a_beam_search_is_finished_in_a_drain() -> None:
         asking = threading.Thread(target=ask)
         with httpx.Client(base_url=url, timeout=DEADLINE_S) as late:
             asking.start()
-            wait_until(lambda: 'prompt_tokens_total{model_name="demo_model"} 1.0' in late.get("/metrics").text, "it")
+            wait_until(lambda: late.get("/load").json()["server_load"] == 1, "it")
             job.process.send_signal(signal.SIGTERM)
             wait_until(lambda: late.get("/ready").status_code == 503, "the drain")
+            gate.unlink()
         asking.join(DEADLINE_S)
-        job.ends_with(0, 10)
+        job.ends_with(0)
         assert answers[0].status_code == 200, answers[0].text
         assert answers[0].json()["usage"]["completion_tokens"] == 120
 
 
-def test_second_signal_stops_at_once() -> None:
-    """Oracle: the job ends long before the request could have finished."""
-    with started("--port", "0") as job:
+def test_second_signal_stops_at_once(tmp_path: Path) -> None:
+    """Oracle: the job ends long before the drain would, while a request is held up."""
+    gate = tmp_path / "gate"
+    with started("--port", "0", "--shutdown-timeout-s", "25", gate=gate) as job:
         url = job.url()
         body = SLOW | {"max_tokens": 1000, "stream": True}
         with httpx.stream("POST", url + "/v1/completions", json=body, timeout=DEADLINE_S) as stream:
             lines = stream.iter_lines()  # dropping it would close the connection
             next(lines)
+            gate.touch()
             began_s = time.monotonic()
             job.process.send_signal(signal.SIGINT)
             job.wait_for("stopping")
             job.process.send_signal(signal.SIGINT)
-            job.ends_with(0, 5)
-            assert time.monotonic() - began_s < 4
+            job.ends_with(0)
+            assert time.monotonic() - began_s < 20
 
 
 def test_a_signal_while_loading_ends_the_job() -> None:
-    """Oracle: exit code 0 within seconds; until then the port answers that the server is not ready."""
+    """Oracle: exit code 0 long before the engine has started; until then the port answers that it is not ready."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with started("--port", str(port), delay_s=60) as job:
+    with started("--port", str(port), delay_s=LONG_START_S) as job:
         job.wait_for("loading")
-        url = f"http://127.0.0.1:{port}"
-        ready = httpx.get(url + "/ready", timeout=DEADLINE_S)  # waits in the socket's queue for the frontend
-        assert ready.status_code == 503 and ready.json()["error"]["code"] == "not_ready"
-        assert httpx.get(url + "/live").status_code == 200
-        for path in ("/health", "/ping", "/v1/models"):
-            answer = httpx.get(url + path)
-            assert answer.status_code == 503 and answer.json()["error"]["code"] == "not_ready", path
-            assert int(answer.headers["retry-after"]) > 0
-        assert httpx.post(url + "/v1/completions", json=SLOW).status_code == 503
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_S) as client:
+            ready = client.get("/ready")  # waits in the socket's queue for the frontend
+            assert ready.status_code == 503 and ready.json()["error"]["code"] == "not_ready"
+            assert client.get("/live").status_code == 200
+            for path in ("/health", "/ping", "/v1/models"):
+                answer = client.get(path)
+                assert answer.status_code == 503 and answer.json()["error"]["code"] == "not_ready", path
+                assert int(answer.headers["retry-after"]) > 0
+            assert client.post("/v1/completions", json=SLOW).status_code == 503
         job.process.send_signal(signal.SIGTERM)
-        job.ends_with(0, 8)
+        job.ends_with(0)
 
 
 def test_the_port_file_is_there_from_the_bound_port_to_the_end(tmp_path: Path) -> None:
     """Oracle: the port in the file answers while the model loads; a stop removes the file and leaves no other."""
     file = tmp_path / "port"
     file.write_text("1\n")  # as a killed server leaves it
-    with started("--port", "0", "--port-file", str(file), delay_s=60) as job:
+    with started("--port", "0", "--port-file", str(file), delay_s=LONG_START_S) as job:
         wait_until(lambda: file.read_text() != "1\n", "the port")
         assert httpx.get(f"http://127.0.0.1:{int(file.read_text())}/live", timeout=DEADLINE_S).status_code == 200
         job.process.send_signal(signal.SIGTERM)
-        job.ends_with(0, 8)
+        job.ends_with(0)
         job.wait_for("stopped")
         assert list(tmp_path.iterdir()) == []
 
@@ -171,17 +186,18 @@ def test_the_port_file_is_there_from_the_bound_port_to_the_end(tmp_path: Path) -
 @pytest.mark.slow
 def test_a_port_file_is_removed_by_a_stop_that_can_not_wait(tmp_path: Path) -> None:
     """Oracle: the file is gone after two signals while a request runs."""
-    file = tmp_path / "port"
-    with started("--port", "0", "--port-file", str(file)) as job:
+    file, gate = tmp_path / "port", tmp_path / "gate"
+    with started("--port", "0", "--port-file", str(file), gate=gate) as job:
         body = SLOW | {"max_tokens": 1000, "stream": True}
         with httpx.stream("POST", job.url() + "/v1/completions", json=body, timeout=DEADLINE_S) as stream:
             lines = stream.iter_lines()  # dropping it would close the connection
             next(lines)
+            gate.touch()
             job.process.send_signal(signal.SIGINT)
             job.wait_for("stopping")
             job.process.send_signal(signal.SIGINT)
-            job.ends_with(0, 5)
-        assert list(tmp_path.iterdir()) == []
+            job.ends_with(0)
+        assert list(tmp_path.iterdir()) == [gate]
 
 
 def test_a_taken_port_is_known_before_loading() -> None:
@@ -201,16 +217,16 @@ def test_death_of_the_frontend_ends_the_job() -> None:
     with started("--port", "0") as job:
         job.url()
         job.frontend().kill()
-        job.ends_with(1, 10)
+        job.ends_with(1)
 
 
 def test_death_of_rank_0_ends_the_frontend() -> None:
-    """Oracle: the frontend is gone within seconds of a SIGKILL, which no process can catch."""
+    """Oracle: the frontend is gone after a SIGKILL, which no process can catch."""
     with started("--port", "0") as job:
         job.url()
         frontend = job.frontend()
         job.process.kill()
-        wait_until(lambda: not frontend.is_running(), "the frontend to end", 5)
+        wait_until(lambda: not frontend.is_running(), "the frontend to end")
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest, Pooling
 from tp_engine.sampling_params import RequestOutputKind, SamplingParams
 
-DEADLINE_S = 15.0
+DEADLINE_S = 100.0
 LONG = SamplingParams(max_tokens=900, ignore_eos=True)
 
 

@@ -19,7 +19,7 @@ from tp_engine.outputs import CompletionOutput, Logprob, RequestOutput
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import BeamSearchParams
 
-DEADLINE_S = 15.0
+DEADLINE_S = 100.0
 EOS = 1
 PROMPT = [7, 8, 9]
 Model = Callable[[Sequence[int]], Mapping[int, float]]

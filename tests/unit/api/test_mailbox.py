@@ -13,7 +13,7 @@ from tp_engine.api.request_state import SequenceUpdate
 from tp_engine.errors import EngineDeadError
 from tp_engine.request import SequenceDelta, StepOutput
 
-DEADLINE_S = 15.0
+DEADLINE_S = 100.0
 
 
 def update(index: int, number: int, *, finish_reason: str | None = None) -> SequenceUpdate:

@@ -16,7 +16,7 @@ from tp_engine.cli.own_server import wait_ready
 from tp_engine.errors import ConfigError
 from tp_engine.server.listener import write_port_file
 
-DEADLINE_S = 20.0
+DEADLINE_S = 100.0
 
 
 class Loading(BaseHTTPRequestHandler):

@@ -25,7 +25,7 @@ from tp_engine.sched.kv_events import CacheChange, Cleared, Inserted, Moved, Reb
 
 SIZE = 4
 LOOPBACK = "tcp://127.0.0.1:0"
-DEADLINE_MS = 10_000
+DEADLINE_MS = 100_000
 TOKENS = list(range(60_000, 60_012))
 
 

@@ -23,7 +23,7 @@ from tp_engine.errors import CODE_UNAVAILABLE, EngineDeadError, RequestError
 from tp_engine.request import EngineRequest, FinishReason, SequenceDelta, StepOutput
 from tp_engine.sampling_params import SamplingParams
 
-DEADLINE_S = 30.0
+DEADLINE_S = 100.0
 
 
 class Recorder:

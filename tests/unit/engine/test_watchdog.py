@@ -24,7 +24,7 @@ from tp_engine.ipc.rank_slot import State
 
 SECOND = 1_000_000_000
 LIMITS = HangLimits(soft_s=30.0, hard_s=120.0, startup_s=600.0, cpu_proves_life=True)
-DEADLINE_S = 20.0
+DEADLINE_S = 100.0
 
 RANK = """
 import sys, time

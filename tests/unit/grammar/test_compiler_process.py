@@ -27,7 +27,7 @@ from tp_engine.grammar.vocabulary import byte_vocabulary
 from tp_engine.structured_outputs import StructuredOutputsParams
 from tp_engine.units import MIB
 
-DEADLINE_S = 60.0
+DEADLINE_S = 150.0
 MODULE = "tp_engine.grammar.compiler_process"
 GOOD = StructuredOutputsParams(json={"type": "integer"})
 SPECIAL = SpecialTokens(num_tokens=400, tokens=((7, "<|end|>"), (399, "<|call|>")))

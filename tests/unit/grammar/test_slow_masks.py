@@ -16,7 +16,7 @@ from tp_engine.grammar.matcher import GrammarMatcher, MaskFiller, Pace
 from tp_engine.grammar.vocabulary import byte_vocabulary
 from tp_engine.structured_outputs import StructuredOutputsParams
 
-DEADLINE_S = 30.0
+DEADLINE_S = 100.0
 
 
 class Busy:

@@ -14,7 +14,7 @@ from tp_engine.ipc.ring_buffer import RingReader, RingWriter
 from tp_engine.ipc.segment import open_segment
 from tp_engine.plan import NO_IDS, Admission, RowSampling, StepPlan
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 100.0
 
 
 @pytest.fixture

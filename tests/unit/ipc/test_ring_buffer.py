@@ -20,7 +20,7 @@ import xxhash
 from tp_engine.errors import RankError
 from tp_engine.ipc.ring_buffer import RingReader, RingWriter
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 100.0
 SPAWN = multiprocessing.get_context("spawn")
 
 

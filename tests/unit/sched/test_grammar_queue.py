@@ -20,7 +20,7 @@ from tp_engine.sampling_params import SamplingParams
 from tp_engine.sched.scheduler import Scheduler
 from tp_engine.structured_outputs import StructuredOutputsParams
 
-DEADLINE_S = 20.0
+DEADLINE_S = 100.0
 VOCAB = 384
 
 

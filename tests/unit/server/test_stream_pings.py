@@ -93,7 +93,6 @@ def test_a_client_that_leaves_a_silent_stream_ends_its_request() -> None:
         await until(lambda: PING in exchange.parts and bool(engine.added), "a comment, and a request that runs")
         exchange.leave()
         await exchange.ended()
-        engine.open()
         await until(lambda: bool(engine.aborted), "the abort")
         assert app.state.limit.num_prompts == 0
 
