@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
+import socket
 import ssl
 import subprocess
 import time
@@ -15,7 +17,6 @@ import httpx
 import msgspec
 
 from tests.fake_engine import MODEL_INFO, FakeEngine, ServiceThread, fake_service
-from tests.ranks.warm_children import warm_start
 from tp_engine.config import DEMO_MODEL
 from tp_engine.request import EngineRequest
 from tp_engine.server.config import ServerConfig
@@ -68,6 +69,17 @@ def wait_until(condition: object, what: str, timeout_s: float = DEADLINE_S) -> N
         time.sleep(0.01)
 
 
+def raw_request(server: RunningServer, body: object) -> socket.socket:
+    """Send a completion request over a plain socket and leave the answer unread."""
+    host, port = server.url.removeprefix("http://").split(":")
+    data = json.dumps(body).encode()
+    connection = socket.create_connection((host, int(port)), timeout=DEADLINE_S)
+    kind = f"Content-Type: application/json\r\nContent-Length: {len(data)}"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{kind}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+    return connection
+
+
 @contextlib.contextmanager
 def running_server(
     engine: FakeEngine | None = None,
@@ -77,6 +89,8 @@ def running_server(
     verify: ssl.SSLContext | None = None,
 ) -> Iterator[RunningServer]:
     """Start a server on a free port, wait until it is ready, and end it; ``verify`` is for HTTPS over a Unix socket."""
+    from tests.ranks.warm_children import warm_start  # torch, which jobs with a fake engine do without
+
     config = config or ServerConfig(port=0)
     engine = engine or new_engine()
     with contextlib.ExitStack() as stack:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 import threading
 import time
 from typing import Any
@@ -30,10 +31,11 @@ def test_bodies_are_bounded_announced_or_not() -> None:
 
 
 def test_a_full_queue_answers_429_and_recovers() -> None:
-    """Oracle: 64 requests run and 2 are queued; the next one is refused with Retry-After, and served later."""
+    """Oracle: 64 requests run and 2 are queued; the next one is refused with Retry-After, and served once they are
+    gone."""
     engine = new_engine(step_delay_s=0.01)
     with running_server(engine, ServerConfig(port=0, max_num_queued_reqs=2)) as server:
-        body = {"prompt": ["x"] * 66, "max_tokens": 300, "stream": True}
+        body = {"prompt": ["x"] * 66, "max_tokens": 1000, "stream": True}
         with server.client.stream("POST", "/v1/completions", json=body) as stream:
             lines = stream.iter_lines()  # dropping it would close the connection
             next(lines)
@@ -47,27 +49,31 @@ def test_a_full_queue_answers_429_and_recovers() -> None:
 
 @pytest.mark.slow
 def test_health_answers_quickly_under_load() -> None:
-    """Oracle: a limit on the median of many probes, while 64 long prompts are tokenized and streamed."""
+    """Oracle: the median of many probes is a fraction of what a request takes, while 64 long prompts are tokenized and
+    streamed; a busy machine makes both slower."""
     with running_server(new_engine(step_delay_s=0.002)) as server:
         stop = threading.Event()
+        taken_s: dict[str, list[float]] = {"/health": [], "/v1/completions": []}
 
         def load() -> None:
             with httpx.Client(base_url=server.url, timeout=DEADLINE_S) as client:
                 while not stop.is_set():
+                    began_s = time.monotonic()
                     client.post("/v1/completions", json={"prompt": ["y" * 900] * 8, "max_tokens": 20})
+                    taken_s["/v1/completions"].append(time.monotonic() - began_s)
 
         threads = [threading.Thread(target=load) for _ in range(4)]
         for thread in threads:
             thread.start()
-        times = []
         for _ in range(30):
             began_s = time.monotonic()
             assert server.client.get("/health").status_code == 200
-            times.append(time.monotonic() - began_s)
+            taken_s["/health"].append(time.monotonic() - began_s)
         stop.set()
         for thread in threads:
             thread.join()
-        assert sorted(times)[len(times) // 2] < 0.25  # a loaded machine of two cores; a quiet one needs 0.01
+        probe_s, request_s = (statistics.median(found) for found in taken_s.values())
+        assert probe_s < request_s / 2, (probe_s, request_s)
 
 
 def test_no_body_breaks_the_server() -> None:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import msgspec
 import pytest
 
 from tests.e2e.browser import running_browser, tab
@@ -92,14 +93,15 @@ def page_of_a_stranger() -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with running_server(FakeEngine(arith, step_delay_s=0.01, model_info=INFO), ServerConfig(port=0)) as running:
+    info = msgspec.structs.replace(INFO, max_model_len=1 << 20)
+    with running_server(FakeEngine(arith, step_delay_s=0.01, model_info=info), ServerConfig(port=0)) as running:
         yield running
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1"], ids=["another_site", "another_port"])
 def test_a_page_of_another_origin_changes_nothing(host: str, server: RunningServer) -> None:
     """Oracle: the engine: no new request, no abort, no pause, while a stream of another client goes on."""
-    engine, body = server.engine, {"prompt": "x", "max_tokens": 900, "stream": True, "ignore_eos": True}
+    engine, body = server.engine, {"prompt": "x", "max_tokens": 100_000, "stream": True, "ignore_eos": True}
     num_before = len(engine.added), len(engine.aborted)
     with (
         running_browser() as browser,

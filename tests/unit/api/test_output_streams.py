@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +29,7 @@ def make_request(request_id: str = "r", prompt: list[int] | None = None, **param
         prompt_token_ids=prompt or [5, 6, 7],
         params=SamplingParams(**{"max_tokens": 100, **params}),
         eos_token_ids=(EOS,),
-        arrival_s=time.monotonic(),
+        arrival_s=1000.0,
     )
 
 
@@ -211,25 +211,25 @@ def test_logprobs_end_with_the_tokens_at_a_stop_string() -> None:
     assert completion.logprobs is not None and len(completion.logprobs) == len(completion.token_ids)
 
 
-def test_metrics() -> None:
-    """Oracle: times by hand; TPOT is the mean after the first token."""
+def test_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: times by hand, on a clock that the test moves; TPOT is the mean after the first token."""
     outputs = Outputs(None)
     request = make_request()
     outputs.add(request)
-    now_s = time.monotonic()
+    now_s = request.arrival_s + 0.25
+    monkeypatch.setattr("tp_engine.api.output_streams.time", SimpleNamespace(monotonic=lambda: now_s))
     first = SequenceDelta(
         request_id="r", index=0, new_token_ids=[5], num_cached_tokens=2, first_scheduled_s=request.arrival_s + 0.001
     )
     outputs.process([first])
-    time.sleep(0.05)
+    now_s += 0.125
     last = SequenceDelta(request_id="r", index=0, new_token_ids=[6, 7], finish_reason=FinishReason.LENGTH)
     output = outputs.process([last]).finished[0]
     metrics = output.metrics
     assert metrics is not None and output.num_cached_tokens == 2
     assert metrics.queue_s == pytest.approx(0.001)
-    assert metrics.ttft_s == pytest.approx(now_s - request.arrival_s, abs=0.02)
-    assert 0.025 <= metrics.tpot_s < 0.2
-    assert metrics.e2e_s == pytest.approx(metrics.ttft_s + 2 * metrics.tpot_s, abs=0.02)
+    times_s = metrics.ttft_s, metrics.tpot_s, metrics.e2e_s
+    assert times_s == (pytest.approx(0.25), pytest.approx(0.125 / 2), pytest.approx(0.375))
 
 
 def test_without_a_tokenizer_ids_and_logprobs_still_come() -> None:

@@ -334,8 +334,8 @@ def test_signal_does_not_shorten_a_wait(ring: Callable[..., tuple[RingWriter, li
         signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
         began = time.monotonic()
         with pytest.raises(RankError):
-            reader.read(0.3)
-        assert time.monotonic() - began >= 0.3
+            reader.read(1.0)
+        assert time.monotonic() - began >= 1.0
         assert len(seen) > 3
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         with pytest.raises(KeyboardInterrupt):

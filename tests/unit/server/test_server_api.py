@@ -197,8 +197,9 @@ def test_weights_and_pauses() -> None:
         assert (await app.post("/pause_generation", {"mode": "abort"})).status == 200
         assert (await running.reply()).json()["choices"][0]["finish_reason"] == "abort"
         held = app.start("POST", "/v1/completions", short)
+        await until(lambda: engine.has_requests, "the request to reach the engine")
         await asyncio.sleep(0.05)
-        assert engine.is_paused and app.state.limit.num_prompts == 1
+        assert engine.is_paused and app.state.limit.num_prompts == 1 and not held.parts
         assert (await app.post("/continue_generation", None)).status == 200
         assert (await held.reply()).json()["usage"]["completion_tokens"] == 3
         assert (await app.post("/pause?mode=wait", None)).json() == {"status": "paused"}
