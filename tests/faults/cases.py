@@ -62,7 +62,10 @@ class Case:
 
     @property
     def load(self) -> dict[str, Any]:
-        """What the job has to do: for faults in moves, more than fits into the pool."""
+        """What the job has to do: for faults in moves, more than fits into the pool; and the limit of a start that a
+        fault holds up."""
+        if self.phase in START_PHASES and self.limit_s:
+            return {"rounds": 2, "options": {"startup_timeout_s": STARTUP_LIMIT_S}}
         if self.phase != "move":
             return {"rounds": 2}
         options, prompts = OVERFLOWING

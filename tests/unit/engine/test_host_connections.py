@@ -338,31 +338,23 @@ def test_two_boards_become_alike_and_a_closed_connection_is_a_death() -> None:
         spoke.stop()
 
 
-def fill(connection: socket.socket) -> int:
-    """Send until the connection takes no more; returns the number of bytes."""
-    connection.setblocking(False)
-    num_bytes = 0
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            num_bytes += connection.send(bytes(1 << 16))
-    return num_bytes
-
-
 def test_a_failure_is_told_behind_a_beat_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the text arrives as soon as there is room, with no further beat of the clock."""
     monkeypatch.setattr(host_link, "BEAT_S", 3600.0)
     board = JobBoard.create(4, local_world_size=2, host=1)
     near_end, far_end = tcp_pair()
-    num_filled = fill(far_end)
     spoke = HostLinks(board, 2)
+
+    def waits() -> bool:
+        spoke.tell()
+        return 0 in spoke._links and spoke._links[0].num_unsent > 0
+
     try:
         spoke.add(0, far_end)
-        wait_until(lambda: 0 in spoke._links and spoke._links[0].num_unsent > 0)
+        wait_until(waits)
         board.slots[2].fail("Traceback: no memory")
         spoke.tell()
         near_end.settimeout(DEADLINE_S)
-        while num_filled:
-            num_filled -= len(near_end.recv(num_filled))
         heard = b""
         while b"no memory" not in heard:
             heard += near_end.recv(1 << 16)

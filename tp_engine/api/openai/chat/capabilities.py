@@ -99,7 +99,8 @@ class TemplateCapabilities:
     def of(
         cls, template: ChatTemplate, variables: Mapping[str, Any], content_format: str = "auto"
     ) -> TemplateCapabilities:
-        """Probe ``template``, which gets ``variables`` too; never raises, and takes at most ``MAX_PROBES_S``.
+        """Probe ``template``, which gets ``variables`` too; never raises, and takes at most ``MAX_PROBES_S`` of
+        processor time.
 
         ``content_format`` is a value of ``--chat-template-content-format``.
         """
@@ -137,12 +138,12 @@ class _Probes:
         self._template = template
         # a clock would make two prompts differ
         self._variables = {"documents": None, "strftime_now": _DAY.strftime, **variables, "add_generation_prompt": True}
-        self._deadline_s = time.monotonic() + MAX_PROBES_S
+        self._deadline_s = time.thread_time() + MAX_PROBES_S
 
     @property
     def is_late(self) -> bool:
         """Whether the time is up."""
-        return time.monotonic() > self._deadline_s
+        return time.thread_time() > self._deadline_s
 
     def form(self, role: str) -> ContentForm:
         """Return the form of ``role``'s contents: text if the template shows the sentinel in neither form."""
