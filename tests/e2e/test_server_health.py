@@ -37,7 +37,7 @@ def status(server: RunningServer, path: str) -> tuple[int, str | None]:
 
 
 def test_a_hanging_engine_turns_health_red_and_back(pulse: Pulse) -> None:
-    """Oracle: rank 0's watchdog sets the flag at the soft limit; new requests are refused while it is set, and no answer
+    """Oracle: rank 0's watchdog sets the flag at the soft limit; new requests are refused while it is set.  No answer
     waits for a step of the engine."""
     engine: Any = GatedEngine(new_engine())
     with running_server(engine, **serving(pulse)) as server:

@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -210,6 +211,7 @@ def _noticed_s(part: Job, struck_s: float) -> float:
 def _judge(case: HostCase, running: HostsJob, codes: tuple[int | None, ...], noticed_s: float) -> list[str]:
     problems = [f"host {host} ended with 0" for host, code in enumerate(codes) if code == 0]
     limit_s = case.limit_s + (0.5 if case.what == "kill" else 0.0)  # starting the signal and writing the line
+    limit_s *= max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))  # as much longer as the machine is busier
     if noticed_s > limit_s:
         problems.append(f"noticed after {noticed_s:.1f} s, not within {limit_s:g} s")
     words = {"down": ["does not answer"], "kill": [], "stop": []}[case.what]

@@ -82,8 +82,8 @@ def run_storm(storm: Storm, folder: Path, gate: Gate | None = None) -> StormOutc
     """Start the job, wait for the moment, strike, and compare with the promises."""
     rng = random.Random(storm.seed)
     rounds = 0 if storm.moment == "idle" and storm.kind == "script" else 100_000 if storm.kind == "script" else 300
-    gate = gate or Gate()
-    with gate, job(storm.kind, folder, num_ranks=storm.num_ranks, rounds=rounds) as running:
+    gate, options = gate or Gate(), {"startup_timeout_s": STARTUP_LIMIT_S}
+    with gate, job(storm.kind, folder, num_ranks=storm.num_ranks, rounds=rounds, options=options) as running:
         problems: list[str] = []
         struck_s, code = time.monotonic(), None
         try:

@@ -99,6 +99,7 @@ def test_long_texts_are_tokenized_beside_the_loop(monkeypatch: pytest.MonkeyPatc
     began, may_end = threading.Event(), threading.Event()
 
     async def scenario(llm: AsyncLLM, service: ServiceThread) -> None:
+        assert llm.tokenizer is not None
         encode = llm.tokenizer.encode
 
         def held(*arguments: Any, **options: Any) -> Any:

@@ -228,8 +228,7 @@ def test_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = output.metrics
     assert metrics is not None and output.num_cached_tokens == 2
     assert metrics.queue_s == pytest.approx(0.001)
-    times_s = metrics.ttft_s, metrics.tpot_s, metrics.e2e_s
-    assert times_s == (pytest.approx(0.25), pytest.approx(0.125 / 2), pytest.approx(0.375))
+    assert [metrics.ttft_s, metrics.tpot_s, metrics.e2e_s] == pytest.approx([0.25, 0.125 / 2, 0.375])
 
 
 def test_without_a_tokenizer_ids_and_logprobs_still_come() -> None:

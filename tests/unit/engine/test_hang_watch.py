@@ -96,7 +96,7 @@ def test_a_step_that_a_busy_machine_starves_is_no_hang() -> None:
 
 
 def test_a_rank_that_waits_on_a_busy_machine_proves_no_life() -> None:
-    """Oracle: rank 1 sleeps; rank 0, which waits for it, looks around at times, and has to wait for a core each time."""
+    """Oracle: rank 1 sleeps; rank 0, which waits for it, looks around at times, and waits for a core each time."""
     jobs = Jobs(2)
     jobs.begin(1, ranks=[0], collectives=2)
     jobs.begin(1, ranks=[1], collectives=1)
