@@ -6,7 +6,6 @@ files (``block_size = 32``).  ``tp_engine.options`` makes the latter two from th
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,7 +81,11 @@ class EngineConfig:
     )
     load_format: str = option("auto", "safetensors, or dummy for random weights", choices=LOAD_FORMATS)
     tensor_parallel_size: int = option(
-        1, "number of ranks that share the model", flags=("-tp", "--tp", "--tp-size"), section="Ranks and devices"
+        1,
+        "number of ranks that share the model",
+        positive=True,
+        flags=("-tp", "--tp", "--tp-size"),
+        section="Ranks and devices",
     )
     device: str = option("auto", "where to run; auto takes CUDA if there is a GPU", choices=DEVICES)
     device_ids: str | None = option(
@@ -135,11 +138,15 @@ class EngineConfig:
     gpu_memory_utilization: float | None = option(
         None,
         "share of the device memory that this engine may use (default: 0.9 on CUDA, 0.3 on CPU)",
+        positive=True,
+        most=1,
         flags=("--mem-fraction-static",),
     )
-    num_gpu_blocks_override: int | None = option(None, "number of KV blocks, instead of what profiling finds")
+    num_gpu_blocks_override: int | None = option(
+        None, "number of KV blocks, instead of what profiling finds", positive=True
+    )
     kv_cache_memory_bytes: int | None = option(
-        None, "bytes of KV cache per rank, instead of what profiling finds", size=True
+        None, "bytes of KV cache per rank, instead of what profiling finds", size=True, positive=True
     )
     enable_prefix_caching: bool = option(
         True, "share the KV blocks of equal prefixes", negative_flags=("--disable-radix-cache",)
@@ -148,9 +155,12 @@ class EngineConfig:
         None,
         "recurrent states kept for the prefix cache, of models that have some (default: half of max_num_seqs, at least "
         "8)",
+        least=0,
     )
     kv_offloading_size: float = option(
-        0.0, "GiB of host memory, over all ranks, for prefixes that the cache has no room for (default: 0, none)"
+        0.0,
+        "GiB of host memory, over all ranks, for prefixes that the cache has no room for (default: 0, none)",
+        least=0,
     )
     kv_offloading_codec: str = option(
         "none",
@@ -161,7 +171,7 @@ class EngineConfig:
         "directory, of this engine alone, for KV blocks that outlive host memory and restarts (default: none)",
         is_of_host=True,
     )
-    kv_disk_size: float = option(0.0, "GiB of kv_disk_path, over all ranks, reserved at the start")
+    kv_disk_size: float = option(0.0, "GiB of kv_disk_path, over all ranks, reserved at the start", least=0)
     kv_events_config: str | None = option(
         None,
         "JSON object: tell routers what the prefix cache holds, over ZMQ, with vLLM's keys (enable_kv_cache_events, "
@@ -173,14 +183,16 @@ class EngineConfig:
         None,
         "longest prompt plus output in tokens, such as 32k (default: the model's)",
         count=True,
+        positive=True,
         flags=("--context-length",),
         section="Scheduling",
     )
-    max_num_seqs: int = option(256, "most sequences in one step", flags=("--max-running-requests",))
+    max_num_seqs: int = option(256, "most sequences in one step", positive=True, flags=("--max-running-requests",))
     max_num_batched_tokens: int = option(
         None,
         f"most tokens in one step, at least max_num_seqs (default: {_DEFAULT_BATCHED_TOKENS})",
         count=True,
+        positive=True,
         flags=("--chunked-prefill-size",),
     )
     async_scheduling: bool = option(
@@ -198,8 +210,8 @@ class EngineConfig:
     enable_lora: bool = option(
         False, "serve LoRA adapters beside the model; the model of a request names its adapter", section="Adapters"
     )
-    max_loras: int = option(4, "adapters with a slot on the devices; requests of others wait for one")
-    max_lora_rank: int = option(16, "largest rank of an adapter, for which the slots have room")
+    max_loras: int = option(4, "adapters with a slot on the devices; requests of others wait for one", positive=True)
+    max_lora_rank: int = option(16, "largest rank of an adapter, for which the slots have room", positive=True)
     lora_experts: bool = option(False, "slots have room for matrices of routed experts too; on CPUs")
     lora_modules: tuple[str, ...] = option(
         (), "adapters to load at the start: NAME=FOLDER, or a JSON object with name and path", is_of_host=True
@@ -218,9 +230,9 @@ class EngineConfig:
         "max_soft_tokens (Gemma 4), max_patches (Kimi)",
         json=True,
     )
-    max_image_pixels: int = option(178_956_970, "most pixels of an image's file")
+    max_image_pixels: int = option(178_956_970, "most pixels of an image's file", positive=True)
     mm_transport_bytes: int = option(
-        GIB, "most memory for the pixels of all requests; one more waits, then gets 503", size=True
+        GIB, "most memory for the pixels of all requests; one more waits, then gets 503", size=True, positive=True
     )
     allowed_media_domains: tuple[str, ...] = option(
         (), "hosts from which requests may have images fetched, such as images.example.com (default: none)"
@@ -236,7 +248,7 @@ class EngineConfig:
         section="Answers",
     )
     max_logprobs: int = option(
-        MEASURED_LOGPROBS, "most alternatives per token that a request may ask for; -1: no limit"
+        MEASURED_LOGPROBS, "most alternatives per token that a request may ask for; -1: no limit", least=-1
     )
     logprobs_mode: str = option(
         "raw_logprobs", "log-probabilities of generated tokens, before or after penalties, temperature and filters",
@@ -244,13 +256,17 @@ class EngineConfig:
     )  # fmt: skip
     seed: int = option(0, "seed of requests without one, and of dummy weights", flags=("--random-seed",))
     startup_timeout_s: float = option(
-        600.0, "longest time that ranks wait for each other while starting", section="Time limits"
+        600.0, "longest time that ranks wait for each other while starting", positive=True, section="Time limits"
     )
-    collective_timeout_s: float = option(120.0, "longest time that one collective may take")
-    watchdog_warn_s: float = option(30.0, "after so long without progress the stacks of all ranks are logged")
-    watchdog_timeout_s: float = option(120.0, "after so long without progress the job ends and names the cause")
+    collective_timeout_s: float = option(120.0, "longest time that one collective may take", positive=True)
+    watchdog_warn_s: float = option(
+        30.0, "after so long without progress the stacks of all ranks are logged", positive=True
+    )
+    watchdog_timeout_s: float = option(
+        120.0, "after so long without progress the job ends and names the cause", positive=True
+    )
     host_timeout_s: float = option(
-        4.0, "with several hosts: a host that acknowledges nothing for so long is lost, and the job ends"
+        4.0, "with several hosts: a host that acknowledges nothing for so long is lost, and the job ends", positive=True
     )
     profile: str | None = option(
         None,
@@ -307,34 +323,8 @@ class EngineConfig:
             raise ConfigError("lora_experts is set, and enable_lora is off: set enable_lora, or leave lora_experts out")
 
     def _check_ranges(self) -> None:
-        positive = (
-            "tensor_parallel_size",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_loras",
-            "max_lora_rank",
-            "max_image_pixels",
-            "mm_transport_bytes",
-            "startup_timeout_s",
-            "collective_timeout_s",
-            "watchdog_warn_s",
-            "watchdog_timeout_s",
-            "host_timeout_s",
-        )
-        optional = ("num_gpu_blocks_override", "kv_cache_memory_bytes", "max_model_len")
-        for name in positive + optional:
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"{name} is {value}; it must be positive, and finite")
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size is {self.block_size}; it must be a power of two, such as 16")
-        utilization = self.gpu_memory_utilization
-        if utilization is not None and not 0.0 < utilization <= 1.0:
-            raise ConfigError(f"gpu_memory_utilization is {utilization}; it must be above 0 and at most 1")
-        if self.num_state_snapshots is not None and self.num_state_snapshots < 0:
-            raise ConfigError(
-                f"num_state_snapshots is {self.num_state_snapshots}; it must be at least 0, which keeps none"
-            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; a step must hold one token of each of the "
@@ -344,10 +334,6 @@ class EngineConfig:
             raise ConfigError(
                 f"watchdog_warn_s is {self.watchdog_warn_s} and watchdog_timeout_s is {self.watchdog_timeout_s}; the "
                 "soft limit must not be above the hard one"
-            )
-        if not 0.0 <= self.kv_offloading_size < math.inf:
-            raise ConfigError(
-                f"kv_offloading_size is {self.kv_offloading_size}; it is a number of GiB, at least 0: set 0 for none"
             )
         if self.kv_offloading_size and not self.enable_prefix_caching:
             raise ConfigError(
@@ -361,16 +347,12 @@ class EngineConfig:
             kv_cache_dtype=self.kv_cache_dtype,
             disk_path=self.kv_disk_path,
         )
-        if self.max_logprobs < -1:
-            raise ConfigError(f"max_logprobs is {self.max_logprobs}; it must be at least 0, or -1 for no limit")
         if self.num_gpu_blocks_override is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError("num_gpu_blocks_override and kv_cache_memory_bytes are both set; give one of them")
 
     def _check_disk(self) -> None:
         """The options of the disk tier belong together."""
         size, path = self.kv_disk_size, self.kv_disk_path
-        if not 0.0 <= size < math.inf:
-            raise ConfigError(f"kv_disk_size is {size}; it is a number of GiB, at least 0: set 0 for none")
         if (path is None) != (size == 0):
             raise ConfigError(
                 f"kv_disk_path is {path!r} and kv_disk_size is {size:g} GiB; a disk tier needs both: set kv_disk_path "

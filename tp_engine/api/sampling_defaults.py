@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from tp_engine.errors import ConfigError
 from tp_engine.model_config.source import read_json, resolve_model_folder
-from tp_engine.options.fields import check_fields, option
+from tp_engine.options.fields import check_fields, json_object, option
 from tp_engine.sampling_params import SamplingParams
 
 _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -34,10 +33,6 @@ def load_generation_defaults(
         SamplingParams(**defaults)
     except (ValueError, AttributeError) as error:
         raise ConfigError(f"{path} has no usable sampling defaults: {error}") from error
-    for name in overrides or {}:
-        if name not in (*_NAMES, _LIMIT):
-            known = ", ".join((*_NAMES, _LIMIT))
-            raise ConfigError(f"override_generation_config names {name!r}; it can set {known}")
     try:
         defaults |= _defaults(overrides or {})
         SamplingParams(**defaults)
@@ -95,10 +90,4 @@ class SamplingDefaultOptions:
     def sampling_overrides(self) -> dict[str, Any]:
         """``override_generation_config`` as a mapping; raises ``ConfigError``."""
         text = self.override_generation_config
-        try:
-            overrides = {} if text is None else json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"override_generation_config is {text!r}, which is not JSON: {error}") from error
-        if not isinstance(overrides, dict):
-            raise ConfigError(f"override_generation_config is {text!r}; it must be a JSON object")
-        return overrides
+        return {} if text is None else json_object("override_generation_config", text, (*_NAMES, _LIMIT))

@@ -14,7 +14,7 @@ from typing import Any
 from tp_engine import env
 from tp_engine.check.report import EXIT_WRONG, CheckFinding, CheckReport, describe_environment
 from tp_engine.config import DEMO_MODEL, EngineConfig
-from tp_engine.errors import ConfigError, RankError
+from tp_engine.errors import RankError
 from tp_engine.log import configure_logging
 from tp_engine.options import Options
 from tp_engine.options.fields import check_fields, option
@@ -31,12 +31,10 @@ class RanksConfig:
     json: bool = option(False, "print JSON")
     junit: str | None = option(None, "file for the findings as JUnit's XML")
     quick: bool = option(False, "fewer prompts and set-ups for the model")
-    limit_s: float = option(120.0, "after so long without progress the check ends and names the rank")
+    limit_s: float = option(120.0, "after so long without progress the check ends and names the rank", positive=True)
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.limit_s <= 0:
-            raise ConfigError(f"limit_s is {self.limit_s}; it must be above 0")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

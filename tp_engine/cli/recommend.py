@@ -29,24 +29,28 @@ class RecommendConfig:
     revision: str | None = option(None, "hub revision of the model")
     hf_overrides: str | None = option(None, "JSON object that changes keys of the model's config.json (default: none)")
     workload: str = option("chat", "what users send", choices=tuple(WORKLOADS))
-    input_len: int | None = option(None, "mean tokens of a prompt (default: the workload's)")
-    output_len: int | None = option(None, "mean tokens of an answer (default: the workload's)")
+    input_len: int | None = option(None, "mean tokens of a prompt (default: the workload's)", positive=True)
+    output_len: int | None = option(None, "mean tokens of an answer (default: the workload's)", positive=True)
     shared_prefix_len: int | None = option(None, "tokens that all prompts begin with (default: the workload's)")
     tensor_parallel_size: int | None = option(
-        None, "number of ranks (default: the smallest that fits)", flags=("-tp", "--tp-size")
+        None, "number of ranks (default: the smallest that fits)", positive=True, flags=("-tp", "--tp-size")
     )
     gpu: str | None = option(None, f"device by name (default: this machine's): {', '.join(GPU_GIB)}")
-    device_memory: int | None = option(None, "memory of the device, such as 24GiB, instead of a name", size=True)
+    device_memory: int | None = option(
+        None, "memory of the device, such as 24GiB, instead of a name", size=True, positive=True
+    )
     dtype: str = option("auto", "type of weights and activations; auto takes the checkpoint's", choices=DTYPES)
     quantization: str | None = option(
         None, "format of linear weights (default: the checkpoint's own)", choices=QUANTIZATIONS, flags=("-q",)
     )
     kv_cache_dtype: str = option("auto", "type of the KV cache; auto takes dtype", choices=KV_CACHE_DTYPES)
     gpu_memory_utilization: float | None = option(
-        None, "share of the device's memory that may be used (default: 0.9 on GPUs, 0.3 on CPUs)"
+        None, "share of the device's memory that may be used (default: 0.9 on GPUs, 0.3 on CPUs)", positive=True, most=1
     )
-    max_model_len: int | None = option(None, "longest prompt plus output (default: the workload's longest)")
-    block_size: int | None = option(None, "tokens per KV block (default: by the workload's lengths)")
+    max_model_len: int | None = option(
+        None, "longest prompt plus output (default: the workload's longest)", positive=True
+    )
+    block_size: int | None = option(None, "tokens per KV block (default: by the workload's lengths)", positive=True)
     speculative_config: str | None = option(
         None, "JSON object, as of serve: what drafts tokens (default: nothing)", json=True, flags=("-sc",)
     )
@@ -54,15 +58,8 @@ class RecommendConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("input_len", "output_len", "tensor_parallel_size", "device_memory", "max_model_len", "block_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be positive")
         if self.gpu is not None and self.device_memory is not None:
             raise ConfigError("gpu and device_memory are both given; give one of them")
-        utilization = self.gpu_memory_utilization
-        if utilization is not None and not 0.0 < utilization <= 1.0:
-            raise ConfigError(f"gpu_memory_utilization is {utilization}; it must be above 0 and at most 1")
 
     def lengths(self) -> Workload:
         """Return the named workload with the lengths that were given."""

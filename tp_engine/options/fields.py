@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
@@ -24,6 +25,7 @@ def option(default: Any, help_text: str, **metadata: Any) -> Any:
 
     * ``choices``: its only values, which ``--help`` shows and errors name
     * ``flags``: other spellings of the flag; ``negative_flags``: spellings of its opposite
+    * ``positive``: a number above 0; ``least`` and ``most``: its bounds.  A number with any of these is finite
     * ``size``, ``count``: a number that may be text, such as 2GiB or 32k
     * ``json``: a JSON object, kept as text; ``numbers``: whole numbers, kept as text such as 1,2,4
     * ``positional``: the value may stand without a flag; ``secret``: it is never shown
@@ -36,7 +38,7 @@ def option(default: Any, help_text: str, **metadata: Any) -> Any:
 def check_fields(config: Any) -> None:
     """Bring every field of the frozen dataclass ``config`` to its one form; None is the default.
 
-    Raises ``ConfigError`` for a value that is not of the field's type, or none of its choices.
+    Raises ``ConfigError`` for a value that is not of the field's type, outside of its bounds, or none of its choices.
     """
     for spec in dataclasses.fields(config):
         given = getattr(config, spec.name)
@@ -44,6 +46,7 @@ def check_fields(config: Any) -> None:
         object.__setattr__(config, spec.name, value)
         if value is not None:
             _check_type(spec, value)
+            _check_bounds(spec, value)
             choices = spec.metadata.get("choices")
             if choices and value not in choices:
                 raise ConfigError(f"{spec.name} is {value!r}; choose one of {', '.join(map(str, choices))}")
@@ -122,6 +125,19 @@ def _check_type(spec: dataclasses.Field[Any], value: Any) -> None:
     elif spec.metadata.get("numbers"):
         rule = "whole numbers, as a list or as text such as 1,2,4"
     raise ConfigError(f"{spec.name} is {_shown(spec, value)} of type {type(value).__name__}; it must be {rule}")
+
+
+def _check_bounds(spec: dataclasses.Field[Any], value: Any) -> None:
+    is_positive, least, most = (spec.metadata.get(name) for name in ("positive", "least", "most"))
+    if not is_positive and least is None:
+        return
+    low = 0 if is_positive else least
+    if low <= value < math.inf and not (is_positive and value == 0) and (most is None or value <= most):
+        return
+    rule = ("positive" if most is None else "above 0") if is_positive else f"at least {least}"
+    if most is not None or isinstance(value, float):
+        rule += ", and finite" if most is None else f", and at most {most}"
+    raise ConfigError(f"{spec.name} is {value}; it must be {rule}")
 
 
 def _shown(spec: dataclasses.Field[Any], value: Any) -> str:

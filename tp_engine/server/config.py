@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
     """
 
     host: str = option("127.0.0.1", "address to listen on", section="Server")
-    port: int = option(8000, "port to listen on; 0 takes a free one")
+    port: int = option(8000, "port to listen on; 0 takes a free one", least=0, most=65535)
     port_file: str | None = option(None, "file that holds the port, from before the model loads until the server ends")
     uds: str | None = option(None, "path of a Unix socket to listen on, instead of host and port")
     root_path: str = option("", "path prefix that a reverse proxy strips, such as /llm")
@@ -66,17 +65,22 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
     max_num_queued_reqs: int = option(
         1024,
         "requests that may wait beyond those running; more are answered with 429",
+        least=0,
         flags=("--max-queued-requests",),
     )
-    max_body_bytes: int = option(64 * MIB, "largest request body", size=True)
-    body_timeout_s: float = option(60.0, "longest time that the body of a request may take to arrive")
-    header_timeout_s: float = option(20.0, "longest time that a connection may take to send the header of a request")
-    write_timeout_s: float = option(120.0, "after so long without reading, a client loses its answer")
+    max_body_bytes: int = option(64 * MIB, "largest request body", size=True, positive=True)
+    body_timeout_s: float = option(60.0, "longest time that the body of a request may take to arrive", positive=True)
+    header_timeout_s: float = option(
+        20.0, "longest time that a connection may take to send the header of a request", positive=True
+    )
+    write_timeout_s: float = option(120.0, "after so long without reading, a client loses its answer", positive=True)
     max_connections: int = option(
-        16384, "connections beyond which those without a request are closed (fewer, if descriptors are scarce)"
+        16384,
+        "connections beyond which those without a request are closed (fewer, if descriptors are scarce)",
+        positive=True,
     )
     sse_keep_alive_interval: float = option(
-        10.0, "seconds of silence after which a stream sends its headers and a comment; 0: never"
+        10.0, "seconds of silence after which a stream sends its headers and a comment; 0: never", least=0
     )
     shutdown_timeout_s: float = option(
         20.0, "time that running requests get to finish after the first signal", flags=("--shutdown-timeout",)
@@ -84,11 +88,18 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
     batch_storage_dir: str | None = option(
         None, "folder of files and batches, which the server then offers and goes on with", section="Files and batches"
     )
-    batch_retention_hours: int = option(720, "how long files are kept, unless their sender says otherwise")
-    batch_priority: int = option(1000, "priority of batches' requests; larger numbers wait for smaller ones")
-    batch_max_file_bytes: int = option(200 * MIB, "largest file that may be sent", size=True)
-    batch_max_storage_bytes: int = option(16384 * MIB, "largest size of all files together", size=True)
-    batch_upload_timeout_s: float = option(600.0, "longest time that a file may take to arrive")
+    batch_retention_hours: int = option(
+        720, "how long files are kept, unless their sender says otherwise", positive=True
+    )
+    batch_priority: int = option(
+        1000,
+        "priority of batches' requests; larger numbers wait for smaller ones",
+        least=-(2**31),
+        most=2**31 - 1,
+    )
+    batch_max_file_bytes: int = option(200 * MIB, "largest file that may be sent", size=True, positive=True)
+    batch_max_storage_bytes: int = option(16384 * MIB, "largest size of all files together", size=True, positive=True)
+    batch_upload_timeout_s: float = option(600.0, "longest time that a file may take to arrive", positive=True)
     enable_log_requests: bool = option(
         False,
         "a line in the log for every request",
@@ -121,27 +132,11 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
         _ = self.sampling_overrides
 
     def _check_ranges(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port is {self.port}; it must be from 0 (any free port) to 65535")
-        if self.max_num_queued_reqs < 0:
-            raise ConfigError(f"max_num_queued_reqs is {self.max_num_queued_reqs}; it must be at least 0")
         bad = [prefix for prefix in self.metrics_prefix if not _PREFIX.fullmatch(prefix)]
         if bad or not self.metrics_prefix or len(set(self.metrics_prefix)) < len(self.metrics_prefix):
             raise ConfigError(
                 f"metrics_prefix is {' '.join(self.metrics_prefix)!r}; it must be one name or several different ones, "
                 "of letters, digits and _, such as tp_engine vllm"
-            )
-        for name in (
-            "max_body_bytes", "body_timeout_s", "header_timeout_s", "write_timeout_s", "max_connections",
-            "batch_retention_hours", "batch_max_file_bytes", "batch_max_storage_bytes", "batch_upload_timeout_s",
-        ):  # fmt: skip
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be positive, and finite")
-        if not -(2**31) <= self.batch_priority < 2**31:
-            raise ConfigError(f"batch_priority is {self.batch_priority}; it must be a whole number of 32 bits")
-        if not 0.0 <= self.sse_keep_alive_interval < math.inf:
-            raise ConfigError(
-                f"sse_keep_alive_interval is {self.sse_keep_alive_interval}; it must be seconds, or 0 (never)"
             )
         if not 0.0 < self.shutdown_timeout_s <= 25.0:
             raise ConfigError(

@@ -42,20 +42,16 @@ class BatchConfig(ChatOptions, SamplingDefaultOptions):
     served_model_name: tuple[str, ...] = option(
         (), "names that requests may give as their model (default: --model, or its folder's name)"
     )
-    max_in_flight: int | None = option(None, "prompts in the engine at a time (default: twice max_num_seqs)")
-    max_body_bytes: int = option(64 * MIB, "longest line; longer ones are errors", size=True)
+    max_in_flight: int | None = option(None, "prompts in the engine at a time (default: twice max_num_seqs)", least=1)
+    max_body_bytes: int = option(64 * MIB, "longest line; longer ones are errors", size=True, least=1)
     summary_file: str | None = option(None, "JSON file with counts, tokens and times of the job")
     errors_exit_code: int | None = option(
-        None, "exit code of a job whose lines are done, some with errors (default: 3, under torchrun 0)"
+        None, "exit code of a job whose lines are done, some with errors (default: 3, under torchrun 0)", least=0
     )
     progress_bar: bool = option(True, "show the progress on a terminal, or in the log if there is none")
 
     def __post_init__(self) -> None:
         self.check_chat_options()
-        for name, least in (("max_in_flight", 1), ("max_body_bytes", 1), ("errors_exit_code", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"{name} is {value}; it must be at least {least}")
         _ = self.input_shard, self.sampling_overrides
         self._check_input()
         self._check_outputs()
