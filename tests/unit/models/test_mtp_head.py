@@ -154,7 +154,9 @@ def test_each_lost_tensor_is_an_error(family: str, heads: Callable[[str], Path],
         save_file({name: one for name, one in tensors.items() if name != lost}, folder / NAME)
         with pytest.raises(WeightError, match=f"missing: {re.escape(lost)}"):
             load_weights(parameters, spec, folder, info=SingleRank().info)
-    more = next(name for name in names if name.endswith("norm.weight")).replace("norm.weight", "other.weight")
+    # A layer that shares its choice of keys may have an indexer that is not read.
+    norm = min(name for name in names if name.endswith("norm.weight") and ".indexer." not in name)
+    more = norm.replace("norm.weight", "other.weight")
     save_file({**tensors, more: torch.zeros(3)}, folder / NAME)
     with pytest.raises(WeightError, match=f"unexpected: {re.escape(more)}"):
         load_weights(parameters, spec, folder, info=SingleRank().info)
