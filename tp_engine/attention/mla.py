@@ -129,8 +129,8 @@ class MLABackend:
         self, out: torch.Tensor, query: torch.Tensor, kv: LayerKv, metadata: AttentionMetadata, shape: AttentionShape
     ) -> None:
         """Write the outputs of the long requests' tokens, which attend to chosen keys alone, into ``out``."""
-        maps, chooser = shape.latent, shape.chooser
-        assert maps is not None and chooser is not None
+        maps, chooser, rank = shape.latent, shape.chooser, shape.value_dim
+        assert maps is not None and chooser is not None and rank is not None
         lengths = metadata.host_query_lens
         starts = lengths.cumsum() - lengths
         for index in self._long:
@@ -143,7 +143,7 @@ class MLABackend:
             chosen = chooser.chosen(start, length, partial(_rows_of, chooser.index_kv, torch.float32, index, metadata))
             read = partial(_rows_of, kv, query.dtype, index, metadata)
             own_query = maps.absorb(query[own])
-            out[own] = maps.values(attend_chosen(own_query, chosen, read, rank=_rank_of(shape), scale=shape.scale))
+            out[own] = maps.values(attend_chosen(own_query, chosen, read, rank=rank, scale=shape.scale))
 
     def _attend_prompt(
         self,
@@ -225,24 +225,6 @@ def _rows_of(
     if positions is None:
         positions = torch.arange(int(metadata.host_seq_lens[request]), device=table.device)
     return states_at(kv, 0, slots_of(table, positions, kv.cache.shape[2])).squeeze(1).to(dtype)
-
-
-def attend_fresh_chosen(query: torch.Tensor, rows: torch.Tensor, start: int, shape: AttentionShape) -> torch.Tensor:
-    """Queries (n, heads, query_dim) of a new request, the step's tokens from ``start`` on, over chosen ones of its
-    ``rows`` (n, 1, row_dim) -> (n, heads, value_dim)."""
-    maps, chooser = shape.latent, shape.chooser
-    assert maps is not None and chooser is not None
-    length, own = len(query), rows.squeeze(1)
-    chosen = chooser.chosen(start, length, partial(chooser.new_keys, start, length))
-    attended = attend_chosen(
-        maps.absorb(query), chosen, partial(own.index_select, 0), rank=_rank_of(shape), scale=shape.scale
-    )
-    return maps.values(attended)
-
-
-def _rank_of(shape: AttentionShape) -> int:
-    assert shape.value_dim is not None, "the layer keeps latents"
-    return shape.value_dim
 
 
 def attend_expanded(query: torch.Tensor, rows: torch.Tensor, shape: AttentionShape) -> torch.Tensor:

@@ -30,9 +30,6 @@ class Chooser(Protocol):
         """Return the keys that n of the step's tokens from ``start`` on attend to: decodes, or each token of a prompt,
         with ``block_table`` (n, M) int32 and ``seq_lens`` (n,) int32, 0 for padding."""
 
-    def new_keys(self, start: int, length: int) -> torch.Tensor:
-        """Return the index keys (length, dim) that the step has made, of the same tokens."""
-
 
 def attend_chosen(
     query: torch.Tensor,

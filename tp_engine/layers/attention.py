@@ -14,9 +14,8 @@ from typing import Protocol
 import torch
 
 from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
-from tp_engine.attention.mla import attend_expanded, attend_fresh_chosen
 from tp_engine.attention.registry import simd_width
-from tp_engine.attention.tiles import attend_last, attend_to_images
+from tp_engine.attention.tiles import attend_to_images
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 from tp_engine.layers.context import Layer
 from tp_engine.layers.image_rows import images_of_step
@@ -58,9 +57,8 @@ class HasIndexKeys(Protocol):
 class Attention(Layer):
     """Causal attention of one layer over this rank's heads; its blocks are in the tables of KV group ``group``.
 
-    ``kv`` is None until ``bind_kv_cache``: memory is measured before there is a cache, with new requests whose keys and
-    values are all in the step.  With a ``source`` the layer reads the keys and values of that one, and has none.
-    An ``indexer`` keeps index keys in the same blocks.
+    ``kv`` is None until ``bind_kv_cache``.  With a ``source`` the layer reads the keys and values of that one, and has
+    none.  An ``indexer`` keeps index keys in the same blocks.
     """
 
     def __init__(
@@ -77,14 +75,12 @@ class Attention(Layer):
         self._indexer = indexer
         self._backend = backend
         self._sources: tuple[Attention, ...] = ()  # in a tuple, or it would be a part of this module
-        self._is_read = False  # by other layers
-        self._fresh: KeyValue | None = None  # of a step without a cache, for these
         if source is not None:
             self.read(source)
 
     def read(self, source: Attention) -> None:
         """Read the keys and values of ``source`` from now on."""
-        self._sources, source._is_read = (source,), True
+        self._sources = (source,)
 
     @property
     def has_own_kv(self) -> bool:
@@ -102,7 +98,7 @@ class Attention(Layer):
         ``kv_scales`` (parts, blocks, local KV heads, block_size) float32 belong to a quantised cache.
         """
         assert kv_cache.shape[-2:] == (self.shape.num_kv_heads, self.shape.head_dim), (kv_cache.shape, self.shape)
-        self._kv, self._fresh = LayerKv(kv_cache, kv_scales), None
+        self._kv = LayerKv(kv_cache, kv_scales)
 
     def unbind_kv_cache(self) -> None:
         """Drop the cache: the layer is as before ``bind_kv_cache``."""
@@ -122,34 +118,11 @@ class Attention(Layer):
         The inputs may be strided views whose last dimension is contiguous.  If ``key`` and ``value`` are None,
         the caller has stored them already.
         """
-        metadata = current_metadata(self.group)
+        metadata, kv = current_metadata(self.group), self.kv
+        assert kv is not None, "there is no cache yet"
         new = None if key is None or value is None else KeyValue(key, value)
-        if self.kv is None:
-            new = self._sources[0]._fresh if self._sources else new
-            self._fresh = new if self._is_read else None
-            assert new is not None, "keys and values are needed: there is no cache yet"
-            return attend_fresh(query, new, metadata, self.shape)
-        out = self._backend.forward(query, new, self.kv, metadata, self.shape)
+        out = self._backend.forward(query, new, kv, metadata, self.shape)
         if self.shape.sees_whole_images and (images := images_of_step()) is not None:
-            width = simd_width(self._backend, self.kv.cache.shape[2])
-            attend_to_images(out, query, self.kv, metadata, self.shape, images.spans, width)
+            width = simd_width(self._backend, kv.cache.shape[2])
+            attend_to_images(out, query, kv, metadata, self.shape, images.spans, width)
         return out
-
-
-def attend_fresh(
-    query: torch.Tensor, new: KeyValue, metadata: AttentionMetadata, shape: AttentionShape
-) -> torch.Tensor:
-    """Causal attention of each request over this step's keys alone, request by request."""
-    size = query.shape[2] if shape.latent is None else shape.latent.value_dim
-    output, start = query.new_zeros(*query.shape[:2], size), 0
-    for length in metadata.host_query_lens.tolist():
-        rows = slice(start, start + length)
-        own, states = query[rows], KeyValue(new.key[rows], new.value[rows])
-        if shape.chooser is not None and length > shape.chooser.top_k:
-            output[rows] = attend_fresh_chosen(own, states.key, start, shape)
-        elif shape.latent is not None:
-            output[rows] = attend_expanded(own, states.key, shape)
-        else:
-            output[rows] = attend_last(own, states, shape)
-        start += length
-    return output

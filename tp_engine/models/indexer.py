@@ -48,7 +48,7 @@ class Indexer(Layer):
         )
         self.is_recordable = context.can_record("prepare_index", "to_float32", "choose_keys")
         self._scale = (spec.num_heads * spec.dim) ** -0.5
-        self._queries = self._weights = self._keys = torch.empty(0)
+        self._queries = self._weights = torch.empty(0)
         self._chosen: dict[int, torch.Tensor] = {}
         self._of_rows: dict[int, ChosenKeys] = {}
         self.index_kv: LayerKv | None = None
@@ -63,24 +63,23 @@ class Indexer(Layer):
         """Make the index keys, queries and weights of a step: ``x`` (N, hidden), ``latent`` (N, query_rank),
         normalised.
 
-        Keys go to the ``slots`` (N,) of the cache, if there is one, because later steps choose among them.
+        Keys go to the ``slots`` (N,) of the cache, because later steps choose among them.
         """
         spec = self._spec
         queries, keys = self._prepare(
             self.wq_b(latent).view(len(x), spec.num_heads, spec.dim), self.wk(x),
             KeyNorm(self.norm, self.norm_bias, _EPS), rotation, spec.is_interleaved, self.index_kv, slots,
         )  # fmt: skip
-        if keys is not None and self.index_kv is not None:
+        if keys is not None:
             self._store(KeyValue(keys.unsqueeze(1), keys.unsqueeze(1)), self.index_kv, slots)
-        self._queries, self._keys = queries, queries.new_empty(0) if keys is None else keys
-        self._weights = self.weights_proj(self._widen(x))
+        self._queries, self._weights = queries, self.weights_proj(self._widen(x))
         self._chosen, self._of_rows, self._num_waiting = {}, {}, self.num_layers
 
     def leave(self) -> None:
         """Note that one more layer has attended; behind the last one, this step's tensors are dropped."""
         self._num_waiting -= 1
         if not self._num_waiting:
-            self._queries = self._weights = self._keys = self._queries.new_empty(0)
+            self._queries = self._weights = self._queries.new_empty(0)
             self._chosen, self._of_rows = {}, {}
 
     def chosen(self, start: int, length: int, keys: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -102,7 +101,3 @@ class Indexer(Layer):
                 self._queries[own], self._weights[own], self._scale, self.index_kv, block_table, seq_lens, self.top_k
             )
         return found
-
-    def new_keys(self, start: int, length: int) -> torch.Tensor:
-        """This step's keys (length, dim)."""
-        return self._keys[start : start + length]

@@ -189,14 +189,14 @@ def run_largest_step(
     communicator: Communicator,
     head: DraftHead | None = None,
 ) -> None:
-    """Run the largest step that the limits allow, to find the peak of memory before the KV cache exists; a collective.
+    """Run the largest step that the limits allow, to find the peak of memory with a cache of one block; a collective.
 
     It has ``max_num_batched_tokens`` tokens of new prompts and samples ``max_num_seqs`` rows, with log-probabilities.
     Prompts are scored too: rank 0 gathers the logits that are made at once, while the results of two whole steps are
     held, as when one is on its way to the host and the next is being made.  A draft ``head`` takes all
     tokens in, if it keeps K/V.
 
-    If the model's layers have a KV cache, which may be of one block, ``backends`` attend to its first block only.
+    ``backends`` store nothing, and attend to the first block only.
 
     On CPUs one layer of each kind runs: equal layers take the same memory, and each frees it before the next begins.
     Running all would take seconds.

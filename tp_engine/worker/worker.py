@@ -380,15 +380,14 @@ class Worker:
         reserved = count_bytes(parts)
         reserved["cuda_graphs"] = cuda_graph_bytes
         reserved["tables"] += table_bytes(self.effective, self._layout, self.groups.info, device.type)
-        with self._trial_runner() if warms_up(device.type) else nullcontext() as runner:
-            if runner is not None:
-                meter.steps_begin()
+        with self._trial_runner() as runner:
+            meter.steps_begin()
             run_largest_step(
                 parts.model, self._backends, self.effective, device.torch_device, self.groups.communicator, parts.head
             )
             if parts.model.vision is not None:
                 encode_largest_image(parts.model.vision, self.effective.image_rows, device)
-            if runner is not None:
+            if warms_up(device.type):
                 run_largest_decodes(runner, self.effective.config)
             return meter.finish(**reserved)
 

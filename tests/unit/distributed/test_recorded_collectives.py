@@ -16,7 +16,7 @@ from tests.simulated_ranks import NotingCommunicator, run_ranks
 from tests.unit.attention.test_padded_batch import Stub
 from tests.unit.distributed.test_symmetric_memory import FakeBuffer
 from tests.unit.kernels.kernel_harness import needs_triton
-from tests.unit.models.test_models import CPU, LENGTHS, NO_BACKENDS, prefill_metadata, prompts
+from tests.unit.models.test_models import BACKENDS, CPU, LENGTHS, bind_caches, prefill_metadata, prompts
 from tp_engine.config import EngineConfig
 from tp_engine.distributed.collectives import Communicator
 from tp_engine.distributed.reduce_plan import ReducePlan
@@ -45,13 +45,14 @@ def test_sizes_are_those_of_a_step(family: str, tp_invariant: bool, checkpoint: 
             communicator=noting,
             dtype=torch.bfloat16,
             device=CPU,
-            backends=NO_BACKENDS,
+            backends=BACKENDS,
             max_model_len=128,
             tp_invariant=tp_invariant,
         )
         for parameter in model.parameters():
             parameter.zero_()
         model.finish_loading()
+        bind_caches(model.attention_layers, torch.bfloat16)
         tokens = torch.tensor([token for prompt in prompts(config) for token in prompt])
         positions = torch.cat([torch.arange(length) for length in LENGTHS])
         with torch.inference_mode(), forward_context([prefill_metadata(LENGTHS)] * MAX_GROUPS):

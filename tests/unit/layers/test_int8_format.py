@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.simulated_ranks import run_ranks
-from tests.unit.models.test_models import CPU, NO_BACKENDS, logits_of, prompts
+from tests.unit.models.test_models import BACKENDS, CPU, bind_caches, logits_of, prompts
 from tp_engine.config import EngineConfig
 from tp_engine.distributed.collectives import Communicator
 from tp_engine.errors import ConfigError
@@ -115,12 +115,13 @@ def build(config: ModelSpec, folder: Path, communicator: Communicator, quantizat
         communicator=communicator,
         dtype=torch.float32,
         device=CPU,
-        backends=NO_BACKENDS,
+        backends=BACKENDS,
         max_model_len=128,
         quantization=quantization,
     )
     load_weights(dict(model.named_parameters()), config, folder, info=communicator.info, load_format="dummy")
     model.finish_loading()
+    bind_caches(model.attention_layers)
     return model
 
 

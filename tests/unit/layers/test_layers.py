@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from tests.simulated_ranks import run_ranks
 from tests.unit.models.test_models import CPU, LLAMA3, prefill_metadata
 from tp_engine.attention.base import AttentionShape
+from tp_engine.attention.tiles import attend_last
 from tp_engine.distributed.collectives import Communicator, SingleRank
 from tp_engine.kernels import ops
 from tp_engine.kernels.attention.heads import apply_rotary, norm_heads
@@ -20,7 +21,7 @@ from tp_engine.kernels.kv_cache.layer_kv import KeyValue
 from tp_engine.kernels.layer_ops import gate
 from tp_engine.kernels.quantization.row_codes import CodeRule, RowCodes, quantise_rows
 from tp_engine.layers import residual
-from tp_engine.layers.attention import attend_fresh, current_metadata, forward_context
+from tp_engine.layers.attention import current_metadata, forward_context
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from tp_engine.layers.linear import RowParallelLinear
@@ -152,13 +153,14 @@ def test_row_parallel_bias_is_added_once() -> None:
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 @pytest.mark.parametrize(("softcap", "has_sinks"), [(None, False), (0.7, False), (None, True), (20.0, True)])
 @pytest.mark.parametrize("longest", [9, 300])
-def test_fresh_attention(window: int | None, softcap: float | None, has_sinks: bool, longest: int) -> None:
+def test_attention_of_prompts(window: int | None, softcap: float | None, has_sinks: bool, longest: int) -> None:
     """Oracle: softmax over explicit scores, token by token and head by head."""
     sinks = torch.tensor([-4.0, 0.0, 1.0, 5.0]) if has_sinks else None
     rule: dict[str, Any] = {"sliding_window": window, "softcap": softcap, "sinks": sinks}
     lengths, shape = (3, 1, longest), AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.3, **rule)
     query, key, value = (torch.randn(sum(lengths), heads, 8) for heads in (4, 2, 2))
-    found = attend_fresh(query, KeyValue(key, value), prefill_metadata(lengths), shape)
+    parts = zip(*(one.split(lengths) for one in (query, key, value)), strict=True)
+    found = torch.cat([attend_last(own, KeyValue(*states), shape) for own, *states in parts])
     start = 0
     for length in lengths:
         for token in range(length):

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.assistants import make_assistant
-from tests.unit.models.test_models import CPU, NO_BACKENDS
+from tests.unit.models.test_models import BACKENDS, CPU
 from tp_engine import recommend
 from tp_engine.config import EngineConfig
 from tp_engine.distributed.collectives import SingleRank
@@ -38,7 +38,7 @@ def test_every_tensor_is_read(checkpoint: Callable[..., Path], tmp_path: Path) -
     spec, _ = load_draft_head(str(folder), model_spec)
     assert isinstance(spec, AssistantSpec)
     options: dict[str, Any] = {"communicator": SingleRank(), "dtype": torch.float32, "device": CPU}
-    places: dict[str, Any] = {"backends": NO_BACKENDS, "max_model_len": 128}
+    places: dict[str, Any] = {"backends": BACKENDS, "max_model_len": 128}
     context = LayerContext(**options, format_of=choose_formats(None, spec.model))
     head = AssistantHead(spec, build_model(model_spec, **options, **places), **places, context=context)
     parameters = dict(head.named_parameters())

@@ -12,7 +12,7 @@ import torch
 
 from tests.draft_heads import ReferenceHead, make_draft_head
 from tests.simulated_ranks import run_ranks
-from tests.unit.models.test_models import CPU, LENGTHS, NO_BACKENDS, prefill_metadata
+from tests.unit.models.test_models import BACKENDS, CPU, LENGTHS, bind_caches, prefill_metadata
 from tp_engine.distributed.collectives import Communicator, SingleRank
 from tp_engine.errors import ConfigError, WeightError
 from tp_engine.kv_layout import MAX_GROUPS, KvKind, lay_out
@@ -54,7 +54,7 @@ def build(folder: Path, target_folder: Path, communicator: Communicator) -> tupl
     spec, _ = load_draft_head(str(folder), model_spec)
     assert isinstance(spec, DraftHeadSpec)
     options: dict[str, Any] = {"communicator": communicator, "dtype": torch.float32, "device": CPU}
-    places: dict[str, Any] = {"backends": NO_BACKENDS, "max_model_len": 128}
+    places: dict[str, Any] = {"backends": BACKENDS, "max_model_len": 128}
     model = build_model(model_spec, state_layers=spec.state_layers, **options, **places)
     context = LayerContext(**options, format_of=choose_formats(None, spec.model))
     head = Eagle3Head(spec, model, group=0, context=context, **places).eval()
@@ -62,6 +62,7 @@ def build(folder: Path, target_folder: Path, communicator: Communicator) -> tupl
     load_weights(dict(head.named_parameters()), spec.model, folder, info=communicator.info)
     model.finish_loading()
     head.finish_loading()
+    bind_caches([*model.attention_layers, *head.own_attention])
     return model, head
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,9 +15,12 @@ from tests.families import FAMILIES
 from tests.simulated_ranks import run_ranks
 from tests.tiers import slow_but
 from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
+from tp_engine.attention.mla import MLABackend
+from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.distributed.collectives import Communicator, SingleRank
+from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 from tp_engine.kv_layout import MAX_GROUPS
-from tp_engine.layers.attention import forward_context
+from tp_engine.layers.attention import Attention, forward_context
 from tp_engine.layers.quantization import dense
 from tp_engine.model_config import check_tensor_parallel, load_model_config
 from tp_engine.model_config.spec import ModelSpec
@@ -34,6 +37,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 LENGTHS = (1, 37, 20)
+BLOCK_SIZE, BLOCKS_PER_PROMPT = 16, 3
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"architecture": "llama"},
     "llama-tied": {"architecture": "llama", "tie": True},
@@ -62,29 +66,50 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-class NoBackend:
-    """A backend that must not be called: without a KV cache, layers attend to the step's own keys."""
+class PlainBackend:
+    """Attention in plain PyTorch, which prepares each layer's step anew."""
 
-    name = "none"
+    name = "plain"
 
     def prepare(self, metadata: AttentionMetadata) -> None:
-        raise AssertionError
+        """Nothing is kept from layer to layer."""
 
-    def forward(self, *_: object) -> torch.Tensor:
-        raise AssertionError
+    def forward(
+        self, query: torch.Tensor, new: KeyValue | None, kv: LayerKv, metadata: AttentionMetadata, shape: AttentionShape
+    ) -> torch.Tensor:
+        backend: AttentionBackend = TorchBackend()
+        if shape.latent is not None:
+            backend = MLABackend(backend, None if shape.chooser is None else shape.chooser.top_k)
+        backend.prepare(metadata)
+        return backend.forward(query, new, kv, metadata, shape)
 
 
-NO_BACKENDS = [cast(AttentionBackend, NoBackend())] * MAX_GROUPS
+BACKENDS = [cast(AttentionBackend, PlainBackend())] * MAX_GROUPS
+
+
+def bind_caches(layers: Sequence[Attention], dtype: torch.dtype = torch.float32) -> None:
+    """Give each layer a cache of its own, for prompts of ``LENGTHS``."""
+    for layer in layers:
+        sizes, chooser = (len(LENGTHS) * BLOCKS_PER_PROMPT, BLOCK_SIZE), cast(Any, layer.shape.chooser)
+        parts = 2 if layer.shape.value_dim is None else 1
+        heads = layer.shape.num_kv_heads, layer.shape.head_dim
+        layer.bind_kv_cache(torch.zeros(parts, *sizes, *heads, dtype=dtype))
+        if chooser is not None:
+            chooser.index_kv = LayerKv(torch.zeros(1, *sizes, 1, len(chooser.norm), dtype=dtype))
 
 
 def prefill_metadata(lengths: tuple[int, ...]) -> AttentionMetadata:
     """New requests of the given lengths, all of their tokens in one step."""
     starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
     lens = np.asarray(lengths, dtype=np.int32)
+    table = torch.arange(len(lengths) * BLOCKS_PER_PROMPT, dtype=torch.int32).view(len(lengths), -1)
+    firsts = table[:, 0].tolist()
     return AttentionMetadata(
         num_decodes=0,
-        slot_mapping=torch.full((int(starts[-1]),), -1, dtype=torch.int64),
-        block_table=torch.zeros((len(lengths), 1), dtype=torch.int32),
+        slot_mapping=torch.cat(
+            [first * BLOCK_SIZE + torch.arange(length) for first, length in zip(firsts, lengths, strict=True)]
+        ),
+        block_table=table,
         seq_lens=torch.from_numpy(lens),
         query_start=torch.from_numpy(starts),
         host_query_lens=lens,
@@ -100,9 +125,10 @@ def prompts(config: ModelSpec) -> list[list[int]]:
 def load(config: ModelSpec, folder: Path, communicator: Communicator, **options: Any) -> CausalLM:
     dtype = options.pop("dtype", torch.float32)
     model = build_model(
-        config, communicator=communicator, dtype=dtype, device=CPU, backends=NO_BACKENDS, max_model_len=128
+        config, communicator=communicator, dtype=dtype, device=CPU, backends=BACKENDS, max_model_len=128
     )
     load_weights(dict(model.named_parameters()), config, folder, info=communicator.info, **options)
+    bind_caches(model.attention_layers, dtype)
     return model
 
 
@@ -220,7 +246,7 @@ def test_attention_layers_are_listed_in_order(checkpoint: Callable[..., Path]) -
     """Oracle: the configuration's windows, layer by layer; each rank's share of the heads."""
     config, _ = load_model_config(str(checkpoint(**CASES["qwen2-windows"])))
     model = build_model(
-        config, communicator=SingleRank(), dtype=torch.float32, device=CPU, backends=NO_BACKENDS, max_model_len=16
+        config, communicator=SingleRank(), dtype=torch.float32, device=CPU, backends=BACKENDS, max_model_len=16
     )
     windows = [layer.shape.sliding_window for layer in model.attention_layers]
     assert windows == [attention.window for attention in config.attentions]

@@ -19,7 +19,7 @@ from tests.mtp_heads import FAMILIES, ReferenceMtp, make_mtp
 from tests.quantised.checkpoints import compress
 from tests.simulated_ranks import run_ranks
 from tests.tiers import slow_but
-from tests.unit.models.test_models import CPU, LENGTHS, NO_BACKENDS, prefill_metadata
+from tests.unit.models.test_models import BACKENDS, CPU, LENGTHS, bind_caches, prefill_metadata
 from tp_engine import recommend
 from tp_engine.advice.question import Workload
 from tp_engine.config import EngineConfig
@@ -55,9 +55,11 @@ def build(folder: Path, communicator: Communicator) -> CausalLM:
     assert spec.stored_mtp is not None
     spec = spec.drafting_with(spec.stored_mtp)
     options: dict[str, Any] = {"communicator": communicator, "dtype": torch.float32, "device": CPU}
-    model = build_model(spec, backends=NO_BACKENDS, max_model_len=128, **options)
+    model = build_model(spec, backends=BACKENDS, max_model_len=128, **options)
     load_weights(dict(model.named_parameters()), spec, folder, info=communicator.info)
     model.finish_loading()
+    assert model.mtp is not None
+    bind_caches([*model.attention_layers, *model.mtp.own_attention])
     return model
 
 
@@ -147,7 +149,7 @@ def test_each_lost_tensor_is_an_error(family: str, heads: Callable[[str], Path],
     assert spec.stored_mtp is not None
     spec, tensors = spec.drafting_with(spec.stored_mtp), load_file(source / NAME)
     options: dict[str, Any] = {"communicator": SingleRank(), "dtype": torch.float32, "device": CPU}
-    parameters = dict(build_model(spec, backends=NO_BACKENDS, max_model_len=128, **options).named_parameters())
+    parameters = dict(build_model(spec, backends=BACKENDS, max_model_len=128, **options).named_parameters())
     names = read_names(source, tensors)
     assert len(names) > 10
     for lost in names:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.simulated_ranks import run_ranks
+from tests.unit.models.test_models import bind_caches
 from tp_engine import LLM, RequestOutput, SamplingParams
 from tp_engine.attention.registry import select_backend
 from tp_engine.config import EngineConfig
@@ -152,14 +153,16 @@ def test_the_largest_step_scores_as_much_as_any_step(
         widths.append((logits.shape[1], k))
         return score_chunk(logits, token_ids, k)
 
+    def largest_step(model: Any, backend: Any, effective: Any, communicator: Communicator) -> None:
+        bind_caches(model.attention_layers)
+        run_largest_step(model, [backend], effective, CPU, communicator)
+
     monkeypatch.setattr("tp_engine.worker.trial_steps.empty_scores", watched_empty)
     monkeypatch.setattr(logprobs, "_chunk_logprobs", watched_chunk)
     on_ranks(
         checkpoint("qwen3", vocab_size=101),
         world_size,
-        lambda model, backend, effective, communicator: run_largest_step(
-            model, [backend], effective, CPU, communicator
-        ),
+        largest_step,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=64,
         max_model_len=128,

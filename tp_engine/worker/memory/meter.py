@@ -32,7 +32,7 @@ _MAX_BLOCKS = 1 << 40  # more is a bug in the counting
 class MemoryMeter:
     """Takes the three snapshots: B0 when made, B1 at ``weights_loaded``, A at ``finish``.
 
-    Call ``steps_begin`` between the last two if something was allocated for the steps only.
+    Call ``steps_begin`` between the last two, when what the steps need has been allocated.
     """
 
     def __init__(self, device: Device, *, utilization: float) -> None:
