@@ -70,9 +70,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     default = Path(os.environ.get("OUT") or "gpu_check_results")
     parser.add_argument("--out", type=Path, default=default, help="folder for the results (default: %(default)s)")
     parser.add_argument(
-        "--lab-folder", type=Path, help="files of docs/lab.md's commit, where the checkout has no git history"
-    )
-    parser.add_argument(
         "--document", type=Path, nargs="+", metavar="FILE", help="write their figures into docs/benchmarks/gpu.md"
     )
     parser.add_argument("--nano-vllm-path", help="also measure the nano-vllm in this folder")

@@ -1,6 +1,6 @@
 """The sections of scripts/gpu_check: commands that also work by hand, each with its own time limit.
 
-Four plans spend half an hour on a GPU, each in a call of at most ``PLAN_S``; ``PLANS`` says what each answers.
+The plans spend half an hour on a GPU, each in a call of at most ``PLAN_S``; ``PLANS`` says what each answers.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ GPU_PEERS = ("vllm", "nano-vllm")
 PLANS = {
     1: "does it work: environment, contexts, NCCL, engine, graphs",
     2: "how fast: 0.6B and 8B, beside the peers that are given",
-    3: "what docs/lab.md holds: turn on, or stays out",
-    4: "ranks on one GPU, a killed rank, 32B, quantised 8B",
+    3: "ranks on one GPU, a killed rank, 32B, quantised 8B",
 }
 PLAN_S = 560
 
@@ -54,14 +53,13 @@ def all_sections(args: argparse.Namespace) -> list[Section]:
     )
     peers += [part for pair in args.peer_python for part in ("--peer-python", pair)]
     peers += ["--nano-vllm-path", args.nano_vllm_path] if args.nano_vllm_path else []
-    lab = ["--folder", str(args.lab_folder)] if args.lab_folder else []
     return [
         Section(
             name=name,
             plan=plan,
             limit_s=limit_s,
             what=what,
-            command=tuple(shlex.split(command.format(peers=shlex.join(peers), lab=shlex.join(lab)))),
+            command=tuple(shlex.split(command.format(peers=shlex.join(peers)))),
             modules=_SERVER if "bench_serve" in command else _TESTS if "pytest" in command else _CORE,
             min_gpus=2 if "torch.distributed.run" in command else 1,
         )
@@ -99,7 +97,6 @@ _STEPS = "scripts/bench_offline.py --shape qwen3-{} --steps 256x512"
 _PROMPTS = "scripts/bench_offline.py --shape qwen3-{} --steps 32x128 --prefill-graphs 'none;auto' --num-steps 50"
 _KERNELS = "scripts/bench_kernels.py"
 _RECORDED = " --cudagraph-prefill-capture-sizes auto --served-model-name prompts-recorded"
-_LAB = "scripts/gpu/lab.py {} {{lab}}"
 
 _SECTIONS = (
     # name, its plan, its limit in seconds, what it is, what follows the interpreter
@@ -122,19 +119,14 @@ _SECTIONS = (
         "figures_8b", 2, 310, "batch 1 and 32 requests, 8B shape, beside the peers that are given",
         _offline("8b", "--workloads latency,batch32 {peers}"),
     ),
-    ("lab_few_rows", 3, 190, "products of few rows, norm and residual in them", _LAB.format("few_rows")),
-    ("lab_head_choice", 3, 80, "LM head that chooses tokens", _LAB.format("head_choice")),
-    ("lab_heads", 3, 140, "heads prepared inside decode attention", _LAB.format("heads")),
-    ("lab_long_prompts", 3, 140, "long prompts by cuDNN", _LAB.format("long_prompts")),
-    ("lab_others", 3, 10, "what is not tried", _LAB.format("others")),
     (
-        "ranks", 4, 180, "2 and 4 ranks on one GPU give the tokens of one, launched and recorded",
+        "ranks", 3, 180, "2 and 4 ranks on one GPU give the tokens of one, launched and recorded",
         _engine("ranks_on_one_gpu"),
     ),
-    ("kill", 4, 60, "symmetric memory: a killed rank ends the call of the others", "scripts/gpu/probes.py kill"),
-    ("offline_32b", 4, 160, "batch 1, 32B shape", _offline("32b", "--rounds 1 --no-peer --workloads latency")),
+    ("kill", 3, 60, "symmetric memory: a killed rank ends the call of the others", "scripts/gpu/probes.py kill"),
+    ("offline_32b", 3, 160, "batch 1, 32B shape", _offline("32b", "--rounds 1 --no-peer --workloads latency")),
     (
-        "quantised_8b", 4, 160, "fp8 and int4 weights beside bfloat16, 8B shape",
+        "quantised_8b", 3, 160, "fp8 and int4 weights beside bfloat16, 8B shape",
         _offline("8b", f"{_QUANTISED} latency"),
     ),
     (

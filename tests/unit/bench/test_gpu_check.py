@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 from bench_kernels import parse as parse_kernels
 from benchmarks.offline.options import parse_arguments as parse_offline
 from benchmarks.serving.options import parse_arguments as parse_serve
-from gpu import check, lab
+from gpu import check
 from gpu.figures import Figure, figures_of
 from gpu.run import Outcome, why_not
 from gpu.sections import PLAN_S, PLANS, Section, all_sections
 
 ROOT = Path(__file__).parents[3]
-WITH = {"TP_ENGINE_FEW_ROWS": "triton"}
 
 
 def section(name: str, code: str, limit_s: float = 30.0, **options: object) -> Section:
@@ -96,78 +93,6 @@ def test_peers_take_turns_where_they_are_named(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         check.parse_arguments(["--peer-python", "/x/python"])
     assert "it must be NAME=PATH with NAME vllm or nano-vllm" in capsys.readouterr().err
-
-
-def test_the_lab_names_what_it_tries() -> None:
-    """Oracle: the bold titles of docs/lab.md, and its commit; each experiment is a section of the third plan."""
-    page = (ROOT / "docs" / "lab.md").read_text(encoding="utf-8")
-    titles = [part.title for experiment in lab.EXPERIMENTS.values() for part in experiment.parts]
-    assert sorted(titles) == sorted(re.findall(r"^\* \*\*(.+?)\*\*", page, re.M))
-    assert f"commit {lab.COMMIT}" in page
-    assert [one.name for one in sections() if one.plan == 3] == [f"lab_{name}" for name in lab.EXPERIMENTS]
-
-
-def offline_report(ms_per_token: float, tokens_per_s: float) -> dict[str, object]:
-    """What bench_offline prints, as far as the lab reads it."""
-    found = {"latency": {"ms_per_token": ms_per_token}, "32 requests": {"tokens_per_s": tokens_per_s}}
-    return {"workloads": [{"workload": name, "engines": {"tp_engine TP 1": one}} for name, one in found.items()]}
-
-
-@pytest.mark.parametrize(
-    ("on", "statuses", "verdicts"),
-    [
-        (offline_report(0.9, 100.0), (0, 0, 0), ["stays out: +0.0 %", "turn on: +11.1 %"]),
-        (offline_report(1.0, 200.0), (0, 0, 0), ["turn on: +100.0 %", "stays out: +0.0 %"]),
-        (offline_report(0.9, 200.0), (1, 0, 0), ["stays out: its tests fail"] * 2),
-        ({}, (0, 0, 1), ["stays out: its benchmark fails"] * 2),
-    ],
-)
-def test_the_lab_judges(on: dict[str, object], statuses: tuple[int, ...], verdicts: list[str]) -> None:
-    """Oracle: by hand; a gain counts from 1 % of a workload on, after equal tokens."""
-    seen: list[tuple[str, dict[str, str]]] = []
-
-    def run(command: str, variables: Mapping[str, str]) -> tuple[int, Mapping[str, Any]]:
-        seen.append((command, dict(variables)))
-        return statuses[len(seen) - 1], [{}, offline_report(1.0, 100.0), on][len(seen) - 1]
-
-    assert list(lab.judge(lab.EXPERIMENTS["few_rows"], run).values()) == verdicts
-    assert seen[0] == ("-m pytest -q -p no:cacheprovider tests/gpu/test_kernels_gpu.py -k few_rows", WITH)
-    assert [variables for _, variables in seen[1:]] in ([], [{}, WITH])
-
-
-def test_the_lab_compares_heads() -> None:
-    """Oracle: by hand: the least gain over the library, of 64 rows and more."""
-    times = {("greedy", 1): (9, 1), ("greedy", 64): (10, 15), ("drawn", 64): (10, 12), ("drawn", 256): (10, 13)}
-    rows = [
-        {"layer": layer, "rows": count, "sizes": by, "us": us}
-        for (layer, count), pair in times.items()
-        for by, us in zip(("triton", "library"), pair, strict=True)
-    ]
-    failed = {"layer": "x", "rows": 64, "sizes": "triton", "error": "y"}
-    assert lab.head_gain({"results": [*rows, failed]}, {}) == pytest.approx(0.2)
-    assert lab.first_token_gain(*({"results": [{"ms_to_first_token": ms}]} for ms in (3.0, 2.0))) == 0.5
-
-
-def test_the_lab_restores_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the files that docs/lab.md names are there, and gone afterwards; without a history the error names the
-    way out."""
-    found = subprocess.run(["git", "cat-file", "-e", lab.COMMIT], cwd=ROOT, capture_output=True, check=False)
-    if found.returncode == 0:
-        page = (ROOT / "docs" / "lab.md").read_text(encoding="utf-8")
-        named = [path for path in re.findall(r"`([\w/*]+(?:\.py|\*))`", page) if "/" in path]
-        assert len(named) >= 10
-        with lab.restored(None) as folder:
-            assert [path for path in named if not list((folder / "tp_engine").glob(path))] == []
-            for experiment in lab.EXPERIMENTS.values():
-                assert not experiment.command or (folder / experiment.command.split()[0]).exists()
-            with lab.restored(folder) as given:
-                assert given == folder
-        assert not folder.exists()
-    monkeypatch.setattr(lab, "ROOT", tmp_path)
-    with pytest.raises(SystemExit, match=rf"git archive {lab.COMMIT} .* --lab-folder FOLDER"), lab.restored(None):
-        pass
-    with pytest.raises(SystemExit, match=r"has no scripts/bench_offline\.py"), lab.restored(tmp_path):
-        pass
 
 
 def test_the_page_has_the_saved_figures(tmp_path: Path) -> None:
