@@ -17,7 +17,7 @@ from tp_engine.api.engine_options import ChatTemplateOptions, EngineOptions, rea
 from tp_engine.api.input_processor import InputProcessor, Prompt, load_tokenizer, prompt_text
 from tp_engine.api.openai.chat.prompt import ChatFormat
 from tp_engine.api.output_streams import Outputs
-from tp_engine.api.pooling import Pooler, PoolingParams
+from tp_engine.api.pooling import Pooler, PoolingLike
 from tp_engine.api.preparing import PreparingThreads
 from tp_engine.api.request_state import SequenceUpdate
 from tp_engine.api.scoring import ScorePairs, paired
@@ -178,12 +178,7 @@ class AsyncLLM:
                 yield output
 
     async def embed(
-        self,
-        prompt: Prompt,
-        pooling_params: PoolingParams | Mapping[str, Any] | None = None,
-        request_id: str | None = None,
-        *,
-        priority: int = 0,
+        self, prompt: Prompt, pooling_params: PoolingLike = None, request_id: str | None = None, *, priority: int = 0
     ) -> EmbeddingRequestOutput:
         """Do as ``LLM.embed``, for one prompt."""
         await self.start()
@@ -191,12 +186,7 @@ class AsyncLLM:
         return pooler.embedding(await self._pool(pooler, prompt, request_id, priority))
 
     async def classify(
-        self,
-        prompt: Prompt,
-        pooling_params: PoolingParams | Mapping[str, Any] | None = None,
-        request_id: str | None = None,
-        *,
-        priority: int = 0,
+        self, prompt: Prompt, pooling_params: PoolingLike = None, request_id: str | None = None, *, priority: int = 0
     ) -> ClassificationRequestOutput:
         """Do as ``LLM.classify``, for one prompt."""
         await self.start()
@@ -204,12 +194,7 @@ class AsyncLLM:
         return pooler.classification(await self._pool(pooler, prompt, request_id, priority))
 
     async def reward(
-        self,
-        prompt: Prompt,
-        pooling_params: PoolingParams | Mapping[str, Any] | None = None,
-        request_id: str | None = None,
-        *,
-        priority: int = 0,
+        self, prompt: Prompt, pooling_params: PoolingLike = None, request_id: str | None = None, *, priority: int = 0
     ) -> PoolingRequestOutput[PoolingOutput]:
         """Do as ``LLM.reward``, for one prompt."""
         await self.start()
@@ -219,7 +204,7 @@ class AsyncLLM:
     async def encode(
         self,
         prompt: Prompt,
-        pooling_params: PoolingParams | Mapping[str, Any] | None = None,
+        pooling_params: PoolingLike = None,
         request_id: str | None = None,
         *,
         pooling_task: str | None = None,

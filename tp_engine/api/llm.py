@@ -21,7 +21,7 @@ from tp_engine.api.engine_options import ChatTemplateOptions, EngineOptions, rea
 from tp_engine.api.input_processor import InputProcessor, Prompt, prompt_text
 from tp_engine.api.openai.chat.prompt import ChatFormat
 from tp_engine.api.output_streams import Outputs, Processed
-from tp_engine.api.pooling import Pooler, PoolingParams
+from tp_engine.api.pooling import Pooler, PoolingLike
 from tp_engine.api.scoring import ScorePairs, paired
 from tp_engine.closing import Closing
 from tp_engine.config import DEMO_MODEL
@@ -60,6 +60,8 @@ Sampling: TypeAlias = SamplingParams | Mapping[str, Any] | None
 """How a prompt is sampled: None for the model's defaults."""
 Lora: TypeAlias = LoRARequest | Sequence[LoRARequest | None] | None
 """One adapter for all prompts, or one for each."""
+Prompts: TypeAlias = Prompt | Sequence[Prompt]
+"""One prompt or many."""
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -121,7 +123,7 @@ class LLM(Closing):
     @_one_at_a_time
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         sampling_params: Sampling | Sequence[Sampling] = None,
         use_tqdm: bool = True,
         lora_request: Lora = None,
@@ -168,7 +170,7 @@ class LLM(Closing):
     @_one_at_a_time
     def beam_search(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         params: BeamSearchParams,
         *,
         use_tqdm: bool = False,
@@ -199,11 +201,7 @@ class LLM(Closing):
 
     @_one_at_a_time
     def embed(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | Mapping[str, Any] | None = None,
-        *,
-        use_tqdm: bool = True,
+        self, prompts: Prompts, pooling_params: PoolingLike = None, *, use_tqdm: bool = True
     ) -> list[EmbeddingRequestOutput]:
         """Return the embedding of every prompt, in their order, by a model for embeddings (docs/embeddings.md).
 
@@ -214,11 +212,7 @@ class LLM(Closing):
 
     @_one_at_a_time
     def classify(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | Mapping[str, Any] | None = None,
-        *,
-        use_tqdm: bool = True,
+        self, prompts: Prompts, pooling_params: PoolingLike = None, *, use_tqdm: bool = True
     ) -> list[ClassificationRequestOutput]:
         """Return how likely each label of a classifier is for every prompt, in their order (docs/classifiers.md)."""
         pooler = Pooler.of(self.input_processor, pooling_params, "classify")
@@ -226,11 +220,7 @@ class LLM(Closing):
 
     @_one_at_a_time
     def reward(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | Mapping[str, Any] | None = None,
-        *,
-        use_tqdm: bool = True,
+        self, prompts: Prompts, pooling_params: PoolingLike = None, *, use_tqdm: bool = True
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Return what a reward model gives every prompt: its score, or, if it judges steps, those of each token."""
         pooler = Pooler.of_rewards(self.input_processor, pooling_params)
@@ -239,8 +229,8 @@ class LLM(Closing):
     @_one_at_a_time
     def encode(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | Mapping[str, Any] | None = None,
+        prompts: Prompts,
+        pooling_params: PoolingLike = None,
         *,
         pooling_task: str | None = None,
         use_tqdm: bool = True,
@@ -359,7 +349,7 @@ class LLM(Closing):
         version: str = done["weight_version"]
         return version
 
-    def _run_pooled(self, pooler: Pooler, prompts: Prompt | Sequence[Prompt], use_tqdm: bool) -> list[RequestOutput]:
+    def _run_pooled(self, pooler: Pooler, prompts: Prompts, use_tqdm: bool) -> list[RequestOutput]:
         requests = [pooler.request(prompt, request_id=self._next_id()) for prompt in _as_batch(prompts)]
         return self._run(requests, [None] * len(requests), use_tqdm)
 
@@ -470,7 +460,7 @@ def _interrupts_held() -> Iterator[Callable[[], None]]:
         take()
 
 
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_batch(prompts: Prompts) -> list[Prompt]:
     """One prompt or many; a flat list of numbers is one prompt of token ids."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]

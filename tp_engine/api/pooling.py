@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -103,6 +103,10 @@ class PoolingParams:
             kept /= max(float(np.linalg.norm(kept)), 1e-12)
         found: FloatArray = kept.astype(np.float32)
         return found
+
+
+PoolingLike: TypeAlias = PoolingParams | Mapping[str, Any] | None
+"""How a prompt is pooled; None for the model's defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
