@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tp_engine.cli.findings import Finding, Status, as_text, check_packages
-from tp_engine.config import DEMO_MODEL, EngineConfig
+from tp_engine.config import DEMO_MODEL
 from tp_engine.options import parse_options
 from tp_engine.options.fields import check_fields, option
 from tp_engine.version import __version__
@@ -53,18 +53,6 @@ def examine(config: DoctorConfig) -> Iterator[Finding]:
     yield from packages
     if any(one.status is Status.MISSING for one in packages):
         return
-    from tp_engine.cli.machine import (
-        check_choice,
-        check_devices,
-        check_host,
-        check_kernels,
-        check_quantised_products,
-        has_gpu,
-    )
+    from tp_engine.cli.machine import check_machine
 
-    yield from check_devices()
-    yield from check_host(on_cpu=not has_gpu(), num_ranks=config.tensor_parallel_size)
-    yield from check_kernels(on_cpu=not has_gpu())
-    yield check_quantised_products(on_cpu=not has_gpu())
-    ranks, device = config.tensor_parallel_size, "auto" if has_gpu() else "cpu"
-    yield from check_choice(EngineConfig(model=config.model, tensor_parallel_size=ranks, device=device))
+    yield from check_machine(config.model, config.tensor_parallel_size)

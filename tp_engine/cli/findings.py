@@ -57,14 +57,10 @@ def as_text(findings: Iterable[Finding]) -> str:
 
 def check_packages() -> Iterator[Finding]:
     """Versions, and which packages are missing or too old."""
-    version = platform.python_version()
     good = sys.version_info[:2] >= MIN_PYTHON
-    yield Finding(
-        "python",
-        Status.OK if good else Status.MISSING,
-        f"{version} at {sys.executable}",
-        remedy=None if good else f"use Python {'.'.join(map(str, MIN_PYTHON))} or newer",
-    )
+    remedy = None if good else f"use Python {'.'.join(map(str, MIN_PYTHON))} or newer"
+    told = f"{platform.python_version()} at {sys.executable}"
+    yield Finding("python", Status.OK if good else Status.MISSING, told, remedy)
     yield _needed(needed_packages())
     found = {name: present for name in OPTIONAL if (present := installed_version(name)) is not None}
     absent = [f"{name} ({use})" for name, use in OPTIONAL.items() if name not in found]
@@ -85,12 +81,9 @@ def needed_packages() -> dict[str, str]:
 
 def _needed(packages: Mapping[str, str]) -> Finding:
     versions = {name: installed_version(name) for name in packages}
-    wrong = [
-        name for name, version in versions.items() if version is None or _numbers(version) < _numbers(packages[name])
-    ]
+    wrong = [name for name, found in versions.items() if found is None or _numbers(found) < _numbers(packages[name])]
     if not wrong:
-        shown = {name: version for name, version in versions.items() if version is not None}
-        return Finding("packages", Status.OK, _listed(shown))
+        return Finding("packages", Status.OK, _listed(versions))
     asked = " ".join(f"'{name}>={packages[name]}'" for name in wrong)
     told = ", ".join(f"{name} {versions[name] or 'is not installed'}" for name in wrong)
     return Finding("packages", Status.MISSING, told, remedy=f"pip install {asked}")
@@ -101,5 +94,5 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
-def _listed(versions: Mapping[str, str]) -> str:
+def _listed(versions: Mapping[str, str | None]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())

@@ -47,6 +47,17 @@ def has_gpu() -> bool:
     return torch.cuda.device_count() > 0 and why_no_gpus() is None
 
 
+def check_machine(model: str, num_ranks: int) -> Iterator[Finding]:
+    """Yield what this machine has for ``num_ranks`` ranks, and what would be chosen for the model."""
+    device = "cuda" if has_gpu() else "cpu"
+    yield from check_devices()
+    yield from check_host(on_cpu=device == "cpu", num_ranks=num_ranks)
+    if device == "cpu":
+        yield check_kernels()
+    yield check_quantised_products(device)
+    yield from check_choice(EngineConfig(model=model, tensor_parallel_size=num_ranks, device=device))
+
+
 def check_devices() -> Iterator[Finding]:
     """Yield the GPUs and their links."""
     count = torch.cuda.device_count()
@@ -88,24 +99,17 @@ def _between(topic: str, can: Callable[[int, int], bool], good: str, count: int)
     return Finding(topic, Status.NOTE, detail)
 
 
-def check_kernels(*, on_cpu: bool) -> Iterator[Finding]:
-    """Yield the compiled kernels of CPUs, built now unless they exist."""
-    if not on_cpu:
-        return
+def check_kernels() -> Finding:
+    """Return whether there are compiled kernels of CPUs; they are built now unless they exist."""
     if native_library() is not None:
-        yield Finding("native kernels", Status.OK, "compiled, and equal to PyTorch's on small inputs")
-        return
-    yield Finding(
-        "native kernels",
-        Status.NOTE,
-        "there are none (the log line above says why); PyTorch computes, several times slower",
-        remedy="install gcc, and let TP_ENGINE_CACHE_DIR be a folder that can be written to",
-    )
+        return Finding("native kernels", Status.OK, "compiled, and equal to PyTorch's on small inputs")
+    detail = "there are none (the log line above says why); PyTorch computes, several times slower"
+    remedy = "install gcc, and let TP_ENGINE_CACHE_DIR be a folder that can be written to"
+    return Finding("native kernels", Status.NOTE, detail, remedy)
 
 
-def check_quantised_products(*, on_cpu: bool) -> Finding:
+def check_quantised_products(device: str) -> Finding:
     """Return which products would be used for each format of quantised weights."""
-    device = "cpu" if on_cpu else "cuda"
     made_by: dict[str, list[str]] = {}
     for name, (kind, quantises) in _WEIGHT_FORMATS.items():
         codes = torch.zeros(64, 128 // values_per_byte(kind), dtype=torch.uint8, device=device)
@@ -133,16 +137,9 @@ def check_choice(config: EngineConfig) -> Iterator[Finding]:
         usable = "usable" if name == effective.config.attention_backend else "usable where attention_backend names it"
         yield Finding(f"attention {name}", Status.OK, obstacle or usable)
     chosen, own = effective.config, effective.model.quantization
-    plain = {
-        "device": chosen.device,
-        "dtype": chosen.dtype,
-        "weights": chosen.dtype if own is None else own.method,
-        "kv_cache_dtype": chosen.kv_cache_dtype,
-        "attention_backend": chosen.attention_backend,
-        "gpu_memory_utilization": effective.gpu_memory_utilization,
-        "max_model_len": effective.max_model_len,
-        "block_size": chosen.block_size,
-    }
+    plain = {name: getattr(chosen, name) for name in ("device", "dtype", "kv_cache_dtype", "attention_backend")}
+    plain |= {"weights": chosen.dtype if own is None else own.method, "block_size": chosen.block_size}
+    plain |= {name: getattr(effective, name) for name in ("gpu_memory_utilization", "max_model_len")}
     yield Finding("would be chosen", Status.OK, ", ".join(f"{name} {value}" for name, value in plain.items()))
 
 
@@ -177,12 +174,8 @@ def shared_memory(folder: Path, num_ranks: int, *, on_cpu: bool) -> Finding:
     try:
         status = os.statvfs(folder)
     except OSError as error:
-        return Finding(
-            "shared memory",
-            Status.MISSING,
-            f"{folder}: {error.strerror}",
-            remedy=f"mount a tmpfs of at least {least // MIB} MiB at {folder}",
-        )
+        remedy = f"mount a tmpfs of at least {least // MIB} MiB at {folder}"
+        return Finding("shared memory", Status.MISSING, f"{folder}: {error.strerror}", remedy)
     size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     detail = f"{folder}: {size / GIB:.2f} GiB, {free / GIB:.2f} GiB free"
     if free >= least:
@@ -196,27 +189,19 @@ def open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= LEAST_FILES:
         return Finding("open files", Status.OK, f"limit {soft} (hard {hard})")
-    return Finding(
-        "open files",
-        Status.NOTE,
-        f"limit {soft}: a server holds one per connection",
-        remedy=f"ulimit -n {LEAST_FILES if hard == resource.RLIM_INFINITY else min(hard, 65536)}",
-    )
+    remedy = f"ulimit -n {LEAST_FILES if hard == resource.RLIM_INFINITY else min(hard, 65536)}"
+    return Finding("open files", Status.NOTE, f"limit {soft}: a server holds one per connection", remedy)
 
 
 def process_handles() -> Finding:
     """Watchdogs wait for processes through pidfds (Linux 5.3)."""
-    release = platform.release()
+    kernel = f"{platform.system()} {platform.release()}"
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError) as error:
-        return Finding(
-            "kernel",
-            Status.MISSING,
-            f"{platform.system()} {release} has no pidfd_open ({error})",
-            remedy="use Linux 5.3 or newer; in a container, allow the system call pidfd_open",
-        )
-    return Finding("kernel", Status.OK, f"{platform.system()} {release}")
+        remedy = "use Linux 5.3 or newer; in a container, allow the system call pidfd_open"
+        return Finding("kernel", Status.MISSING, f"{kernel} has no pidfd_open ({error})", remedy)
+    return Finding("kernel", Status.OK, kernel)
 
 
 def writable(topic: str, folder: Path, remedy: str) -> Finding:
