@@ -15,8 +15,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+_STOP_S = 100.0
 _PORT_NUMBERS = itertools.count(16 * os.getpid())
 _READY = re.compile(r"serving \S+ at (http://\S+?),? ")
 
@@ -33,7 +35,7 @@ class Server:
         """All that the job has printed so far."""
         return "".join(self.log)
 
-    def stop(self, timeout_s: float = 40.0) -> int:
+    def stop(self, timeout_s: float = _STOP_S) -> int:
         """Send SIGTERM to torchrun, which passes it to all ranks; returns torchrun's exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -88,6 +90,48 @@ def serving(
         yield server
     finally:
         server.stop()
+
+
+@dataclass
+class WarmServer:
+    """A ready server, whose ranks this process has forked."""
+
+    url: str
+    ranks: list[Any]
+
+    def stop(self) -> list[int]:
+        """Send SIGTERM to all ranks, as torchrun does; returns their exit codes."""
+        for rank in self.ranks:
+            rank.terminate()
+        for rank in self.ranks:
+            rank.join(_STOP_S)
+        return [rank.exitcode for rank in self.ranks]
+
+
+@contextmanager
+def warm_serving(num_ranks: int, *arguments: str, timeout_s: float = 150.0) -> Iterator[WarmServer]:
+    """A ready server, for tests whose subject is not how it starts: as under torchrun, but the ranks are forked from a
+    process that has torch and the engine imported, which takes two seconds of processor time per rank."""
+    from tests.ranks.warm_ranks import started_ranks
+
+    with started_ranks(num_ranks, serve, ("--port", "0", *arguments)) as (ranks, log):
+        deadline = time.monotonic() + timeout_s
+        while not (match := _READY.search(text := log.read_text(encoding="utf-8"))):
+            assert all(rank.is_alive() for rank in ranks) and time.monotonic() < deadline, text[-5000:]
+            time.sleep(0.05)
+        server = WarmServer(match[1], ranks)
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+def serve(arguments: Sequence[str]) -> None:
+    """A rank of a server."""
+    from tp_engine.serve import main
+
+    sys.argv[:] = ["serve.py", *arguments]
+    sys.exit(main())
 
 
 def free_port() -> int:

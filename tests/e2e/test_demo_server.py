@@ -9,7 +9,8 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.serving import Server, launch, serving
+from tests.e2e.serving import Server, launch, serve, serving
+from tests.ranks.warm_ranks import started_ranks
 from tests.tiers import fast_first, slow_but
 
 QUESTIONS = {
@@ -78,30 +79,40 @@ def test_the_demo_model_answers_through_http(num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "arguments", "words"),
+    ("arguments", "words"),
     fast_first(
         2,
         [
-            (0, ("--model", "/no/such/model"), ("/no/such/model",)),
-            (0, ("--no-such-flag", "1"), ("--no-such-flag",)),
-            (3, (), ("3", "1, 2, 4, 8")),
-            (0, ("--kv-cache-memory-bytes", "100000"), ("max_model_len",)),
-            (0, ("--tensor-parallel-size", "3"), ("3", "1, 2, 4, 8")),
+            (("--model", "/no/such/model"), ("/no/such/model",)),
+            (("--no-such-flag", "1"), ("--no-such-flag",)),
+            (("--kv-cache-memory-bytes", "100000"), ("max_model_len",)),
+            (("--tensor-parallel-size", "3"), ("3", "1, 2, 4, 8")),
         ],
     ),
 )
-def test_what_can_not_work_ends_in_one_clear_message(
-    num_ranks: int, arguments: tuple[str, ...], words: tuple[str, ...]
-) -> None:
-    """Oracle: one message without a traceback, and a non-zero exit code: world size, model, cache, launch, flags."""
-    server = launch(num_ranks, ["--port", "0", "--device", "cpu", *arguments])
+def test_what_can_not_work_ends_in_one_clear_message(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    """Oracle: one message without a traceback, and a non-zero exit code: world size, model, cache, flags."""
+    server = launch(0, ["--port", "0", "--device", "cpu", *arguments])
     code = server.process.wait(120)
     server.stop()
     assert code in (1, 2), server.text()
-    assert own_text(server).count("error:") == 1, server.text()[-3000:]
+    check_message(server.text(), words)
+
+
+@pytest.mark.slow
+def test_a_launched_world_size_that_can_not_work_is_told_once() -> None:
+    """Oracle: as above, of the three ranks of a launcher."""
+    with started_ranks(3, serve, ("--port", "0", "--device", "cpu")) as (ranks, log):
+        for rank in ranks:
+            rank.join(120)
+        assert all(rank.exitcode in (1, 2) for rank in ranks), log.read_text()
+        check_message(log.read_text(), ("3", "1, 2, 4, 8"))
+
+
+def check_message(text: str, words: tuple[str, ...]) -> None:
+    assert text.count("error:") == 1 and "Traceback" not in text, text[-3000:]
     for word in words:
-        assert word in own_text(server), server.text()[-3000:]
-    assert "Traceback" not in own_text(server), server.text()[-3000:]
+        assert word in text, text[-3000:]
 
 
 def test_a_taken_port_is_refused_at_once(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import shutil
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.serving import Server, serving
+from tests.e2e.serving import WarmServer, warm_serving
 from tp_engine import LLM, SamplingParams
 from tp_engine.errors import ConfigError, MemoryBudgetError
 
@@ -132,7 +131,7 @@ def test_a_disk_that_hangs_stops_neither_requests_nor_the_end(
         never.set()
 
 
-def chat(server: Server, messages: list[dict[str, str]]) -> tuple[str, int]:
+def chat(server: WarmServer, messages: list[dict[str, str]]) -> tuple[str, int]:
     """The answer, and the cached tokens of the prompt."""
     body = {"messages": messages, "temperature": 0, "max_tokens": 24}
     found = httpx.post(server.url + "/v1/chat/completions", json=body, timeout=60).json()
@@ -146,27 +145,27 @@ def test_a_conversation_of_the_demo_server_goes_on_after_a_restart(tmp_path: Pat
     On two ranks.  The prefix comes from disk, as ``cached_tokens`` says.
     """
     arguments = ["--kv-offloading-size", "0.05", "--kv-disk-path", str(tmp_path / "kv"), "--kv-disk-size", "0.05"]
-    arguments += ["--device", "cpu", "-tp", "2", "--num-gpu-blocks-override", "256"]
+    arguments += ["--device", "cpu", "--num-gpu-blocks-override", "256"]
     pairs = " ".join(f"{a}{b}={(3 * i + j) % 10}" for i, a in enumerate("abcd") for j, b in enumerate("efgh"))
     messages = [{"role": "user", "content": f"{pairs} ? bf"}]
-    with serving(0, *arguments) as server:
+    with warm_serving(2, *arguments) as server:
         first, cached = chat(server, messages)
         assert cached == 0
         again, cached = chat(server, messages)
         assert again == first and cached > 64
-        assert server.stop() == 0
+        assert server.stop() == [0, 0]
     messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "sort: 3 1 4"}]
-    with serving(0, *arguments) as server:
+    with warm_serving(2, *arguments) as server:
         repeated, cached = chat(server, messages[:1])
         assert repeated == first and cached > 64
         second, _ = chat(server, messages)
         metrics = httpx.get(server.url + "/metrics", timeout=10).text
         time.sleep(1.2)
-        os.killpg(server.process.pid, signal.SIGKILL)
-        server.process.wait(10)
+        for rank in server.ranks:
+            rank.kill()
     (line,) = [one for one in metrics.splitlines() if "prompt_tokens_by_source" in one and 'source="disk"' in one]
     assert float(line.split()[-1]) > 64
-    with serving(0, *arguments) as server:
+    with warm_serving(2, *arguments) as server:
         repeated, cached = chat(server, messages)
         assert repeated == second and cached >= 96
-        assert server.stop() == 0
+        assert server.stop() == [0, 0]

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.serving import serving
+from tests.e2e.serving import warm_serving
 from tests.tiny_models import make_checkpoint
 from tests.tiny_server import chat_tokenizer
 
@@ -33,7 +33,7 @@ def test_a_chat_with_a_forced_tool_call(tmp_path: Path) -> None:
     chat_tokenizer().save_pretrained(folder)
     options = ["--model", str(folder), "--device", "cpu", "--num-gpu-blocks-override", "64", "--dtype", "float32"]
     parsers = ["--tool-call-parser", "openai", "--reasoning-parser", "openai_gptoss", "--enable-auto-tool-choice"]
-    with serving(2, *options, *parsers, timeout_s=200) as server:
+    with warm_serving(2, *options, *parsers) as server:
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", timeout=60, max_retries=0)
         request: dict[str, Any] = {
             "model": folder.name,

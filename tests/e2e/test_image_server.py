@@ -15,7 +15,7 @@ import openai
 import pytest
 from PIL import Image
 
-from tests.e2e.serving import Server, serving
+from tests.e2e.serving import WarmServer, warm_serving
 from tests.image_models import IMAGE, Oracle, Prompt, draw_pixels, make_image_model
 from tests.images import data_url, file_of, image_part, numbered_tokenizer, picture
 from tp_engine import LLM, SamplingParams, run_batch
@@ -73,14 +73,14 @@ def prompt_of(folder: Path, family: str, *images: Image.Image) -> Prompt:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[WarmServer, Path]]:
     folder = make_model(tmp_path_factory.mktemp("qwen"), "qwen3.5-vision")
     options = ["--model", str(folder), "--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override", "256"]
-    with serving(0, *options) as found:
+    with warm_serving(1, *options) as found:
         yield found, folder
 
 
-def test_a_server_answers_as_transformers_does(server: tuple[Server, Path]) -> None:
+def test_a_server_answers_as_transformers_does(server: tuple[WarmServer, Path]) -> None:
     """Oracle: tokens and log-probabilities; the second request finds the images in the prefix cache; texts and wrong
     images beside them change nothing."""
     running, folder = server

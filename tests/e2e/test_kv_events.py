@@ -11,7 +11,7 @@ import httpx
 import pytest
 import zmq
 
-from tests.e2e.serving import serving
+from tests.e2e.serving import warm_serving
 from tests.kv_events import Subscriber, new_socket, plain_hashes
 from tests.tiers import slow_but
 from tp_engine import LLM, ConfigError, SamplingParams
@@ -107,7 +107,7 @@ def test_a_server_publishes() -> None:
         words = ("enable_kv_cache_events true", f"endpoint tcp://127.0.0.1:{port}", "topic t")
         flags = [word for one in words for word in f"--kv-events-config.{one}".split()]
         with (
-            serving(0, *flags, "--num-gpu-blocks-override", "64") as server,
+            warm_serving(1, *flags, "--num-gpu-blocks-override", "64") as server,
             httpx.Client(base_url=server.url, timeout=SECONDS) as client,
         ):
             assert not socket.poll(100)  # which also takes the connection in, and sends the subscription

@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.browser import Tab, running_browser, tab
 from tests.e2e.frontend import RunningServer, running_server
 from tests.e2e.scripted import scripted_engine
-from tests.e2e.serving import serving
+from tests.e2e.serving import warm_serving
 from tp_engine.server.config import ServerConfig
 
 pytestmark = pytest.mark.slow
@@ -65,7 +65,7 @@ def test_a_chat_with_the_demo_model_and_its_blocks(browser: Any, tmp_path: Path)
     written to disk."""
     small = ["--device", "cpu", "--num-gpu-blocks-override", "2048", "--block-size", "16"]
     tiers = ["--kv-offloading-size", "0.02", "--kv-disk-path", str(tmp_path), "--kv-disk-size", "0.02"]
-    with serving(0, *small, *tiers) as server, tab(browser, server.url) as shown:
+    with warm_serving(1, *small, *tiers) as server, tab(browser, server.url) as shown:
         shown.wait("#status[data-state=live]")
         assert (number(shown, "used"), number(shown, "free")) == (0, 2048)
         assert shown.text("#api") == f"{server.url}/v1" and "one of these" in shown.text("#first")

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image, ImageDraw, ImageFilter
 
 from tests.e2e.browser import running_browser, tab
-from tests.e2e.serving import serving
+from tests.e2e.serving import warm_serving
 from tests.e2e.test_image_server import make_model, prompt_of
 from tests.images import file_of
 
@@ -46,7 +46,7 @@ def test_a_photograph_goes_through_the_page(tmp_path: Path) -> None:
     tokens as the turned image takes, and the page shows the photograph, the answer and no complaint."""
     folder = make_model(tmp_path / "model", "qwen3.5-vision")
     options = ["--model", str(folder), "--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override", "256"]
-    with running_browser() as browser, serving(0, *options) as server, tab(browser, server.url) as shown:
+    with running_browser() as browser, warm_serving(1, *options) as server, tab(browser, server.url) as shown:
         shown.wait("#status[data-state=live]")
         shown.page.click("#settings summary")
         for name, value in {"temperature": "0", "max_tokens": str(NUM_TOKENS), "more": '{"ignore_eos": true}'}.items():

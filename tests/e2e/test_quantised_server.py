@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.serving import serving
+from tests.e2e.serving import warm_serving
 from tests.quantised.checkpoints import compress
 from tests.tiny_models import make_checkpoint
 from tests.tiny_server import chat_tokenizer
@@ -21,7 +21,7 @@ PROMPT = "twelve"
 
 def answer(folder: Path) -> str:
     """The server's text of a greedy completion."""
-    with serving(2, "--model", str(folder), *OPTIONS, timeout_s=100) as server:
+    with warm_serving(2, "--model", str(folder), *OPTIONS) as server:
         request = {"model": folder.name, "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
         found = httpx.post(server.url + "/v1/completions", json=request, timeout=60).raise_for_status().json()
         return str(found["choices"][0]["text"])

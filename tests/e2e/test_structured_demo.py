@@ -16,7 +16,7 @@ import jsonschema
 import openai
 import pytest
 
-from tests.e2e.serving import serving
+from tests.e2e.serving import warm_serving
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +42,7 @@ SCHEMAS: dict[str, dict[str, Any] | None] = {
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:
-    with serving(0, "--device", "cpu", "-tp", "2", "--num-gpu-blocks-override", "512") as server:
+    with warm_serving(2, "--device", "cpu", "--num-gpu-blocks-override", "512") as server:
         yield openai.OpenAI(base_url=server.url + "/v1", api_key="none", timeout=60, max_retries=0)
 
 
@@ -120,7 +120,7 @@ def test_the_examples_of_the_documentation(client: openai.OpenAI) -> None:
 def test_the_servers_own_white_space() -> None:
     """Oracle: ``json`` without blanks, for a request without an option for white space."""
     option = ("--structured-outputs-config", '{"disable_any_whitespace": true}')
-    with serving(0, "--device", "cpu", "--num-gpu-blocks-override", "256", *option) as server:
+    with warm_serving(1, "--device", "cpu", "--num-gpu-blocks-override", "256", *option) as server:
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", timeout=60, max_retries=0)
         text, finish_reason = chat(client, SCHEMAS["enum"], stream=False)
         assert finish_reason == "stop" and text == json.dumps(json.loads(text), separators=(",", ":"))

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from tests.ranks.launch import torchrun
+from tests.ranks.warm_ranks import warm_ranks
 from tests.tiny_models import make_checkpoint
+from tp_engine.check.__main__ import main
 
 pytestmark = pytest.mark.slow
-COMMAND = ("-m", "tp_engine.check", "--only", "machine", "--device", "cpu")
-MODEL = ("-m", "tp_engine.check", "--quick", "--device", "cpu", "--num-gpu-blocks-override", "200")
+MACHINE = ("--only", "machine", "--device", "cpu")
+MODEL = ("--quick", "--device", "cpu", "--num-gpu-blocks-override", "200")
+
+
+def check(arguments: Sequence[str]) -> None:
+    """A rank of a check."""
+    sys.argv[:] = ["tp_engine.check", *arguments]
+    sys.exit(main())
 
 
 def test_a_machine_that_is_right(tmp_path: Path) -> None:
     """Oracle: every row of the table for CPUs is right, and what needs GPUs is skipped with the reason."""
     junit = tmp_path / "new" / "machine.xml"
-    job = torchrun(3, [*COMMAND, "--json", "--junit", str(junit)])
-    assert job.returncode == 0, job.stdout[-4000:]
-    report = json.loads(job.stdout[job.stdout.index("\n{\n") :])
+    printed = warm_ranks(3, check, (*MACHINE, "--json", "--junit", str(junit)))
+    report = json.loads(printed[printed.index("\n{\n") :])
     ways = {one["name"]: one["status"] for one in report["findings"]}
     kinds = ("all_reduce", "tree_reduce", "all_gather", "gather", "speed")
     assert ways == {f"{kind}, {way}": "right" for way in ("shm", "gloo") for kind in kinds} | {"peer copies": "skipped"}
@@ -36,9 +45,8 @@ def test_a_rank_that_stops_or_dies_is_named(
     """Oracle: the rank of the fault, in JUnit's file and on the terminal; torchrun's exit code is 1."""
     junit = tmp_path / "machine.xml"
     monkeypatch.setenv("TP_ENGINE_FAULT", fault)
-    job = torchrun(
-        2, [*COMMAND, "--limit-s", "6", "--flight-recorder-dir", str(tmp_path), "--junit", str(junit)], timeout_s=100
-    )
+    limits = ("--limit-s", "6", "--flight-recorder-dir", str(tmp_path))
+    job = torchrun(2, ["-m", "tp_engine.check", *MACHINE, *limits, "--junit", str(junit)], timeout_s=100)
     assert job.returncode == 1
     (case,) = ElementTree.parse(junit).iter("testcase")
     failure = case.find("failure")
@@ -50,7 +58,6 @@ def test_a_rank_that_stops_or_dies_is_named(
 def test_the_model_comes_after_the_machine(tmp_path: Path) -> None:
     """Oracle: one report with findings on both, all right, of a tiny model on the ranks that the machine has."""
     folder, junit = make_checkpoint(tmp_path / "model", num_layers=2, max_position=256), tmp_path / "both.xml"
-    job = torchrun(2, [*MODEL, str(folder), "--junit", str(junit)])
-    assert job.returncode == 0, job.stdout[-4000:]
+    warm_ranks(2, check, (*MODEL, str(folder), "--junit", str(junit)))
     names = {case.attrib["name"] for case in ElementTree.parse(junit).iter("testcase")}
     assert names >= {"all_reduce, shm", "speed, gloo", "hidden states", "alone", "one rank"}

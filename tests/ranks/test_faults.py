@@ -45,7 +45,7 @@ def test_a_fault_ends_the_job(case: Case, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(checkpoint: Callable[..., Path]) -> Path:
+def folder(checkpoint: Callable[..., Path], warm_children: None) -> Path:
     return checkpoint("qwen3")
 
 

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.ranks.launch import ROOT, TWO_RANKS, torchrun
+from tests.ranks.warm_children import warm_start
 from tests.tiers import fast_first
 from tp_engine import LLM, AsyncLLM, SamplingParams
 from tp_engine.errors import EngineDeadError, RankError
@@ -119,7 +120,7 @@ def test_a_fault_of_rank_0_blames_no_other_rank(folder: Path, fault: str, monkey
         monkeypatch.setattr("tp_engine.engine.build.PlanPublisher", refuse_ring)
     else:
         monkeypatch.setenv("TP_ENGINE_FAULT", fault)
-    with pytest.raises(RuntimeError, match=r"/dev/shm is too small|injected by") as caught:
+    with warm_start(), pytest.raises(RuntimeError, match=r"/dev/shm is too small|injected by") as caught:
         LLM(str(folder), **TWO_RANKS)
     assert not isinstance(caught.value, RankError)
 
@@ -196,7 +197,8 @@ def test_async_llm_streams_what_llm_generates(folder: Path, expected: list[int])
             stats = (await llm.engine.report()).stats
             assert stats.num_running == stats.num_used_blocks == 0
 
-    asyncio.run(asyncio.wait_for(run(), timeout=120))
+    with warm_start():
+        asyncio.run(asyncio.wait_for(run(), timeout=120))
 
 
 @pytest.mark.slow
