@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from tests.image_models import Insides
+
 HIDDEN, HEAD_DIM, EPS, THETA = 64, 8, 1e-6, 10000.0
 
 
@@ -168,12 +170,21 @@ class ReferenceHead:
         return self._run(self._combine(self.states(tokens)[:-1]), tokens[1:])[0]
 
     @torch.inference_mode()
-    def drafts(self, tokens: list[int], count: int) -> list[int]:
-        """Greedy drafts behind ``tokens``."""
-        hidden, ids = self._combine(self.states(tokens)[:-1]), tokens[1:]
+    def drafts(self, tokens: list[int], count: int, seen: Insides | None = None) -> list[int]:
+        """Greedy drafts behind ``tokens``; with images the states, and what they turn by, are what is ``seen``."""
+        ids, turns = tokens[1:], None
+        if seen is None:
+            states = self.states(tokens)
+        else:
+            states = torch.cat([seen.states[layer] for layer in self._state_layers], dim=1)
+            sections = self._config.get("rope_scaling", {}).get("mrope_section", (HEAD_DIM // 2, 0, 0))
+            turns = torch.cat([seen.positions[axis, :, None].repeat(1, n) for axis, n in enumerate(sections)], 1)[:-1]
+        hidden = self._combine(states[:-1])
         found: list[int] = []
         for _ in range(count):
-            logits, fed = self._run(hidden, ids)
+            logits, fed = self._run(hidden, ids, turns)
+            if turns is not None:
+                turns = torch.cat((turns, turns[-1:] + 1))
             best = int(logits[-1].argmax())
             found.append(best + (int(self._tensors["d2t"][best]) if "d2t" in self._tensors else 0))
             hidden, ids = torch.cat((hidden, fed[-1:])), [*ids, found[-1]]
@@ -197,8 +208,11 @@ class ReferenceHead:
         product: torch.Tensor = x @ self._tensors[f"{self._path}.{name}.weight"].T
         return product
 
-    def _run(self, hidden: torch.Tensor, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits, and what is fed back."""
+    def _run(
+        self, hidden: torch.Tensor, ids: list[int], turns: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits, and what is fed back; each pair turns by its place in ``turns`` (n, pairs), or by the token's."""
+        turns = torch.arange(len(ids))[:, None] if turns is None else turns
         path = self._path
         normalised = self._norm(hidden, f"{path}.hidden_norm")
         before = self._config.get("norm_before_residual", not self._is_authors)
@@ -207,7 +221,7 @@ class ReferenceHead:
         q, k, v = (self._linear(x, f"self_attn.{one}_proj").view(len(x), -1, HEAD_DIM) for one in "qkv")
         if f"{path}.self_attn.q_norm.weight" in self._tensors:
             q, k = self._norm(q, f"{path}.self_attn.q_norm"), self._norm(k, f"{path}.self_attn.k_norm")
-        q, k, v = (part.transpose(0, 1) for part in (_turn(q), _turn(k), v))
+        q, k, v = (part.transpose(0, 1) for part in (_turn(q, turns), _turn(k, turns), v))
         attended = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
         residual = residual + self._linear(attended.transpose(0, 1).flatten(1), "self_attn.o_proj")
         x = self._norm(residual, f"{path}.post_attention_layernorm")
@@ -217,10 +231,10 @@ class ReferenceHead:
         return out @ self._tensors["lm_head.weight"].T, out if self._config.get("norm_output") else residual
 
 
-def _turn(heads: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of ``heads`` (n, heads, HEAD_DIM), halves of a head."""
+def _turn(heads: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of ``heads`` (n, heads, HEAD_DIM), halves of a head, by ``turns`` (n, pairs or 1)."""
     frequencies = THETA ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-    angles = torch.outer(torch.arange(len(heads)), frequencies)[:, None]
+    angles = (turns * frequencies)[:, None]
     first, second = heads.chunk(2, dim=-1)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

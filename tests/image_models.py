@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -498,6 +498,16 @@ def _attend_to_quantised(dtype: torch.dtype) -> str:
     return name
 
 
+class Insides(NamedTuple):
+    """Of n tokens: their embeddings (n, hidden), images' rows among them, and time, row and column by which they turn
+    (3, n); the inputs of all layers, and the normalised outputs of the last, each (n, hidden)."""
+
+    embeddings: torch.Tensor
+    positions: torch.Tensor
+    states: list[torch.Tensor]
+    out: torch.Tensor
+
+
 class Oracle:
     """transformers' model, with the processor that works by Pillow; its text part may keep K/V in ``kv_dtype``."""
 
@@ -516,6 +526,27 @@ class Oracle:
     @torch.inference_mode()
     def logprobs(self, prompt: Prompt, answer: Sequence[int]) -> torch.Tensor:
         """Log-probabilities (tokens, vocabulary) at each position of an answer, given what precedes it."""
+        logits = self._run(prompt, answer).logits[0, len(prompt.ids) - 1 : -1]
+        found: torch.Tensor = logits.float().log_softmax(-1)
+        return found
+
+    @torch.inference_mode()
+    def insides(self, prompt: Prompt, answer: Sequence[int]) -> Insides:
+        """What the text part is given and makes of a prompt and its answer."""
+        decoder, seen = self._model.get_decoder(), dict[Any, Any]()
+        hooks = [
+            decoder.register_forward_pre_hook(lambda _, args, given: seen.update(given), with_kwargs=True),
+            decoder.register_forward_hook(lambda _, args, out: seen.update(out=out.last_hidden_state[0])),
+        ]
+        for index, layer in enumerate(decoder.layers):
+            hooks.append(layer.register_forward_pre_hook(lambda _, args, index=index: seen.update({index: args[0][0]})))
+        self._run(prompt, answer)
+        for hook in hooks:
+            hook.remove()
+        states = [seen[index] for index in range(len(decoder.layers))]
+        return Insides(seen["inputs_embeds"][0], seen["position_ids"][-3:, 0], states, seen["out"])
+
+    def _run(self, prompt: Prompt, answer: Sequence[int]) -> Any:
         from PIL import Image
 
         ids = torch.tensor([[*prompt.ids, *answer]])
@@ -528,9 +559,7 @@ class Oracle:
             given[self._family.needs][:, len(prompt.ids) :] = 0
         if hasattr(self._model.model, "rope_deltas"):
             self._model.model.rope_deltas = None
-        logits = self._model(input_ids=ids, **given).logits[0, len(prompt.ids) - 1 : -1]
-        found: torch.Tensor = logits.float().log_softmax(-1)
-        return found
+        return self._model(input_ids=ids, **given)
 
     def problem(self, prompt: Prompt, answer: Sequence[int], logprobs: Sequence[float]) -> str | None:
         """How an answer with its log-probabilities differs from greedy decoding; None if it does not."""

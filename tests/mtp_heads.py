@@ -8,11 +8,15 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file, save_file
+
+from tests.image_models import Insides
 
 _QWEN = {
     "enorm": "pre_fc_norm_embedding",
@@ -143,24 +147,38 @@ class ReferenceMtp:
     @torch.inference_mode()
     def logits(self, tokens: list[int]) -> torch.Tensor:
         """Logits (n, vocabulary) behind each position of ``tokens`` (n + 1,) but the last."""
-        logits: torch.Tensor = self._head.shared_head(self._run(self._states(tokens[:-1]), tokens[1:]))
+        logits: torch.Tensor = self._head.shared_head(self._run(self._states(tokens[:-1]), self._embed(tokens[1:])))
         return logits
 
     @torch.inference_mode()
-    def drafts(self, tokens: list[int], count: int) -> list[int]:
-        """Greedy drafts behind ``tokens``."""
-        hidden, ids, found = self._states(tokens[:-1]), tokens[1:], list[int]()
+    def drafts(self, tokens: list[int], count: int, seen: Insides | None = None) -> list[int]:
+        """Greedy drafts behind ``tokens``; with images these are what ``seen`` tells of them."""
+        hidden = self._states(tokens[:-1]) if seen is None else seen.out[:-1]
+        embeddings = self._embed(tokens[1:]) if seen is None else seen.embeddings[1:]
+        turns, found = None if seen is None else seen.positions[:, None, :-1], list[int]()
         for _ in range(count):
-            out = self._run(hidden, ids)
+            out = self._run(hidden, embeddings, turns)
             found.append(int(self._head.shared_head(out[-1]).argmax()))
-            hidden, ids = torch.cat((hidden, out[-1:])), [*ids, found[-1]]
+            hidden, embeddings = torch.cat((hidden, out[-1:])), torch.cat((embeddings, self._embed(found[-1:])))
+            turns = None if turns is None else torch.cat((turns, turns[..., -1:] + 1), -1)
         return found
 
     def _states(self, tokens: list[int]) -> torch.Tensor:
         hidden: torch.Tensor = self._model.get_decoder()(input_ids=torch.tensor([tokens])).last_hidden_state[0]
         return hidden
 
-    def _run(self, hidden: torch.Tensor, ids: list[int]) -> torch.Tensor:
-        positions = torch.arange(len(ids))[None]  # of the states: positions count as differences alone
-        out: torch.Tensor = self._head.forward_layer(0, hidden[None], positions, None, input_ids=torch.tensor([ids]))
+    def _embed(self, ids: list[int]) -> torch.Tensor:
+        found: torch.Tensor = self._head.embed_tokens(torch.tensor(ids))
+        return found
+
+    def _run(self, hidden: torch.Tensor, embeddings: torch.Tensor, turns: torch.Tensor | None = None) -> torch.Tensor:
+        """Outputs (n, hidden); tokens turn by their places, or by ``turns`` (3, 1, n), of which transformers' masks
+        know nothing."""
+        positions = torch.arange(len(hidden))[None]  # of the states: positions count as differences alone
+        rotary: Any = self._head.rotary_emb
+        turn = rotary.forward
+        own = patch.object(rotary, "forward", lambda x, position_ids: turn(x, position_ids=turns))
+        with nullcontext() if turns is None else own:
+            given = {"inputs_embeds": embeddings[None]}
+            out: torch.Tensor = self._head.forward_layer(0, hidden[None], positions, None, **given)
         return out[0]

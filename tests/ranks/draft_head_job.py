@@ -20,22 +20,29 @@ class Watched(DraftHeadProposer):
     def __init__(self, method: str) -> None:
         super().__init__(SpeculativeConfig(method=method, model="any" if method == "eagle3" else None))
         self.seen: list[tuple[list[int], list[int]]] = []
+        self.requests: list[str] = []
 
     def proposals(self, sequence: Sequence, tokens: IntArray, count: int) -> Iterable[Proposal]:
         """See ``Proposer``."""
         drafts = None if sequence.constraint is not None else self._drafts.get(sequence.row)
         if drafts is not None and sequence.group.request.params.temperature == 0.0:
             self.seen.append((tokens.tolist(), drafts.tolist()))
+            self.requests.append(sequence.request_id)
         return super().proposals(sequence, tokens, count)
+
+
+def watch(llm: LLM) -> Watched | None:
+    """Watch the drafts of a head from now on; None if there is no head."""
+    speculation = llm.engine._scheduler.feature(Speculation)
+    if speculation is None or not speculation.sources.has_head:
+        return None
+    (source,) = speculation.sources._sources
+    watched = Watched(next(iter(source.most_matched)))
+    speculation.sources._sources = [watched]
+    return watched
 
 
 def run(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
     """As ``run_once``, and with a drafter all drafts."""
-    speculation = llm.engine._scheduler.feature(Speculation)
-    if speculation is None:
-        return run_once(llm, case)
-    (source,) = speculation.sources._sources
-    assert isinstance(source, DraftHeadProposer)
-    watched = Watched(next(iter(source.most_matched)))
-    speculation.sources._sources = [watched]
-    return {**run_once(llm, case), "drafts": watched.seen}
+    watched = watch(llm)
+    return run_once(llm, case) if watched is None else {**run_once(llm, case), "drafts": watched.seen}

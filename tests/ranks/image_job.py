@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.image_models import PixelFiles, Prompt, draw_pixels, pixel_files
-from tests.ranks import parity_job
+from tests.ranks import draft_head_job, parity_job
 from tp_engine import LLM, SamplingParams
 from tp_engine.engine.engine import Engine
 from tp_engine.request import EngineRequest
@@ -59,7 +59,7 @@ def run(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
     params = SamplingParams(
         max_tokens=case["max_tokens"], temperature=0.0, ignore_eos=True, logprobs=1, **case.get("params", {})
     )
-    engine = llm.engine
+    engine, watched = llm.engine, draft_head_job.watch(llm)
     with pixel_files(folder) as files:
         prompts = prompts_of(files, folder, case["prompts"])
         rounds = [answers(engine, prompts, params) for _ in range(case.get("num_rounds", 2))]
@@ -74,6 +74,7 @@ def run(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
         "num_disk_hit_tokens": stats.num_disk_hit_tokens,
         "num_encoded": stats.images.num_encoded,
         "num_queries": stats.images.num_queries,
+        "drafts": [] if watched is None else list(zip(watched.requests, watched.seen, strict=True)),
     }
 
 

@@ -176,6 +176,7 @@ def _image_limits(effective: EffectiveConfig) -> ImageLimits | None:
         num_ranks=effective.config.tensor_parallel_size,
         is_bidirectional=vision.is_bidirectional,
         most_tokens=vision.most_rows,
+        num_ahead=0 if effective.model.mtp is None else 1,
     )
 
 

@@ -40,8 +40,8 @@ _step: ContextVar[StepImages | None] = ContextVar("step_images", default=None)
 
 
 @contextmanager
-def seeing(step: StepImages) -> Iterator[None]:
-    """Run a model's forward pass inside of this block."""
+def seeing(step: StepImages | None) -> Iterator[None]:
+    """Run a model's forward pass, or a draft head's, inside of this block; None: the step has no images."""
     token = _step.set(step)
     try:
         yield

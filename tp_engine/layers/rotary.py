@@ -38,7 +38,9 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: torch.Tensor) -> Rotation:
         """Return the rotation of the heads of tokens at ``positions`` (N,) int64; or at (3, N): each pair turns by one
-        of time, row and column."""
+        of time, row and column, without sections by time alone."""
+        if positions.dim() == 2 and self.axes is None:
+            positions = positions[0]
         if positions.dim() == 1:
             return Rotation(self.table, positions, self.query_scale)
         assert self.axes is not None and self.query_scale is None

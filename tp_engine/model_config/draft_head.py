@@ -205,7 +205,9 @@ def _read_layer(reader: DecoderReader, is_qwen3: bool, vocab_size: int) -> Model
         reader.attention(qkv_bias=bias, out_bias=out_bias, qk_norm=QkNormSpec(eps=reader.eps) if is_qwen3 else None),
         reader.mlp(bias=reader.flag("mlp_bias")),
     )
-    rope, names = reader.rope(RopeRules(is_multimodal=True)), CheckpointNames(skipped=_NOT_READ)  # of Qwen-VL's text
+    rope, names = reader.rope(RopeRules(is_multimodal=True)), CheckpointNames(skipped=_NOT_READ)
+    if len(rope.axes) not in (0, rope.num_pairs):
+        raise config.refusal("mrope_section", list(rope.sections), f"{rope.num_pairs} pairs turn", "use another head")
     model = reader.model((layer,), (rope,), names=names, tie_word_embeddings=False, vocab_size=vocab_size)
     if reader.num_layers != 1:
         raise config.refusal("num_hidden_layers", reader.num_layers, "a head of this engine has 1 layer", "use another")

@@ -69,8 +69,8 @@ class RopeRules:
 
     ``theta`` is the default base and ``partial`` the default share of a head that turns (None: always all of it).
     ``is_interleaved``: the elements of a pair are neighbours.  ``is_multimodal``: the keys describe three positions per
-    token (``mrope``), which are equal for text; ``sections`` is the default for them (``RopeSpec``), empty for a model
-    that sees no images.
+    token (``mrope``), which are equal for text; ``sections`` is the default for them (``RopeSpec``), and each family
+    mixes them in one way; without a default the checkpoint says both.
     """
 
     theta: float = DEFAULT_THETA
@@ -152,7 +152,7 @@ def parse_rope(config: ConfigJson, *, head_dim: int, max_position: int, rules: R
         )
     numbers = _NUMBERS[kind](_Reading(config, original, max_position, rotary_dim))
     if rules.is_multimodal:
-        numbers |= {"sections": _read_sections(config, rules), "are_sections_mixed": rules.are_sections_mixed}
+        numbers |= _read_sections(config, rules)
     if kind == "proportional":
         numbers["rotated_share"] = partial
     config.finish_strictly()
@@ -163,7 +163,6 @@ def _read_kind(config: ConfigJson, rules: RopeRules) -> RopeKind:
     old_kind = config.take("type", str, "default")
     asked = config.take("rope_type", str, old_kind)
     if rules.is_multimodal:
-        config.skip("mrope_interleaved")  # each family does it in one way
         asked = "default" if asked == "mrope" else asked
     asked = "longrope" if asked == "su" else asked
     for kind in _NUMBERS:
@@ -172,14 +171,15 @@ def _read_kind(config: ConfigJson, rules: RopeRules) -> RopeKind:
     raise ConfigError(f"{config.origin} asks for rope type {shown(asked)}; this engine supports {', '.join(_NUMBERS)}")
 
 
-def _read_sections(config: ConfigJson, rules: RopeRules) -> tuple[int, ...]:
-    if not rules.sections:
-        config.skip("mrope_section")
-        return ()
+def _read_sections(config: ConfigJson, rules: RopeRules) -> dict[str, Any]:
     found = config.take("mrope_section", list, list(rules.sections)) or []
-    if len(found) != len(rules.sections) or not all(type(one) is int and one >= 0 for one in found):
+    if len(found) != 3 * bool(found or rules.sections) or not all(type(one) is int and one >= 0 for one in found):
         raise ConfigError(f"{config.origin} has mrope_section {shown(found)}; it must be three numbers of pairs")
-    return tuple(found)
+    are_mixed = config.take("mrope_interleaved", bool, False)
+    return {
+        "sections": tuple(found),
+        "are_sections_mixed": rules.are_sections_mixed if rules.sections else bool(found and are_mixed),
+    }
 
 
 def _read_partial(config: ConfigJson, rules: RopeRules) -> float:

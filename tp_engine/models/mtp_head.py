@@ -12,6 +12,7 @@ from torch import nn
 from tp_engine.attention.base import AttentionBackend
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from tp_engine.layers.image_rows import images_of_step
 from tp_engine.layers.linear import RowParallelLinear
 from tp_engine.layers.norm import Norm
 from tp_engine.layers.residual import Join
@@ -89,6 +90,9 @@ class MtpHead(DraftHead):
 
     def _stream(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """What the layer reads (N, hidden), before its norm."""
-        both = self.embed_norm(self._embed(input_ids)), self.hidden_norm(hidden)
+        embeddings = self._embed(input_ids)
+        if (images := images_of_step()) is not None:
+            images.put_into(embeddings)
+        both = self.embed_norm(embeddings), self.hidden_norm(hidden)
         stream: torch.Tensor = self.projection(self.columns_of(both, self._columns))
         return stream

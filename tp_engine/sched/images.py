@@ -193,7 +193,7 @@ class Images(SchedulerFeature):
         encoded now, or that would be cut and must not be.  ``start`` itself: it has to wait."""
         for image, name in self._touched(sequence, start, end):
             is_cut = self._limits.is_bidirectional and image.start + image.num_tokens > end
-            if is_cut or not self._reserve(name, image):
+            if (is_cut or not self._reserve(name, image)) and image.start < end:
                 return max(image.start, start)
         return end
 
@@ -215,7 +215,9 @@ class Images(SchedulerFeature):
             end = int(rows.num_scheduled[row])
             for image, name in self._touched(rows.sequences[row], end - count, end):
                 first = self._cache.use(name)
-                assert first is not None, "a chunk was planned without its image"
+                if first is None:
+                    assert image.start == end, "a chunk was planned without its image"
+                    continue  # drafts alone are made without it
                 touched.append((row, image.start, first))
                 self._counters.num_queries += 1
                 if name in self._new:
@@ -288,13 +290,14 @@ class Images(SchedulerFeature):
         return True
 
     def _touched(self, sequence: Sequence | None, start: int, end: int) -> list[tuple[ImageInput, int]]:
-        """The images, and their names, of which a chunk from token ``start`` to ``end`` has a part."""
+        """The images, and their names, of which a chunk from token ``start`` to ``end`` has a part, or which a draft
+        head reads behind it."""
         if sequence is None or not sequence.group.request.images:
             return []
         return [
             (image, name)
             for image, name in self._prompts[sequence.request_id].images
-            if image.start < end and start < image.start + image.num_tokens
+            if image.start < end + self._limits.num_ahead and start < image.start + image.num_tokens
         ]
 
     def _on_ranks(self, encoded: dict[int, ImageInput]) -> list[tuple[int, ...]]:

@@ -25,13 +25,14 @@ NO_REPORTS: TierReports = MappingProxyType({})
 class ImageLimits:
     """How images are encoded: ``num_rows`` of the encoder cache, on each of ``num_ranks``.  ``token_id`` is the model's
     placeholder.  ``is_bidirectional``: tokens of an image see all of it, so that no chunk cuts it, and a chunk may have
-    to hold the ``most_tokens`` of one."""
+    to hold the ``most_tokens`` of one.  A draft head reads ``num_ahead`` tokens behind a chunk, images too."""
 
     num_rows: int
     token_id: int
     num_ranks: int = 1
     is_bidirectional: bool = False
     most_tokens: int = 1
+    num_ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,10 +88,11 @@ def make_features(
             num_rows=effective.config.max_num_seqs + effective.num_draft_rows,
             device=parts.device,
         )
+    images = None
     if model.vision is not None:
         num_rows = 1 if is_trial else effective.image_rows
         sum_rows = effective.config.max_num_batched_tokens
-        yield ImageEncoder(model, batch, num_rows, groups.communicator, sum_rows, progress)
+        yield (images := ImageEncoder(model, num_rows, groups.communicator, sum_rows, progress))
     if parts.layout.states is not None:
         states = RecurrentStatePool(parts.layout.states, _num_states(effective), parts.device)
         states.bind(model.state_layers)
@@ -111,7 +112,7 @@ def make_features(
             groups.communicator,
             effective.most_drafting_rows,
         )
-        yield HeadDrafter(passes, batch, is_first=groups.info.is_first)
+        yield HeadDrafter(passes, batch, is_first=groups.info.is_first, images=images)
 
 
 def _num_states(effective: EffectiveConfig) -> int:

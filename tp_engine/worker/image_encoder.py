@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,6 @@ from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.vision_tower import VisionTower
 from tp_engine.plan import IntArray, StepPlan
 from tp_engine.progress import RankPhase, RankProgress
-from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.batch.step_inputs import StepInputs
 from tp_engine.worker.feature import RunnerFeature
 from tp_engine.worker.results.readback import PendingStep, SpanClock
@@ -43,15 +42,13 @@ class ImageEncoder(RunnerFeature):
     def __init__(
         self,
         model: CausalLM,
-        batch: InputBatch,
         num_rows: int,
         communicator: Communicator,
         sum_rows: int,
         progress: RankProgress,
     ) -> None:
         self._tower = _tower_of(model)
-        self._batch, self._communicator, self._sum_rows = batch, communicator, sum_rows
-        self._progress = progress
+        self._communicator, self._sum_rows, self._progress = communicator, sum_rows, progress
         weight = next(self._tower.parameters())
         self.cache = torch.zeros((num_rows, self._tower.width), dtype=weight.dtype, device=weight.device)
         self._images: dict[int, IntArray] = {}  # by row: start, tokens, rows, columns of each
@@ -78,7 +75,7 @@ class ImageEncoder(RunnerFeature):
         return bool(self._images) and any(row in self._images for row in plan.prefill_rows.tolist())
 
     def around_model(self, step: PendingStep, inputs: StepInputs) -> AbstractContextManager[object]:
-        return seeing(self._of_step(step.plan, inputs)) if self.must_launch(step.plan) else nullcontext()
+        return seeing(self.of_step(step.plan, inputs))
 
     def _encode(self, encodes: IntArray) -> None:
         """Each image on its rank, then all rows on all ranks; a collective."""
@@ -97,9 +94,14 @@ class ImageEncoder(RunnerFeature):
         for first, end, count in zip(encodes[:, 0].tolist(), ends.tolist(), counts.tolist(), strict=True):
             self.cache[first : first + count] = new[end - count : end]
 
-    def _of_step(self, plan: StepPlan, inputs: StepInputs) -> StepImages:
+    def of_step(self, plan: StepPlan, inputs: StepInputs, num_ahead: int = 0) -> StepImages | None:
+        """Return the images of a step; None if it has no prompt with images.  With ``num_ahead`` 1 their rows are where
+        the token before is, whose draft head reads the token behind; it turns by its own place."""
+        if not self.must_launch(plan):
+            return None
         chunks = plan.prefill_tokens.astype(np.int64)
-        firsts = self._batch.num_computed[plan.prefill_rows].astype(np.int64)
+        ends = inputs.attention[0].host_seq_lens[len(plan.decode_rows) :].astype(np.int64)
+        firsts = ends - chunks
         begins = len(plan.decode_rows) + chunks.cumsum() - chunks  # where each chunk begins among the step's tokens
         spans: list[ImageSpan] = []
         chunk_of = {row: index for index, row in enumerate(plan.prefill_rows.tolist())}
@@ -108,7 +110,7 @@ class ImageEncoder(RunnerFeature):
         for row, start, cached in plan.image_rows.tolist():
             own, chunk = self._images[row], chunk_of[row]
             image = own[own[:, _START] == start][0]
-            first, count = int(firsts[chunk]), int(chunks[chunk])
+            first, count = int(firsts[chunk]) + num_ahead, int(chunks[chunk])
             tokens, embeddings = rows_within(image, first, first + count)
             places.append(tokens - first + begins[chunk])
             sources.append(embeddings + cached)

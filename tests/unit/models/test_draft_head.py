@@ -110,6 +110,7 @@ def test_refusals(tmp_path: Path, heads: dict[str, tuple[Path, Path]]) -> None:
             "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
         },
         "decoder_sparse_step is 2": {"decoder_sparse_step": 2},
+        r"mrope_section is \[1, 1, 1\]; 4 pairs turn": {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 1]}},
         r"head': .*\['LlamaForCausalLM'\]; .* set the method ngram or": {"architectures": ["LlamaForCausalLM"]},
         r"and for Gemma 4 Gemma4AssistantForCausalLM: .* leave speculative_config out": {
             "architectures": ["Gemma4AssistantForCausalLM"]
@@ -126,11 +127,12 @@ def test_refusals(tmp_path: Path, heads: dict[str, tuple[Path, Path]]) -> None:
     (folder / "config.json").write_text(json.dumps({**config, **harmless}))
     spec = load_draft_head(str(folder), target)[0]
     assert "attention_dropout" in spec.model.ignored_keys
-    # Heads of Qwen2.5-VL: the three positions of a token of text are equal.
-    (folder / "config.json").write_text(
-        json.dumps({**config, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}})
-    )
-    assert load_draft_head(str(folder), target)[0].model.ropes == spec.model.ropes
+    # Heads of Qwen2.5-VL and Qwen3-VL: by which position each pair turns.
+    for more, axes in (({}, (0, 1, 2, 2)), ({"mrope_interleaved": True}, (0, 1, 2, 0))):
+        turning = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2], **more}}
+        (folder / "config.json").write_text(json.dumps({**config, **turning}))
+        (rope,) = load_draft_head(str(folder), target)[0].model.ropes
+        assert rope.axes == axes and spec.model.ropes[0].axes == ()
     with pytest.raises(ConfigError, match="vocab_size is 99, but that of the model is 203"):
         load_draft_head(str(make_draft_head(tmp_path / "other", vocab_size=99, state_layers=LAYERS)), target)
 

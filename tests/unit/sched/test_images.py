@@ -171,14 +171,18 @@ def image_limits(num_rows: int = 40, num_ranks: int = 1, **changes: object) -> S
     return limits(**{"num_blocks": 64, "max_model_len": 128, "images": images, **changes})
 
 
-@pytest.mark.parametrize("budget", [1, 3, 7, 64])
-def test_every_chunk_has_the_rows_of_its_images(album: Album, budget: int) -> None:
-    """Oracle: the fake model, with images at every place of a chunk's border, rows that end with text, equal images."""
-    simulation = ImageSimulation(image_limits(max_num_batched_tokens=budget), album)
+@pytest.mark.parametrize(
+    ("budget", "num_rows", "num_ahead"), [(1, 40, 0), (3, 40, 0), (7, 40, 1), (64, 40, 1), (3, 8, 1)]
+)
+def test_every_chunk_has_the_rows_of_its_images(album: Album, budget: int, num_rows: int, num_ahead: int) -> None:
+    """Oracle: the fake model, with images at every place of a chunk's border, rows that end with text, equal images.  A
+    draft head reads one token more, also where two neighbours have no room beside each other."""
+    images = ImageLimits(num_rows=num_rows, token_id=IMAGE, num_ahead=num_ahead)
+    simulation = ImageSimulation(image_limits(max_num_batched_tokens=budget, images=images), album)
     texts = [[3] * count for count in range(1, 8)]
     for text in texts:
         simulation.add_images(album.prompt(text, (1, 2, 3), [5], (2, 2, 3), (3, 4, 2, 1), [6]), max_tokens=4)
-    simulation.add_images(album.prompt((1, 2, 3), [4], (1, 2, 3)), max_tokens=4)
+    simulation.add_images(album.prompt((1, 2, 3), [4], (1, 2, 3), (2, 2, 3), (5, 2, 3)), max_tokens=4)
     simulation.run()
     assert simulation.counters.num_encoded <= simulation.counters.num_queries
 

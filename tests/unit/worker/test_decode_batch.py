@@ -291,8 +291,11 @@ def test_the_next_inputs_of_drafts(kind: Kind) -> None:
         block_table=torch.tensor([[9, 2, 6, 0]] * 5, dtype=torch.int32),
         slot_mapping=torch.zeros(5, dtype=torch.int64),
         seq_lens=torch.zeros(5, dtype=torch.int32),
+        rope_deltas=torch.tensor([0, -3, -3, 0, -9], dtype=torch.int32),
+        rope_positions=torch.zeros(5, dtype=torch.int64),
     )
     implementation("advance_drafts", kind)(inputs, BLOCK_SIZE)
+    assert inputs.turns.tolist() == [6, 5, 8, 11, 0]
     assert inputs.positions.tolist() == [6, 8, 11, 11, 0]
     assert inputs.slot_mapping.tolist() == [10, 24, 27, -1, -1]
     assert inputs.seq_lens.tolist() == [7, 9, 12, 12, 0]

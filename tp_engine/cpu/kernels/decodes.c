@@ -55,7 +55,8 @@ TAPED int advance_decodes(const int32_t *rows, const int32_t *seq_lens, const in
 /* The next inputs of a draft head, as kernels/steps/draft_inputs.py draws them; rows of `tables` are `num_columns`
    apart. */
 TAPED int advance_drafts(int64_t *positions, const int64_t *limits, const int32_t *tables, int64_t num_columns,
-                         int64_t num_requests, int64_t block_size, int64_t *slots, int32_t *seq_lens)
+                         int64_t num_requests, int64_t block_size, int64_t *slots, int32_t *seq_lens,
+                         const int32_t *rope_deltas, int64_t *rope_positions)
 {
     for (int64_t i = 0; i < num_requests; i++) {
         const int64_t following = positions[i] + 1, limit = limits[i];
@@ -63,6 +64,8 @@ TAPED int advance_drafts(int64_t *positions, const int64_t *limits, const int32_
         positions[i] = at;
         slots[i] = following < limit ? tables[i * num_columns + at / block_size] * block_size + at % block_size : -1;
         seq_lens[i] = limit ? (int32_t)at + 1 : 0;
+        if (rope_deltas)
+            rope_positions[i] = limit ? at + rope_deltas[i] : 0;
     }
     return 0;
 }

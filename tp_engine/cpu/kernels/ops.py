@@ -196,7 +196,7 @@ def advance_drafts(library: ctypes.CDLL, inputs: DraftInputs, block_size: int) -
     assert tables.stride(1) == 1
     library.advance_drafts(
         inputs.positions, inputs.limits, tables, tables.stride(0), len(tables), block_size, inputs.slot_mapping,
-        inputs.seq_lens,
+        inputs.seq_lens, inputs.rope_deltas, inputs.rope_positions,
     )  # fmt: skip
 
 

@@ -6,11 +6,15 @@ The twin of ``cpu/kernels/ops.py``.  No shape depends on a length, so a CUDA gra
     positions    (n,)   int64        n
     slot_mapping (n,)   int64        block_table[i, n // size] * size + n % size; -1 where positions[i] + 1 = limits[i]
     seq_lens     (n,)   int32        n + 1; 0 where limits[i] is 0: padding
+    rope_positions (n,) int64        n + rope_deltas[i]; 0 for padding
+
+The last is there for models whose images take more places than they turn by (``decode_inputs``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -19,23 +23,27 @@ from tp_engine.plan import PAD_SLOT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftInputs:
-    """Requests that have slots up to ``limits`` (n,) int64, in ``block_table`` (n, M) int32; see the module's text."""
+    """Requests that have slots up to ``limits`` (n,) int64, in ``block_table`` (n, M) int32, and turn by
+    ``rope_deltas`` (n,) int32 beyond their positions; see the module's text."""
 
     positions: torch.Tensor
     limits: torch.Tensor
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     seq_lens: torch.Tensor
+    rope_deltas: torch.Tensor | None = None
+    rope_positions: torch.Tensor | None = None
+
+    @property
+    def turns(self) -> torch.Tensor:
+        """The positions (n,) int64 by which heads turn."""
+        return self.positions if self.rope_positions is None else self.rope_positions
 
     def first(self, count: int) -> DraftInputs:
         """Return those of the first ``count`` requests, in the same memory."""
-        return DraftInputs(
-            positions=self.positions[:count],
-            limits=self.limits[:count],
-            block_table=self.block_table[:count],
-            slot_mapping=self.slot_mapping[:count],
-            seq_lens=self.seq_lens[:count],
-        )
+        own = ((field.name, getattr(self, field.name)) for field in fields(self))
+        first: dict[str, Any] = {name: None if one is None else one[:count] for name, one in own}
+        return DraftInputs(**first)
 
 
 def advance_drafts(inputs: DraftInputs, block_size: int) -> None:
@@ -47,3 +55,5 @@ def advance_drafts(inputs: DraftInputs, block_size: int) -> None:
     inputs.positions.copy_(at)
     inputs.slot_mapping.copy_((block * block_size + at % block_size).masked_fill_(~is_open, PAD_SLOT))
     inputs.seq_lens.copy_((at + 1).masked_fill_(limits == 0, 0))
+    if inputs.rope_deltas is not None and inputs.rope_positions is not None:
+        inputs.rope_positions.copy_((at + inputs.rope_deltas).masked_fill_(limits == 0, 0))

@@ -6,9 +6,10 @@
     last right token     of each request                               -> draft 0
     next positions       the head's own output, the draft before       -> drafts 1, 2, ...
 
-All of a step's tokens go through the head, in the step's own batch, so its K/V are as far as the model's.  Draft rows
-(plan.py) are among them.  Which draft tokens of a request were right follows from integers that are equal on all ranks,
-so the host waits for nothing.
+All of a step's tokens go through the head, in the step's own batch, so its K/V are as far as the model's, and turn as
+the model's do; a model's own head reads the rows of images where the token behind is in one.  Draft rows (plan.py) are
+among them.  Which draft tokens of a request were right follows from integers that are equal on all ranks, so the host
+waits for nothing.
 
 A draft is the token that the head's logits give with the temperature of the request and the noise of the draft's own
 position, with which the model samples there too: both choose alike as far as their logits do, at any temperature, and a
@@ -27,6 +28,7 @@ import numpy.typing as npt
 import torch
 
 from tp_engine.layers.attention import Attention, forward_context, only
+from tp_engine.layers.image_rows import seeing
 from tp_engine.layers.upload import upload_all
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import IntArray, StepPlan
@@ -36,6 +38,7 @@ from tp_engine.worker.batch.step_inputs import StepInputs
 from tp_engine.worker.drafters.head_passes import HeadPasses
 from tp_engine.worker.feature import RunnerFeature
 from tp_engine.worker.graphs.recorder import Recorder
+from tp_engine.worker.image_encoder import ImageEncoder
 from tp_engine.worker.results.readback import PendingStep
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
@@ -45,10 +48,13 @@ NO_DRAFT = -1
 
 
 class HeadDrafter(RunnerFeature):
-    """A head with the rows of ``batch``, run by ``passes``; ``is_first``: this is rank 0, which gets the drafts."""
+    """A head with the rows of ``batch``, run by ``passes``; ``is_first``: this is rank 0, which gets the drafts.  A
+    step's ``images`` are the head's too."""
 
-    def __init__(self, passes: HeadPasses, batch: InputBatch, *, is_first: bool) -> None:
-        self._passes, self._batch, self._is_first = passes, batch, is_first
+    def __init__(
+        self, passes: HeadPasses, batch: InputBatch, *, is_first: bool, images: ImageEncoder | None = None
+    ) -> None:
+        self._passes, self._batch, self._is_first, self._images = passes, batch, is_first, images
         self._tables = batch.row_tables()
         self._room = passes.states
 
@@ -87,7 +93,7 @@ class HeadDrafter(RunnerFeature):
         drafts = plan.num_drafts > 0 and token_ids is not None
         given: Sequence[torch.Tensor] = ()
         if self._passes.head.keeps_kv:
-            given = self._take_in(inputs, states, token_ids, drafts)
+            given = self._take_in(plan, inputs, states, token_ids, drafts)
         elif token_ids is not None:
             given = token_ids, only(wanted, states)
         if drafts and token_ids is not None:
@@ -96,7 +102,12 @@ class HeadDrafter(RunnerFeature):
             self._draft(step, first, fed, position)
 
     def _take_in(
-        self, inputs: StepInputs | None, states: torch.Tensor, sampled: torch.Tensor | None, drafts: bool
+        self,
+        plan: StepPlan,
+        inputs: StepInputs | None,
+        states: torch.Tensor,
+        sampled: torch.Tensor | None,
+        drafts: bool,
     ) -> tuple[torch.Tensor, ...]:
         """Run the head on all tokens of the step; returns its outputs (n, hidden) of those sampled from if it
         ``drafts``, else it stores K/V alone."""
@@ -105,8 +116,10 @@ class HeadDrafter(RunnerFeature):
             assert sampled is not None
             passes.take_in(sampled, drafts=drafts)
             return passes.out[: len(sampled)], passes.fed[: len(sampled)]
-        with forward_context(inputs.attention):
-            given = self._tokens_behind(inputs, sampled), head.combine(states), inputs.positions
+        images = None if self._images is None else self._images.of_step(plan, inputs, num_ahead=1)
+        turns = inputs.turns if images is None or images.turns is None else images.turns
+        with forward_context(inputs.attention), seeing(images):
+            given = self._tokens_behind(inputs, sampled), head.combine(states), turns
             if drafts:
                 out, fed = head(*given, inputs.layout.wanted)
                 return out, fed

@@ -62,7 +62,7 @@ class HeadPasses:
         self._room = room = batch.max_num_seqs
         device = self._tables.block_table.device
         self.states, (self.out, self.fed) = head.new_states(room), head.new_outputs(room)
-        columns = self._tables.block_table.shape[2]
+        columns, turns_by_place = self._tables.block_table.shape[2], self._tables.rope_deltas is not None
         self._block_tables = torch.zeros((len(groups), room, columns), dtype=torch.int32, device=device)
         self._inputs = DraftInputs(
             positions=torch.zeros(room, dtype=torch.int64, device=device),
@@ -70,6 +70,8 @@ class HeadPasses:
             block_table=self._block_tables[0],
             slot_mapping=torch.full((room,), PAD_SLOT, dtype=torch.int64, device=device),
             seq_lens=torch.zeros(room, dtype=torch.int32, device=device),
+            rope_deltas=torch.zeros(room, dtype=torch.int32, device=device) if turns_by_place else None,
+            rope_positions=torch.zeros(room, dtype=torch.int64, device=device) if turns_by_place else None,
         )
         self._tokens = torch.zeros(room, dtype=torch.int32, device=device)
         self._temperature = torch.zeros((room, 1), dtype=torch.float32, device=device)
@@ -160,6 +162,8 @@ class HeadPasses:
         self._inputs.limits[:size].copy_(on_limits)
         for group, table in zip(self._groups, self._block_tables, strict=True):
             torch.index_select(self._tables.block_table[group], 0, on_rows, out=table[: len(rows)])
+        if self._inputs.rope_deltas is not None and self._tables.rope_deltas is not None:
+            torch.index_select(self._tables.rope_deltas, 0, on_rows, out=self._inputs.rope_deltas[: len(rows)])
         if is_noisy:
             self._temperature[:size].copy_(noise[0])
             self._seeds[:size].copy_(noise[1])
@@ -178,8 +182,7 @@ class HeadPasses:
 
     def _step_inputs(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What the head reads of a recorded step of ``size`` rows."""
-        positions = self._batch.decodes.inputs(size).positions
-        return self._tokens[:size], self.head.combine(self.states[:size]), positions
+        return self._tokens[:size], self.head.combine(self.states[:size]), self._batch.decodes.inputs(size).turns
 
     def _decodes_metadata(self, size: int) -> Sequence[AttentionMetadata]:
         """Each group's metadata of a recorded step of ``size`` rows, of which the head's are prepared."""
@@ -192,15 +195,15 @@ class HeadPasses:
 
     def _go_on(self, size: int) -> torch.Tensor:
         """Run the head on its own outputs and the draft tokens, at the next positions."""
-        positions, metadata = self._next_inputs(size)
+        turns, metadata = self._next_inputs(size)
         with forward_context(metadata):
-            return self._keep_outputs(self.head(self._tokens[:size], self.fed[:size], positions))
+            return self._keep_outputs(self.head(self._tokens[:size], self.fed[:size], turns))
 
     def _next_inputs(self, size: int) -> tuple[torch.Tensor, list[AttentionMetadata]]:
-        """Go on to the next positions; return them (n,), and each group's metadata."""
+        """Go on to the next positions; return those by which heads turn (n,), and each group's metadata."""
         inputs = self._inputs.first(size)
         self._advance(inputs, self._tables.block_size)
-        return inputs.positions, self._metadata(inputs.seq_lens, inputs.slot_mapping)
+        return inputs.turns, self._metadata(inputs.seq_lens, inputs.slot_mapping)
 
     def _metadata(self, seq_lens: torch.Tensor, slot_mapping: torch.Tensor) -> list[AttentionMetadata]:
         """Each group's metadata of a token of each request, of which the head's are prepared."""
@@ -305,5 +308,5 @@ class SharedKvPasses(HeadPasses):
 def head_bytes(head: DraftHead, max_num_seqs: int, num_columns: int) -> int:
     """Bytes of the fixed places of ``head``, with a block table of ``num_columns`` for each of its KV groups."""
     of_tables = torch.int32.itemsize * num_columns * max(len(head.groups), 1)
-    of_numbers = 6 * torch.int64.itemsize + 4 * torch.int32.itemsize
+    of_numbers = 7 * torch.int64.itemsize + 5 * torch.int32.itemsize
     return max_num_seqs * (head.token_bytes + of_tables + of_numbers)
