@@ -77,7 +77,7 @@ class _Link:
 
     def __init__(self, host: int, ranks: list[int], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.host, self.ranks, self.reader, self.writer = host, ranks, reader, writer
-        self.address = str(writer.get_extra_info("peername")[0])
+        self.address = str((writer.get_extra_info("peername") or ("",))[0])  # none if it has been reset already
         self.clock = ClockOffset()
         self.packer = SlotPacker()
         self.due = asyncio.Event()
@@ -111,7 +111,7 @@ class HostLinks:
     def add(self, host: int, connection: socket.socket) -> None:
         """Serve the connection to ``host``'s first rank; from any thread."""
         connection.setblocking(False)
-        asyncio.run_coroutine_threadsafe(self._serve(host, connection), self._loop)
+        self._loop.call_soon_threadsafe(self._begin, self._serve(host, connection))
 
     def tell(self) -> None:
         """Send a beat now, before this returns: the process may end at once.  Does nothing after ``stop``."""
@@ -235,12 +235,12 @@ class HostLinks:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FAREWELL_S):
                 await asyncio.gather(*map(self._take_leave, self._links.values()), return_exceptions=True)
-        for link in self._links.values():
-            link.is_over = True
-            link.writer.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for link in self._links.values():
+            link.is_over = True
+            link.writer.transport.abort()  # what it has not taken by now would keep the connection open
 
     async def _take_leave(self, link: _Link) -> None:
         """Send a last beat; return when the other end has closed: what it still sends must not reset the connection."""

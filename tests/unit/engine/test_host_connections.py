@@ -6,6 +6,7 @@ import contextlib
 import logging
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -362,6 +363,35 @@ def test_a_failure_is_told_behind_a_beat_that_waits(monkeypatch: pytest.MonkeyPa
         near_end.close()
         spoke.stop()
     spoke.tell()  # does nothing any more
+
+
+def test_a_host_that_resets_its_connection_at_once_has_ended() -> None:
+    """Oracle: its first rank's end, although the connection never had a beat."""
+    board = JobBoard.create(2, local_world_size=1)
+    near_end, far_end = tcp_pair()
+    far_end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    far_end.close()
+    with pytest.raises(OSError):
+        near_end.recv(1)  # what it sent has arrived
+    hub = HostLinks(board, 0)
+    try:
+        hub.add(1, near_end)
+        wait_until(lambda: board.slots[1].host.ended == Ended.CLOSED)
+    finally:
+        hub.stop()
+
+
+def test_a_host_that_takes_nothing_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: after the farewell's time the socket is closed, and no task waits for the other end."""
+    monkeypatch.setattr(host_link, "_FAREWELL_S", 0.01)
+    near_end, far_end = tcp_pair()
+    fill(far_end)
+    spoke = HostLinks(JobBoard.create(4, local_world_size=2, host=1), 2)
+    spoke.add(0, far_end)
+    wait_until(lambda: 0 in spoke._links and spoke._links[0].num_unsent > 0)
+    spoke.stop()
+    near_end.close()
+    assert far_end.fileno() < 0 and all(task.done() for task in spoke._tasks)
 
 
 def test_hosts_hear_of_each_other_through_rank_0() -> None:
