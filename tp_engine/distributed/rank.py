@@ -33,7 +33,8 @@ def attempt(host: Agreeing, body: Callable[[], Result]) -> tuple[Result | None, 
         failure = error
     is_users = isinstance(failure, (ConfigError, RequestError))  # its message says all
     text = "" if failure is None else str(failure) if is_users else f"{type(failure).__name__}: {failure}"
-    reports = host.all_gather_bytes(text.encode())
+    # A path or a tensor's name may have half a surrogate pair; this rank must not fail alone because of it.
+    reports = host.all_gather_bytes(text.encode(errors="replace"))
     return result, failure, {rank: report.decode() for rank, report in enumerate(reports) if report}
 
 

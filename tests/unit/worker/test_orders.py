@@ -101,6 +101,15 @@ def test_an_unknown_order_is_refused() -> None:
     assert "KeyError" in alone("fly", {}).refusal
 
 
+def test_a_failure_that_no_encoding_can_write_is_a_refusal() -> None:
+    """Oracle: the promise; names of files and tensors may have half a surrogate pair."""
+
+    def fail(arguments: object) -> Prepared:
+        raise OSError("no tensor \ud800")
+
+    assert alone("read", {"read": fail}).refusal == "rank 0: OSError: no tensor ?"
+
+
 def test_a_user_s_fault_is_told_in_its_own_words() -> None:
     """By hand: the message stands behind the rank, without the error's name in Python."""
 
