@@ -32,7 +32,6 @@ ENGINE_OPTIONS = ("dtype", "kv_cache_dtype", "quantization", "revision", "hf_ove
 
 _AT_ONCE = 8
 _QUICK_LONG, _LONG = 160, 512
-_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
