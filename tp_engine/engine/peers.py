@@ -41,7 +41,7 @@ class ProcessHandle:
     def has_ended(self) -> bool:
         """Return whether the process has ended; a zombie has."""
         if self.descriptor is not None:
-            return bool(select.select([self.descriptor], [], [], 0.0)[0])
+            return self._await_end(0)
         try:
             return process_start(self.pid) != self._started_ticks or process_vitals(self.pid)[0] in "ZX"
         except ProcessLookupError:
@@ -50,9 +50,16 @@ class ProcessHandle:
     def wait(self) -> None:
         """Wait for the process to end."""
         if self.descriptor is not None:
-            select.select([self.descriptor], [], [])
+            self._await_end(None)
         while not self.has_ended():
             time.sleep(_LOOK_S)
+
+    def _await_end(self, timeout_ms: int | None) -> bool:
+        """Whether the process ends within that time; not by ``select``, which takes no descriptor above 1023."""
+        assert self.descriptor is not None
+        poll = select.poll()
+        poll.register(self.descriptor, select.POLLIN)
+        return bool(poll.poll(timeout_ms))
 
     def kill(self) -> None:
         """Send SIGKILL, which also ends a stopped process; does nothing if it has ended."""

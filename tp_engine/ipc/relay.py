@@ -44,6 +44,8 @@ class PlanLink:
         self.room_bytes = connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 4
         self._socket = connection
         self._alive = alive
+        self._room = select.poll()  # ``select`` takes no descriptor above 1023
+        self._room.register(connection, select.POLLOUT)
 
     def send(self, message: bytes | bytearray | memoryview, timeout_s: float) -> None:
         """Send ``message``; ``RankError`` if the other end takes nothing for ``timeout_s``, or is gone."""
@@ -57,7 +59,7 @@ class PlanLink:
                     raise RankError(self.rank, f"has not taken a step plan within {timeout_s:g} s") from None
                 if not self._alive(self.rank):
                     raise RankError(self.rank, "did not take a step plan: its process is gone") from None
-                select.select([], [self._socket], [], _ALIVE_CHECK_S)
+                self._room.poll(1000 * _ALIVE_CHECK_S)
             except OSError as error:
                 raise RankError(self.rank, f"{_GONE} ({error.strerror or error})") from error
 

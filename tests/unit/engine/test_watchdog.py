@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -88,6 +90,26 @@ def test_a_death_is_seen_and_the_other_ranks_end() -> None:
         assert second.wait(DEADLINE_S) == -signal.SIGKILL
         with pytest.raises(RankError, match="rank 1"):
             dog.check()
+
+
+def test_a_death_is_seen_through_a_high_descriptor() -> None:
+    """Oracle: a real process; a script may have thousands of files open, and ``select`` takes no descriptor above
+    1023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        handle = ProcessHandle(process.pid)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
+            if (low := handle.descriptor) is not None:
+                handle.descriptor = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 1500)
+                os.close(low)
+            assert not handle.has_ended()
+            handle.kill()
+            handle.wait()
+            assert handle.has_ended()
+        finally:
+            handle.close()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_stopped_process_is_killed_at_the_hard_limit() -> None:
