@@ -339,20 +339,25 @@ def test_two_boards_become_alike_and_a_closed_connection_is_a_death() -> None:
         spoke.stop()
 
 
+def fill(spoke: HostLinks) -> None:
+    """Send until the connection to host 0 takes no more."""
+
+    def waits() -> bool:
+        spoke.tell()
+        return 0 in spoke._links and spoke._links[0].num_unsent > 0
+
+    wait_until(waits)
+
+
 def test_a_failure_is_told_behind_a_beat_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the text arrives as soon as there is room, with no further beat of the clock."""
     monkeypatch.setattr(host_link, "BEAT_S", 3600.0)
     board = JobBoard.create(4, local_world_size=2, host=1)
     near_end, far_end = tcp_pair()
     spoke = HostLinks(board, 2)
-
-    def waits() -> bool:
-        spoke.tell()
-        return 0 in spoke._links and spoke._links[0].num_unsent > 0
-
     try:
         spoke.add(0, far_end)
-        wait_until(waits)
+        fill(spoke)
         board.slots[2].fail("Traceback: no memory")
         spoke.tell()
         near_end.settimeout(DEADLINE_S)
@@ -385,10 +390,9 @@ def test_a_host_that_takes_nothing_leaves_nothing_behind(monkeypatch: pytest.Mon
     """Oracle: after the farewell's time the socket is closed, and no task waits for the other end."""
     monkeypatch.setattr(host_link, "_FAREWELL_S", 0.01)
     near_end, far_end = tcp_pair()
-    fill(far_end)
     spoke = HostLinks(JobBoard.create(4, local_world_size=2, host=1), 2)
     spoke.add(0, far_end)
-    wait_until(lambda: 0 in spoke._links and spoke._links[0].num_unsent > 0)
+    fill(spoke)
     spoke.stop()
     near_end.close()
     assert far_end.fileno() < 0 and all(task.done() for task in spoke._tasks)
