@@ -27,7 +27,7 @@ from tp_engine.units import MIB
 
 MAX_FILE_BYTES = 20 * MIB
 """Of an image that is fetched or read; a data URL is as large as its body may be."""
-DETAILS = ("auto", "low", "high")
+DETAILS = ("auto", "low", "high", "original")
 WITH_PARTS = ("messages", "input", "content", "output")
 """Fields of requests, and of what is in them, that may have parts."""
 _IMAGES = ("image_url", "input_image", "image", "image_pil")

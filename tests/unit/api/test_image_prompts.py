@@ -75,7 +75,7 @@ def test_a_chats_image_stands_in_its_place() -> None:
     """Oracle: the template's text by hand; two images are two, in the order of the parts."""
     part = {"type": "image_url", "image_url": URL}
     assert text(prepared(chat({"type": "text", "text": "see "}, part, " now"))) == IN_CHAT
-    found = prepared(chat(image_part(picture(64, 64)), image_part(PICTURE, detail="high")))
+    found = prepared(chat(image_part(picture(64, 64), detail="original"), image_part(PICTURE, detail="high")))
     assert text(found) == (
         "<s>user: <|vision_start|>[4]<|vision_end|><|vision_start|>[6]<|vision_end|></s><s>assistant:"
     )
@@ -187,6 +187,7 @@ def test_a_mark_that_a_user_writes_is_no_image() -> None:
         (chat({"type": "video_url", "video_url": {"url": URL}}), "'video_url'; only text"),
         (chat({"type": "image_embeds", "image_embeds": "abc"}), "'image_embeds'; only text"),
         (chat(image_part(PICTURE, detail="fine")), "detail is 'fine'"),
+        (chat({"type": "image", "image": URL}), r"only text and images \(image_url\) are supported"),
         (chat(image_part(picture(1024, 1024))), "maximum context length is 1024 tokens"),
     ],
 )

@@ -261,6 +261,24 @@ def test_what_follows_an_evicted_block_leaves_with_it() -> None:
     assert not wire.mirror.events(wire.waiting)
 
 
+def test_blocks_with_images_are_not_told() -> None:
+    """By hand: of 4 blocks the first two hold text alone; a run behind the others is not told, and leaves silently."""
+    wire, given = Wire(), limits(num_blocks=12)
+    cache = Simulation(given, kv_events=wire).scheduler._state.blocks.cache
+    tokens = np.arange(1, 25, dtype=np.int32)
+    tokens[10:13] = -2
+    ids = np.arange(6)[:, None]
+    cache.insert(ids[:4], "", tokens[:16].tobytes())
+    cache.insert(ids, "", tokens.tobytes())
+    wire.drain()
+    told = {block.token_ids for _, block in wire.subscriber.content()}
+    assert told == {tuple(range(1, 5)), tuple(range(1, 9))}
+    for block in range(5, -1, -1):
+        cache.evict(np.array([block]))
+    wire.drain()
+    assert not wire.subscriber.content() and wire.subscriber.num_stored == 2
+
+
 def test_hashes_are_known() -> None:
     """Oracle: values computed once with another program (coreutils' sha256sum)."""
     mirror, wire = CacheMirror(SIZE), Wire()

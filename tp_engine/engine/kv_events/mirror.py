@@ -177,19 +177,20 @@ class CacheMirror:
             key, before = parent.key, parent.hashes[number]
             start = before
             parent.followers[change.serial] = number
-        hashes = chain_hashes(start, change.token_bytes[: change.length * self._block_bytes], self._block_bytes)
-        run = _Run(
-            change.serial,
-            parent,
-            before,
-            key,
-            hashes,
-            bytearray(change.length if change.tiers is None else change.tiers.tobytes()),
-        )
+        length = self._num_told(change)
+        hashes = chain_hashes(start, change.token_bytes[: length * self._block_bytes], self._block_bytes)
+        tiers = bytearray(length if change.tiers is None else change.tiers[:length].tobytes())
+        run = _Run(change.serial, parent, before, key, hashes, tiers)
         self._runs[run.serial] = run
         self._serials.append(run.serial)  # the largest one so far
-        for first, end in _stretches(run.tiers, range(change.length)):
+        for first, end in _stretches(run.tiers, range(length)):
             self._store(run, first, end, change.token_bytes)
+
+    def _num_told(self, change: Inserted) -> int:
+        """How many of its blocks are told: those before the first with an image, whose name means nothing elsewhere.
+        What follows the others is not found, and not told either."""
+        tokens = np.frombuffer(change.token_bytes, "<i4", change.length * self._block_size)
+        return change.length if tokens.min() >= 0 else int((tokens < 0).argmax()) // self._block_size
 
     def _find(self, identity: int) -> tuple[_Run, int] | None:
         """The run and the number in it of the block with this identity; None if it is not there."""
@@ -205,8 +206,9 @@ class CacheMirror:
         if run is None:
             return
         old = bytearray(run.tiers)
-        numbers = [number for number in change.numbers.tolist() if number < len(old)]
-        for number, tier in zip(numbers, change.tiers.tolist(), strict=False):
+        is_told = change.numbers < len(old)
+        numbers = change.numbers[is_told].tolist()
+        for number, tier in zip(numbers, change.tiers[is_told].tolist(), strict=True):
             run.tiers[number] = tier
         numbers = [number for number in numbers if run.tiers[number] != old[number]]
         for first, end in _stretches(run.tiers, numbers):

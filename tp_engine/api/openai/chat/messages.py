@@ -216,7 +216,9 @@ def _content(where: str, role: str, content: object, takes_images: bool) -> str 
         raise RequestError(f"{where}.content must be text, or a list of text parts", param="messages")
     places = [(f"{where}.content[{index}]", part) for index, part in enumerate(content) if not _is_thinking(part)]
     return [
-        image_source(place, part) if takes_images and is_image_part(part) else _part_text(place, role, part)
+        image_source(place, part)
+        if takes_images and is_image_part(part)
+        else _part_text(place, role, part, takes_images)
         for place, part in places
     ]
 
@@ -231,7 +233,7 @@ def _thinking(content: object) -> str | None:
     return "".join(part["thinking"] for part in parts if _is_thinking(part)) or None
 
 
-def _part_text(where: str, role: str, part: object) -> str:
+def _part_text(where: str, role: str, part: object, takes_images: bool) -> str:
     """The text of a part.  In a tool's answer a note stands for a picture, which would else end the conversation."""
     if isinstance(part, str):
         return part
@@ -243,13 +245,14 @@ def _part_text(where: str, role: str, part: object) -> str:
         return omitted(kind)
     if key is not None:
         raise RequestError(f"{where} is a part of type {kind!r}, but has no text in {key!r}", param="messages")
-    raise RequestError(f"{where} is a part of type {shown(kind)}; only text is supported", param="messages")
+    supported = "only text and images (image_url) are supported" if takes_images else "only text is supported"
+    raise RequestError(f"{where} is a part of type {shown(kind)}; {supported}", param="messages")
 
 
 def omitted(kind: str) -> str:
     """Return what stands for a part of a tool's answer that is no text; the log says so once for each kind."""
     warn_once(
-        logger, "parts of the type %s in tools' answers are left out: the model reads text", shown(kind, _MAX_SHOWN)
+        logger, "parts of the type %s in tools' answers are left out: a note stands there", shown(kind, _MAX_SHOWN)
     )
     return f"[{kind[:_MAX_SHOWN].removeprefix('input_').removesuffix('_url')} omitted]"
 
