@@ -54,6 +54,7 @@ def flip(path: Path, offset: int) -> None:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.usefixtures("warm_children")
 def test_what_does_not_fit_is_computed_again(
     checkpoint: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

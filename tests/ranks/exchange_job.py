@@ -27,7 +27,7 @@ from tp_engine.topology import RankInfo
 SLOT_BYTES = 96 * 1024
 # Odd sizes, one item more than a slot, several pieces, one and two shots.
 SIZES = (1, 15, 16, 17, 1024, 24576, 24577, 49153, 100003)
-COLLECTIVE_S = {"exact": 60.0, "killed": 60.0, "asleep": 1.5}
+COLLECTIVE_S = {"exact": 60.0, "killed": 60.0, "asleep": 5.0}
 
 
 def main(rank: int, num_ranks: int, port: int, case: str) -> None:

@@ -24,6 +24,7 @@ def cpu_seconds(processes: list[psutil.Process]) -> list[float]:
     return [times.user + times.system for times in taken]
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_idle_ranks_use_no_cpu(checkpoint: Callable[..., Path]) -> None:
     """Oracle: the kernel's CPU time of every rank's process over some idle seconds, after a request."""
     folder = checkpoint("qwen3")

@@ -267,7 +267,8 @@ def test_requests_that_are_kept_go_on_with_the_new_weights(checkpoint: Callable[
             with pytest.raises(RequestError, match="pause the engine"):
                 await llm.update_weights_from_disk(folders[1])
             await llm.pause("keep")
-            await asyncio.sleep(0.05)
+            for _ in range(50):  # what the engine has sent reaches the streams
+                await asyncio.sleep(0.002)
             num_kept = [len(one[-1]) for one in seen]
             late = asyncio.create_task(ask(llm, PROMPTS[1], []))
             assert await llm.update_weights(tensors_of(folders[1]).items()) == "1"

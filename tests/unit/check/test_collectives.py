@@ -34,7 +34,7 @@ class Host:
 
 def findings(num_ranks: int, break_it: Callable[[Communicator], None] = lambda right: None) -> list[list[CheckFinding]]:
     """What each of the ranks finds, whose communicators ``break_it`` has changed."""
-    posted, barrier = [b""] * num_ranks, threading.Barrier(num_ranks, timeout=30)
+    posted, barrier = [b""] * num_ranks, threading.Barrier(num_ranks, timeout=100)
 
     def on_rank(communicator: Communicator) -> list[CheckFinding]:
         break_it(communicator)

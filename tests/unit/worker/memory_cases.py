@@ -65,7 +65,7 @@ class _Meeting:
     """Where the simulated ranks exchange values and wait for each other."""
 
     def __init__(self, world_size: int) -> None:
-        self.barrier = threading.Barrier(world_size, timeout=10)
+        self.barrier = threading.Barrier(world_size, timeout=100)
         self.values: list[Any] = [None] * world_size
 
 
@@ -102,5 +102,5 @@ def on_ranks(world_size: int, act: Callable[[SimulatedGroup], Any]) -> list[Any]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(timeout=100)
     return results

@@ -24,7 +24,7 @@ class Group:
     """``HostGroup`` for threads."""
 
     def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=20)
+        self.barrier = threading.Barrier(size, timeout=100)
         self.payloads: list[bytes] = [b""] * size
 
 
@@ -37,7 +37,9 @@ class Member:
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         self.group.payloads[self.rank] = payload
         self.group.barrier.wait()
-        return list(self.group.payloads)
+        found = list(self.group.payloads)
+        self.group.barrier.wait()  # before the next call changes them
+        return found
 
 
 def note(rank: int, arguments: Mapping[str, Any], diary: list[str]) -> Prepared:
@@ -69,7 +71,7 @@ def run(failing: list[int]) -> tuple[list[Outcome], list[str], list[RankPhase]]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=100)
     return outcomes, sorted(diary), [progress.phase for progress in progresses]
 
 
