@@ -158,9 +158,10 @@ def test_an_idle_engine_is_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         engine, watch = app.service.engine, app.state.watch
         assert isinstance(engine, CountingEngine)
         running = asyncio.create_task(watch.run())
-        exchange = app.start("POST", "/v1/completions", body(max_tokens=50))
-        await until(lambda: any(sample.stats.num_running for sample in watch.history), "a sample of the request")
-        await exchange.reply()
+        exchange = app.start("POST", "/v1/completions", body())
+        await until(lambda: any(sample.generation_tokens_per_s for sample in watch.history), "a sample of the request")
+        exchange.leave()
+        await exchange.ended()
         await until(lambda: watch._is_idle(), "an idle sample")
         asked, kept = engine.num_reports, len(watch.history)
         await until(lambda: len(watch.history) > kept + 5, "more samples")
@@ -179,9 +180,10 @@ def test_the_line_on_throughput(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
 
     async def scenario(app: App) -> None:
         running = asyncio.create_task(app.state.watch.run())
-        exchange = app.start("POST", "/v1/completions", body(max_tokens=30))
+        exchange = app.start("POST", "/v1/completions", body())
         await until(lambda: len(app.state.watch.history) > 5, "samples")
-        await exchange.reply()
+        exchange.leave()
+        await exchange.ended()
         running.cancel()
 
     with caplog.at_level("INFO", "tp_engine"):
