@@ -83,8 +83,9 @@ def test_inputs_are_compared_where_asked_for() -> None:
         check.check(2)
 
 
-def test_an_echo_that_is_late_to_be_seen_is_waited_for() -> None:
+def test_an_echo_that_is_late_to_be_seen_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the echo arrives a few milliseconds after the check began."""
+    monkeypatch.setattr("tp_engine.ipc.job_board._PATIENCE_S", 100.0)
     board = JobBoard.create(2)
     check = EchoCheck(board, checks_inputs=False)
     receive(board, 0, 1)
@@ -118,7 +119,7 @@ def test_a_step_costs_microseconds() -> None:
     for rank in range(8):
         receive(board, rank, *range(1, 101))
     costs = []
-    for _ in range(3):
+    for _ in range(10):
         check = _Lenient(board)
         costs.append(cost_s())
     assert min(costs) < 4e-3
