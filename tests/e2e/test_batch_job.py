@@ -54,17 +54,23 @@ def check_sums(path: Path, num_lines: int) -> None:
 
 @pytest.mark.slow
 def test_under_torchrun(tmp_path: Path) -> None:
-    """Two ranks; lines with errors do not fail the job; a second run of a finished job, on one, loads no model.
+    """Two ranks; lines with errors do not fail the job; a second run of a finished job, on one rank without torchrun,
+    loads no model.
 
     Oracle: arithmetic.
     """
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_sums(source, 20)
-    for num_ranks in (2, 1):
-        job = torchrun(num_ranks, ["launch/batch.py", "-i", str(source), "-o", str(target), *SMALL])
-        assert job.returncode == 0, job.stdout[-5000:]
-        check_sums(target, 20)
-    assert "21 of 21 lines have a result" in job.stdout and "loading weights" not in job.stdout
+    arguments = ["-i", str(source), "-o", str(target), *SMALL]
+    job = torchrun(2, ["launch/batch.py", *arguments])
+    assert job.returncode == 0, job.stdout[-5000:]
+    check_sums(target, 20)
+    again = subprocess.run(
+        [sys.executable, "launch/batch.py", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=150
+    )
+    assert again.returncode == 3, again.stderr[-5000:]
+    check_sums(target, 20)
+    assert "21 of 21 lines have a result" in again.stderr and "loading weights" not in again.stderr
 
 
 def test_from_python(tmp_path: Path) -> None:
@@ -90,14 +96,14 @@ def test_pipes_and_signals(tmp_path: Path) -> None:
     try:
         wait_until(lambda: target.exists() and target.read_bytes().count(b"\n") >= 3, "results")
         first.terminate()
-        assert first.wait(20) == 1
+        assert first.wait(100) == 1
     finally:
         first.kill()
     num_results = target.read_bytes().count(b"\n")
     assert 3 <= num_results < 201 and target.read_bytes().endswith(b"\n")
     with source.open("rb") as lines:
         second = subprocess.run(
-            [*command, "-i", "-", "-o", "-"], stdin=lines, capture_output=True, cwd=ROOT, timeout=60, check=False
+            [*command, "-i", "-", "-o", "-"], stdin=lines, capture_output=True, cwd=ROOT, timeout=170, check=False
         )
     assert second.returncode == 3, second.stderr
     ids = [json.loads(line)["id"] for line in second.stdout.splitlines()]

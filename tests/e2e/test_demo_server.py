@@ -85,13 +85,12 @@ def test_the_demo_model_answers_through_http(num_ranks: int) -> None:
         [
             (("--model", "/no/such/model"), ("/no/such/model",)),
             (("--no-such-flag", "1"), ("--no-such-flag",)),
-            (("--kv-cache-memory-bytes", "100000"), ("max_model_len",)),
             (("--tensor-parallel-size", "3"), ("3", "1, 2, 4, 8")),
         ],
     ),
 )
 def test_what_can_not_work_ends_in_one_clear_message(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
-    """Oracle: one message without a traceback, and a non-zero exit code: world size, model, cache, flags."""
+    """Oracle: one message without a traceback, and a non-zero exit code: world size, model, flags."""
     server = launch(0, ["--port", "0", "--device", "cpu", *arguments])
     code = server.process.wait(120)
     server.stop()
@@ -100,13 +99,19 @@ def test_what_can_not_work_ends_in_one_clear_message(arguments: tuple[str, ...],
 
 
 @pytest.mark.slow
-def test_a_launched_world_size_that_can_not_work_is_told_once() -> None:
-    """Oracle: as above, of the three ranks of a launcher."""
-    with started_ranks(3, serve, ("--port", "0", "--device", "cpu")) as (ranks, log):
+@pytest.mark.parametrize(
+    ("num_ranks", "arguments", "words"),
+    [(3, (), ("3", "1, 2, 4, 8")), (1, ("--kv-cache-memory-bytes", "100000"), ("max_model_len",))],
+)
+def test_launched_ranks_tell_once_what_can_not_work(
+    num_ranks: int, arguments: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    """Oracle: as above, of the ranks of a launcher: world size, cache."""
+    with started_ranks(num_ranks, serve, ("--port", "0", "--device", "cpu", *arguments)) as (ranks, log):
         for rank in ranks:
             rank.join(120)
         assert all(rank.exitcode in (1, 2) for rank in ranks), log.read_text()
-        check_message(log.read_text(), ("3", "1, 2, 4, 8"))
+        check_message(log.read_text(), words)
 
 
 def check_message(text: str, words: tuple[str, ...]) -> None:

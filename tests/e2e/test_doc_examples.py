@@ -51,6 +51,8 @@ COMMANDS_NOT_RUN = {
     "./scripts/serve": "starts a server; the flags are checked",
     "./scripts/test": "runs the tests",
     "scripts/gpu_check": "needs a GPU",
+    "git": "makes worktrees of earlier commits",
+    "TP_ENGINE_FEW_ROWS=triton": "needs a GPU",
     "OMP_NUM_THREADS=1": "is a benchmark",
     "until": "waits for a server on the port of the documents",
     "codex": "needs OpenAI's Codex; scripts/test_clients runs it",
