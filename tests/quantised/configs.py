@@ -85,8 +85,19 @@ def describe_compressed_tensors(
     }
 
 
-def describe_fp8(group: int | None, kept: Kept, *, activations: str) -> Json:
-    """Of Qwen's and DeepSeek's FP8 blocks (with a group), and of AutoFP8's tensors."""
+def describe_fp8(group: int | None, kept: Kept, *, activations: str, is_of_transformers: bool = False) -> Json:
+    """Of Qwen's and DeepSeek's FP8 blocks (with a group), and of tensors by AutoFP8 or by transformers."""
+    if is_of_transformers:
+        return {
+            "activation_scheme": activations,
+            "dequantize": False,
+            "expert_dtype": "fp8",
+            "modules_to_convert": None,
+            "modules_to_not_convert": kept.prefixes,
+            "quant_method": "fp8",
+            "scale_fmt": "float",
+            "weight_block_size": None,
+        }
     if group is None:
         return {"quant_method": "fp8", "activation_scheme": activations, "ignored_layers": kept.prefixes}
     return {

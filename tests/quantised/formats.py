@@ -164,6 +164,12 @@ FORMATS: dict[str, Format] = {
         pack=partial(pack_plain, scale_shape=()),
         describe=partial(describe_fp8, activations="dynamic"),
     ),
+    "fp8-tensor-transformers": Format(
+        quantise=partial(_e4m3, by="tensor"),
+        pack=partial(pack_plain, scale_name="weight_scale_inv", scale_shape=()),
+        describe=partial(describe_fp8, activations="static", is_of_transformers=True),
+        extra={"": {"activation_scale": INPUT_SCALE}},
+    ),
     "fp8-channel": _float_quantized("channel", "channel", _PER_TOKEN, pack=pack_plain),
     "fp8-ct-tensor": _float_quantized(
         "tensor",

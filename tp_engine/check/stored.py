@@ -11,6 +11,7 @@ It shares no code with the engine that it judges: from ``weights/`` and ``layers
     weight_packed (bytes), weight_scale, weight_global_scale    code * scale / global           NVFP4, MXFP4
     qweight, qzeros, scales, g_idx                              (code - zero) * scale           AWQ, GPTQ
     NAME_blocks, NAME_scales (a stack of experts)               code * 2 ** (scale - 127)       gpt-oss
+    NAME (8 bits), NAME_scale_inv (a stack of experts)          code * scale                    transformers' FP8
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _DEFAULT_BLOCK = (128, 128)
 # Tensors that belong to a quantised module, or to the KV cache: no weights of their own.
 _BESIDE = (
     ".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".weight_zero_point", ".weight_shape", ".weight_g_idx",
-    ".weight_global_scale", ".input_global_scale", ".input_scale", ".output_scale", ".qzeros", ".scales", ".g_idx",
-    ".k_scale", ".v_scale", ".q_scale", "_scales",
+    ".weight_global_scale", ".input_global_scale", ".input_scale", "activation_scale", ".output_scale", ".qzeros",
+    ".scales", ".g_idx", ".k_scale", ".v_scale", ".q_scale", "_scales", "_proj_scale_inv",
 )  # fmt: skip
 
 
@@ -92,8 +93,18 @@ class StoredWeights(Closing):
             return self._packed(module)
         if stored.endswith(".weight") and self._type(stored) in _CODES:
             return self._plain(module)
+        if f"{name}_scale_inv" in self._files:
+            return self._stacked(name)
         tensor = self._tensor(stored)
         return tensor.float() if tensor.is_floating_point() else tensor
+
+    def _stacked(self, name: str) -> torch.Tensor:
+        """Experts (experts, out, in): each has blocks, a scale, or a scale for gate and one for up."""
+        codes, scale = self._tensor(name).float(), self._need(f"{name}_scale_inv").float()
+        if scale.numel() <= 2 * len(codes):
+            of_rows = scale.reshape(len(codes), -1)
+            return codes * of_rows.repeat_interleave(codes.shape[1] // of_rows.shape[1], 1).unsqueeze(-1)
+        return torch.stack([one * self._spread(own, one.shape) for one, own in zip(codes, scale, strict=True)])
 
     def _type(self, name: str) -> str:
         return str(self._files[name].get_slice(name).get_dtype())

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from tp_engine.errors import ConfigError, WeightError
 from tp_engine.files import MAX_INDEX_BYTES, open_regular, read_header, read_json
+from tp_engine.model_config.source import other_content
 
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -41,35 +42,35 @@ def weight_files(folder: Path) -> list[Path]:
     """
     index = folder / INDEX_FILE
     if index.is_file():
-        names = sorted(set(_weight_map(index).values()))
-        missing = [name for name in names if not (folder / name).is_file()]
+        named = sorted(set(weight_map(folder).values()))
+        missing = [path.relative_to(folder).as_posix() for path in named if not path.is_file()]
         if missing:
             more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
             listed = ", ".join(missing[:_MAX_NAMED]) + more
             raise WeightError(f"{index} names {listed}, which is not there; is the download complete?")
-        return [folder / name for name in names]
+        return named
     if (folder / WEIGHTS_FILE).exists():
         return [folder / WEIGHTS_FILE]
-    found = sorted(folder.glob("*.safetensors"))
-    paths = [path for path in found if not path.name.startswith(_OTHERS)]
+    paths = [path for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith(_OTHERS)]
     if not paths:
-        others = f" of a whole model in Hugging Face's names, but {found[0].name}" if found else ""
-        raise ConfigError(
-            f"{folder} holds no *.safetensors{others}; convert the weights to safetensors, or use load_format='dummy' "
-            "for a run with random weights"
-        )
+        problem, other = f"{folder} holds no *.safetensors of a whole model", other_content(folder)
+        remedy = "convert the weights to safetensors, or use load_format='dummy' for a run with random weights"
+        raise ConfigError(f"{problem}, but {other}" if other else f"{problem}; {remedy}")
     return paths
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    """Tensors -> files below the index's folder."""
+def weight_map(folder: Path) -> dict[str, Path]:
+    """Tensors -> files below ``folder``, as its index says; empty without an index.  Raises ``WeightError``."""
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        return {}
     try:
         found = read_json(index, MAX_INDEX_BYTES)["weight_map"]
         if not all(_is_below(name) for name in found.values()):
             raise ValueError("it names files outside of its folder")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise WeightError(f"{index} is not an index of safetensors files ({error!r})") from error
-    return dict(found)
+    return {name: folder / file for name, file in found.items()}
 
 
 def _is_below(name: object) -> bool:
@@ -88,10 +89,8 @@ class CheckpointHeaders:
         self._first: Path | None = None
         with contextlib.suppress(OSError, ValueError, ConfigError, WeightError):
             paths = weight_files(source) if isinstance(source, Path) else source
-            if isinstance(source, Path) and (source / INDEX_FILE).is_file():
-                self._file_of = {name: source / file for name, file in _weight_map(source / INDEX_FILE).items()}
-            else:
-                self._file_of = {name: path for path in paths for name in self._header(path)}
+            self._file_of = weight_map(source) if isinstance(source, Path) else {}
+            self._file_of = self._file_of or {name: path for path in paths for name in self._header(path)}
             self._first = next(iter(paths), None)
 
     @property

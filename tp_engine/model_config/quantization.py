@@ -21,6 +21,9 @@ Packing: TypeAlias = Literal[
 CodeKind: TypeAlias = Literal["int4", "int8", "e4m3", "e2m1"]
 Activations: TypeAlias = Literal["token", "tensor", "group"]
 
+# Of weights of 8 bits: the makers', and transformers' (Devstral 2 and Ministral 3 in FP8, DeepSeek).
+_SCALE_NAMES = ("weight_scale", "weight_scale_inv")
+
 REGEX = "re:"
 EVERY_MODULE = "*"
 
@@ -53,6 +56,16 @@ class WeightScheme:
     def experts_block(self) -> int:
         """Inner elements of an expert that stay on one rank: blocks of MXFP4, which lie on disk as bytes."""
         return 32 if self.packing == "mxfp4" else 1
+
+    @property
+    def input_scale_name(self) -> str:
+        """The suffix of the tensor with the inputs' stored scale: transformers' name goes with its weights' one."""
+        return "activation_scale" if self.scale_name == _SCALE_NAMES[1] else "input_scale"
+
+    def scaled_as(self, suffixes: Set[str]) -> WeightScheme:
+        """Return the same; weights of 8 bits have the scales that are among the tensors' last parts ``suffixes``."""
+        found = [name for name in _SCALE_NAMES if name in suffixes]
+        return replace(self, scale_name=found[0]) if self.packing == "plain" and len(found) == 1 else self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +112,12 @@ class QuantizationSpec:
         return scheme
 
     def found_among(self, names: Set[str]) -> QuantizationSpec:
-        """Return the same; if it ``is_found_by_tensors``, without the modules that are plain among those ``names``."""
-        return self.without(plain_modules(names)) if self.is_found_by_tensors else self
+        """Return the same with the scales that are among the tensors ``names``; if it ``is_found_by_tensors``, without
+        the modules that are plain there."""
+        suffixes = {name.rpartition(".")[2] for name in names}
+        rules = tuple((pattern, None if one is None else one.scaled_as(suffixes)) for pattern, one in self.rules)
+        found = replace(self, rules=rules)
+        return found.without(plain_modules(names)) if self.is_found_by_tensors else found
 
     def without(self, modules: Sequence[str]) -> QuantizationSpec:
         """Return the same, without these ``modules``, which are not quantised."""

@@ -126,6 +126,12 @@ def take_rope(config: ConfigJson) -> ConfigJson:
     return scaling or parameters or config.below({}, "rope_parameters")
 
 
+def require_rope(config: ConfigJson) -> None:
+    """Raise ``ConfigError`` without an object that describes the rotation: the family's default is YaRN."""
+    if not (config.peek("rope_scaling") or config.peek("rope_parameters")):
+        config.require("rope_parameters", dict)
+
+
 def take_ropes(config: ConfigJson) -> tuple[ConfigJson, ConfigJson]:
     """Return those of layers without a window, and of layers with one: ``rope_parameters`` has both, by kind of layer;
     ``rope_scaling`` is of the first alone."""
@@ -246,6 +252,7 @@ def _read_longrope(reading: _Reading) -> dict[str, Any]:
                 f"{reading.config.origin} of type longrope has {len(values)} numbers in {key}; it must have one "
                 f"for each of the {num_pairs} pairs that turn"
             )
+    config.require_positive("original_max_position_embeddings")  # decides which factors are used
     if reading.original < 2:
         raise ConfigError(f"{config.origin} of type longrope: original_max_position_embeddings must be at least 2")
     factor = config.take("factor", float) or reading.max_position / reading.original

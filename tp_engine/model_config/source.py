@@ -13,6 +13,17 @@ CONFIG_FILE = "config.json"
 QUANTIZATION_FILE = "hf_quant_config.json"
 MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
 OTHER_FORMATS = ["consolidated*", "adapter_model*", "original/*"]
+_MISTRALS = ", which is Mistral's own format and not read (Hugging Face's has model*.safetensors)"
+_ADAPTERS = ", which is an adapter's: give its base model, and this folder with --lora-modules NAME=FOLDER"
+_PICKLED = ", a format that can run code and is never read: save the model again as safetensors"
+# Files that a folder may have instead of a model that is read, and what is said of them: the first one that is there.
+_OTHER_FORMATS = (
+    *((name, _ADAPTERS) for name in ("adapter_config.json", "adapter_model*")),
+    *((name, _MISTRALS) for name in ("params.json", "tekken.json", "tokenizer.model.v3", "consolidated*.safetensors")),
+    ("*.gguf", ", which is llama.cpp's format and not read: give the model in safetensors"),
+    *((name, _PICKLED) for name in ("pytorch_model*.bin", "*.pth", "*.pt")),
+)
+_FURTHER_DOWN = tuple((f"{folder}/{CONFIG_FILE}", ": give that folder") for folder in ("*", "snapshots/*"))
 _HUB_NAME = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
 
@@ -30,7 +41,10 @@ def resolve_model_folder(model: str, revision: str | None = None, patterns: Sequ
             raise ConfigError(f"{error.filename or folder} can not be read: {error.strerror}") from error
         if not (folder / CONFIG_FILE).is_file():
             problem = f"model is {model!r}, a folder without {CONFIG_FILE}"
-            raise ConfigError(f"{problem}{_mistral_format(folder)}; give the folder of a saved model")
+            found = other_content(folder, further_down=True)
+            raise ConfigError(
+                f"{problem} but with {found}" if found else f"{problem}; give the folder of a saved model"
+            )
         return folder
     if folder.exists():
         raise ConfigError(f"model is {model!r}, a file; give the folder that holds {CONFIG_FILE} and the weights")
@@ -52,13 +66,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _mistral_format(folder: Path) -> str:
-    """What to say of a folder in Mistral's own format."""
-    found = [name for name in ("params.json", "tekken.json", "tokenizer.model.v3") if (folder / name).is_file()]
-    if not found and not any(folder.glob("consolidated*.safetensors")):
-        return ""
-    what = found[0] if found else "consolidated weights"
-    return f" but with {what}, which is Mistral's own format and not read (Hugging Face's has model*.safetensors)"
+def other_content(folder: Path, *, further_down: bool = False) -> str:
+    """Return what to say of a folder without a model in Hugging Face's format: a file of another format, or, if
+    ``further_down``, a folder below with such a model; empty for neither."""
+    known = (*_OTHER_FORMATS, *(_FURTHER_DOWN if further_down else ()))
+    named = ((min(found).relative_to(folder), text) for pattern, text in known if (found := list(folder.glob(pattern))))
+    return next((f"{name}{text}" for name, text in named), "")
 
 
 def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
@@ -82,5 +95,6 @@ def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
         ) from error
     if not (folder / CONFIG_FILE).is_file():
         problem = f"model is {name!r}; the hub's repository has no {CONFIG_FILE}"
-        raise ConfigError(f"{problem}{_mistral_format(folder)}: it is not a saved model")
+        found = other_content(folder)
+        raise ConfigError(f"{problem} but {found}" if found else f"{problem}: it is not a saved model")
     return folder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from tp_engine.errors import WeightError
 from tp_engine.files import check_regular
-from tp_engine.model_config.checkpoint_files import weight_files
+from tp_engine.model_config.checkpoint_files import weight_files, weight_map
 from tp_engine.weights.source import Source
 
 # Names of safetensors -> types.
@@ -46,8 +46,9 @@ class Checkpoint:
 
     def __enter__(self) -> Checkpoint:
         try:
+            index = weight_map(self._source) if isinstance(self._source, Path) else {}
             for path in weight_files(self._source) if isinstance(self._source, Path) else self._source:
-                self._open(path)
+                self._open(path, index)
         except BaseException:
             self._stack.close()
             raise
@@ -56,16 +57,18 @@ class Checkpoint:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def _open(self, path: Path) -> None:
+    def _open(self, path: Path, index: Mapping[str, Path]) -> None:
+        """Add the tensors of a file; of one that is in several, the copy that the ``index`` names counts."""
         try:
             check_regular(path)
             file = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
         except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: more than the process may map
             raise WeightError(f"{path} can not be read as safetensors: {error}; is the download complete?") from error
         for name in file.keys():  # noqa: SIM118 - not a mapping
-            if name in self._files:
+            if name in self._files and name not in index:
                 raise WeightError(f"{path.parent} holds tensor {name} in more than one file")
-            self._files[name] = file
+            if name not in self._files or index[name] == path:
+                self._files[name] = file
 
     def names(self) -> set[str]:
         """Return all tensors of the files."""

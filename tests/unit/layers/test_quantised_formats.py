@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.quantised.checkpoints import SAME_NUMBERS, compress, compress_alike, compress_mixed
@@ -17,6 +17,7 @@ from tests.quantised.formats import FORMATS, INPUT_SCALE
 from tests.tiers import slow_but
 from tests.unit.models.test_shard import Somewhere
 from tp_engine.attention.torch_backend import TorchBackend
+from tp_engine.check.stored import StoredWeights
 from tp_engine.cpu.kernels.library import native_library
 from tp_engine.cpu.kernels.quantised import QuantisedPanels
 from tp_engine.kernels.quantization.weights import QuantisedWeight, dequantise
@@ -119,6 +120,36 @@ def test_shards_of_experts(
     group: dict[str, Any] = {"group": 32} if FORMATS[name].group == 128 and "fp8" not in name else {}
     compress(folder, tmp_path / "target", tmp_path / "twin", name, **group)
     assert_equal_twin(tmp_path / "target", tmp_path / "twin", world_size, least=6, enable_expert_parallel=not splits)
+
+
+@pytest.mark.parametrize("tail", [(), (1,)])
+def test_scales_of_stacked_experts(tail: tuple[int, ...], checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Oracle: the twin.  transformers stacks experts in FP8, with a scale for each gate, up and down (3 experts)."""
+    folder = checkpoint("mistral4", n_routed_experts=3, num_experts_per_tok=2, num_layers=1, n_group=1, topk_group=1,
+                        first_k_dense_replace=0)  # fmt: skip
+    compress(folder, tmp_path / "target", tmp_path / "twin", "fp8-tensor-transformers")
+    path = tmp_path / "target" / "model.safetensors"
+    stored = load_file(path)
+    base = "model.layers.0.mlp.experts"
+    of_each = {
+        (name, suffix): [stored.pop(f"{base}.{number}.{name}.{suffix}") for number in range(3)]
+        for name in ("gate_proj", "up_proj", "down_proj")
+        for suffix in ("weight", "weight_scale_inv", "activation_scale")
+    }
+    pairs = zip(of_each["gate_proj", "weight"], of_each["up_proj", "weight"], strict=True)
+    scales = [torch.stack(of_each[name, "weight_scale_inv"]) for name in ("gate_proj", "up_proj", "down_proj")]
+    stored[f"{base}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
+    stored[f"{base}.gate_up_proj_scale_inv"] = torch.stack(scales[:2], 1).reshape(3, 2, *tail)
+    stored[f"{base}.gate_up_proj_activation_scale"] = torch.ones(3)
+    stored[f"{base}.down_proj"] = torch.stack(of_each["down_proj", "weight"])
+    stored[f"{base}.down_proj_scale_inv"] = scales[2].reshape(3, *tail, *tail)
+    save_file(stored, path)
+    for world_size in (1, 2):
+        assert_equal_twin(tmp_path / "target", tmp_path / "twin", world_size, least=6)
+    with StoredWeights(tmp_path / "target") as ours, StoredWeights(tmp_path / "twin") as twin:
+        assert sorted(ours.names) == sorted(twin.names)
+        for name in twin.names:
+            assert torch.equal(ours.read(name), twin.read(name)), name
 
 
 @pytest.mark.slow
@@ -282,7 +313,9 @@ def test_memory_is_what_lies_on_disk(
         assert abs(kept / (on_disk / world_size) - 1) < 0.03, kept
 
 
-@pytest.mark.parametrize("name", ["fp8-tensor-static", "fp8-ct-tensor", "fp8-tensor-dynamic"])
+@pytest.mark.parametrize(
+    "name", ["fp8-tensor-static", "fp8-tensor-transformers", "fp8-ct-tensor", "fp8-tensor-dynamic"]
+)
 def test_stored_scales_of_inputs_are_used(
     name: str, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

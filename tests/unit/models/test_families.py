@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from tp_engine.layers.rotary import inverse_frequencies
 from tp_engine.model_config import check_tensor_parallel, read_model
 from tp_engine.model_config.families import families
 from tp_engine.model_config.rope import RopeSpec
-from tp_engine.model_config.spec import QkNormSpec
+from tp_engine.model_config.spec import ModelSpec, QkNormSpec
 
 # As the publishers wrote them, with fewer layers, and without dates and names of files.
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -385,3 +387,41 @@ def test_the_readers_are_found() -> None:
     """Oracle: the files of the folder; a rotation can be described without torch, and can be a key."""
     assert len(families()) >= 21 and "SeedOssForCausalLM" in families()
     assert {RopeSpec(rotary_dim=8): 1}[RopeSpec(rotary_dim=8)] == 1
+
+
+# What the tensors tell, by their shapes or by being there.
+SEEN_IN_TENSORS = ("head_dim", "num_key_value_heads", "num_local_experts", "tie_word_embeddings")
+# Keys that transformers' own defaults do not fit without.
+NEEDED: dict[str, dict[str, Any]] = {
+    "glm4-moe": {"head_dim": 128},
+    "deepseek-v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 64},
+    "mistral3-vision": {"text_config": {"model_type": "mistral"}},
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_absent_keys_mean_what_transformers_means(name: str) -> None:
+    """Oracle: the configuration that transformers makes of no keys, written in full; a reader may refuse instead."""
+    import transformers
+
+    family = FAMILIES[name]
+    config = getattr(transformers, family.config)(**NEEDED.get(name, {}))
+    full = {**json.loads(config.to_json_string(use_diff=False)), "architectures": [family.hub_name or family.model]}
+    part = full.get("text_config", full)
+    expected = model_of(full)
+    assert expected is not None
+    others = ("architectures", "model_type", *SEEN_IN_TENSORS)
+    if name == "gemma4-unified":
+        others += ("use_bidirectional_attention",)  # of images, which the engine does not give to this model
+    for key in [one for one in part if one not in others]:
+        value = part.pop(key)
+        assert model_of(full) in (None, expected), key
+        part[key] = value
+
+
+def model_of(config: dict[str, Any]) -> ModelSpec | None:
+    """What the engine reads; None if it refuses the configuration."""
+    try:
+        return replace(read_model(config), ignored_keys=(), warnings=())
+    except ConfigError:
+        return None

@@ -17,6 +17,7 @@ from tp_engine.model_config import (
     read_model,
     resolve_max_model_len,
 )
+from tp_engine.model_config.checkpoint_files import weight_files
 from tp_engine.model_config.rope import RopeSpec
 from tp_engine.model_config.spec import AttentionSpec, ModelSpec, QkNormSpec
 
@@ -303,13 +304,34 @@ def test_load_refuses_what_is_not_there(tmp_path: Path, monkeypatch: pytest.Monk
         load_model_config("nobody/nothing")
 
 
-@pytest.mark.parametrize("file", ["params.json", "tekken.json", "consolidated.safetensors"])
-def test_mistrals_own_format_is_named(file: str, tmp_path: Path) -> None:
-    """Oracle: the file that tells the format."""
+@pytest.mark.parametrize(
+    ("file", "what"),
+    [
+        ("params.json", "which is Mistral's own format"),
+        ("tekken.json", "which is Mistral's own format"),
+        ("consolidated.safetensors", "which is Mistral's own format"),
+        ("Qwen3-Q4_K_M.gguf", "which is llama.cpp's format"),
+        ("adapter_config.json", "which is an adapter's: give its base model, and this folder with --lora-modules"),
+        ("pytorch_model-00001-of-00002.bin", "a format that can run code and is never read: save the model again"),
+    ],
+)
+def test_other_formats_are_named(file: str, what: str, tmp_path: Path) -> None:
+    """Oracle: the file that tells the format, whether there is a config.json or not."""
     (tmp_path / file).write_text("{}")
-    what = "consolidated weights" if file.startswith("consolidated") else file
-    with pytest.raises(ConfigError, match=rf"without config\.json but with {what}, which is Mistral's own format"):
+    with pytest.raises(ConfigError, match=rf"without config\.json but with {file}, {what}"):
         load_model_config(str(tmp_path))
+    with pytest.raises(ConfigError, match=rf"holds no \*\.safetensors of a whole model, but {file}, {what}"):
+        weight_files(tmp_path)
+
+
+def test_a_model_further_down_is_named(tmp_path: Path) -> None:
+    """Oracle: the folder below that has config.json, as in a trainer's output and in the hub's cache."""
+    for name in ("checkpoint-200", "checkpoint-100", "cache/snapshots/abc"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text("{}")
+    for folder, found in ((tmp_path, "checkpoint-100"), (tmp_path / "cache", "snapshots/abc")):
+        with pytest.raises(ConfigError, match=rf"but with {found}/config\.json: give that folder"):
+            load_model_config(str(folder))
 
 
 def test_hub_failures_say_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,6 +263,10 @@ def test_broken_files(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": dict.fromkeys(full_tensors(CONFIG), "a.safetensors")}))
     load()
     assert torch.equal(parameters["norm.weight"], load_file(tmp_path / "a.safetensors")["model.norm.weight"])
+    named = dict.fromkeys(full_tensors(CONFIG), "a.safetensors") | {"model.norm.weight": "b.safetensors"}
+    index.write_text(json.dumps({"weight_map": named}))
+    load()  # of two copies the one that the index names
+    assert not parameters["norm.weight"].any()
 
 
 def test_values_are_decoded_on_their_way(tmp_path: Path) -> None:

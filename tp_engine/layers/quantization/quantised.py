@@ -31,8 +31,6 @@ from tp_engine.model_config.quantization import WeightScheme
 from tp_engine.units import ceil_div
 from tp_engine.weights.source import Decode, Source, as_stored, keep_stored_type
 
-_INPUT_SCALE = Scalar(suffix=".input_scale")
-
 
 class WeightLayout(NamedTuple):
     """One way to store a weight: its shape, what its sources become in a stack, and its tensors' suffixes."""
@@ -61,7 +59,7 @@ class Quantised:
     def create(self, context: ParameterFactory, shape: LinearShape) -> Mapping[str, nn.Parameter]:
         found = self._create(context, [WeightLayout(shape)])
         if self.scheme.activations == "tensor":
-            alternatives = WeightLayout(shape).scalar_sources(_INPUT_SCALE)
+            alternatives = WeightLayout(shape).scalar_sources(Scalar(suffix=f".{self.scheme.input_scale_name}"))
             found["input_scale"] = context.parameter((shape.num_rows, 1), *alternatives, dtype=torch.float32)
         return found
 

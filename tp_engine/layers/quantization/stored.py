@@ -34,7 +34,7 @@ class Unit(NamedTuple):
 
 
 ONE = Unit(1, 1)
-_SCALAR_SHAPES: tuple[tuple[int, ...], ...] = ((), (1,))  # both are found on disk
+_SCALAR_SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1))  # all are found on disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,16 +197,16 @@ class LinearShape:
         )
 
     def scalar_sources(self, suffix: str, decode: Decode, init: float) -> list[tuple[Source, ...]]:
-        """Return the alternatives of a parameter (rows, 1), of tensors with one value for a whole module, of shape ()
-        or (1,), or with one for each of the parts that a module has."""
+        """Return the alternatives of a parameter (rows, 1), of tensors with one value for a whole module, of shape (),
+        (1,) or (1, 1), or with one for each of the parts that a module has, of shape (parts,) or (parts, 1)."""
         names = [part.name for part in self.parts]
 
         def alternative(shape: tuple[int, ...], is_joint: bool) -> tuple[Source, ...]:
             found = []
             for index, (part, first) in enumerate(self.placed_parts()):
                 number, total = names[:index].count(part.name), names.count(part.name)
-                stored = shape if is_joint or total == 1 else (total,)
-                taken = whole(shape) if stored == shape else (Span(number, 1),)
+                stored = shape if is_joint or total == 1 else (total, *shape[1:])
+                taken = whole(shape) if stored == shape else (Span(number, 1), *whole(shape[1:]))
                 target = (Span(first, part.rows.size), Span(0, 1))
                 spread = partial(_spread, decode=decode, count=part.rows.size)
                 name = part.name + suffix

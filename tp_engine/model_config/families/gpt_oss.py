@@ -5,7 +5,7 @@ import dataclasses
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.mlp import TRANSPOSED, Activation, RoutingRule
-from tp_engine.model_config.rope import RopeRules
+from tp_engine.model_config.rope import RopeRules, require_rope
 from tp_engine.model_config.spec import ModelSpec
 
 ARCHITECTURES = ("GptOssForCausalLM",)
@@ -34,4 +34,5 @@ def read(config: ConfigJson) -> ModelSpec:
         reader.pre_norm_layer(reader.attention(qkv_bias=bias, out_bias=bias, has_sinks=True, window=window), experts)
         for window in windows
     )
+    require_rope(config)
     return reader.model(layers, (reader.rope(RopeRules(theta=150000.0)),))

@@ -29,8 +29,8 @@ def read(config: ConfigJson) -> ModelSpec:
         )
     config.skip("mlp_intermediate_size", "shared_moe_mode")
     experts = reader.experts(
-        config.take_positive("num_local_experts", 8),
-        RoutingRule(top_k=config.take_positive("num_experts_per_tok", 2), scores="sigmoid", renormalises=True),
+        config.take_positive("num_local_experts", 256),
+        RoutingRule(top_k=config.take_positive("num_experts_per_tok", 8), scores="sigmoid", renormalises=True),
         correction="e_score_correction_bias",
         stored=(NUMBERED, FUSED),
         name="block_sparse_moe",

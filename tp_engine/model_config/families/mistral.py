@@ -6,6 +6,7 @@ from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.families import mistral4
 from tp_engine.model_config.names import LANGUAGE_MODEL_NAMES, USUAL_NAMES, CheckpointNames
+from tp_engine.model_config.rope import require_rope
 from tp_engine.model_config.spec import ModelSpec
 
 ARCHITECTURES = ("MistralForCausalLM", "Ministral3ForCausalLM", "Mistral3ForConditionalGeneration")
@@ -33,6 +34,8 @@ def _read(config: ConfigJson, is_ministral3: bool, names: CheckpointNames) -> Mo
     ``llama_4_scaling_beta``.
     """
     reader = DecoderReader(config, eps=1e-5 if is_ministral3 else 1e-6)
+    if is_ministral3:
+        require_rope(config)
     window = reader.take_window(None if is_ministral3 else 4096)
     windows = reader.windows(window, lambda index: True, is_free=False)
     layers = tuple(reader.pre_norm_layer(reader.attention(window=window), reader.mlp()) for window in windows)

@@ -4,6 +4,7 @@ from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.families.deepseek import latent_model, latent_reader
 from tp_engine.model_config.mlp import EACH, FUSED, MlpSpec, RoutingRule
 from tp_engine.model_config.names import USUAL_NAMES, CheckpointNames
+from tp_engine.model_config.rope import require_rope
 from tp_engine.model_config.spec import ModelSpec
 
 ARCHITECTURES = ("Mistral4ForCausalLM",)
@@ -14,8 +15,7 @@ _LATENT = {"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_rope_head_dim": 64, "qk
 def read(config: ConfigJson, names: CheckpointNames = USUAL_NAMES) -> ModelSpec:
     """Check the share of a head that turns, which follows from the sizes."""
     reader, latent = latent_reader(config, _LATENT)
-    if not (config.peek("rope_parameters") or config.peek("rope_scaling")):
-        config.require("rope_parameters", dict)
+    require_rope(config)
     inner = config.require_positive("moe_intermediate_size")
     rule = RoutingRule(
         top_k=config.take_positive("num_experts_per_tok", 4),

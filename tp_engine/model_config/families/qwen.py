@@ -9,8 +9,8 @@ from tp_engine.model_config.spec import AttentionSpec, ModelSpec, QkNormSpec
 _QWEN2 = ("Qwen2ForCausalLM", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
 _QWEN3 = ("Qwen3ForCausalLM", "Qwen3VLForConditionalGeneration")
 ARCHITECTURES = _QWEN2 + _QWEN3
-_ROPE, _CONSECUTIVE = RopeRules(), RopeRules(is_multimodal=True, sections=(16, 24, 24))
-MULTIMODAL = RopeRules(is_multimodal=True, sections=(24, 20, 20), are_sections_mixed=True)
+_ROPE, _CONSECUTIVE = RopeRules(), RopeRules(theta=1e6, is_multimodal=True, sections=(16, 24, 24))
+MULTIMODAL = RopeRules(theta=5e5, is_multimodal=True, sections=(24, 20, 20), are_sections_mixed=True)
 WRAPPED = CheckpointNames(
     spellings=(("model.", "lm_head."), ("model.language_model.", "lm_head.")), skipped=("visual.", "model.visual.")
 )
@@ -22,7 +22,8 @@ def read(config: ConfigJson) -> ModelSpec:
     Qwen3 has biases only with ``attention_bias``, and its ``head_dim`` is free.
     """
     is_qwen3, is_wrapped = config.architecture in _QWEN3, not config.architecture.endswith("ForCausalLM")
-    reader = DecoderReader(config.text_part() if is_wrapped else config)
+    eps = 1e-5 if is_wrapped and not is_qwen3 else 1e-6
+    reader = DecoderReader(config.text_part() if is_wrapped else config, eps=eps)
     bias = reader.flag("attention_bias") if is_qwen3 else True
 
     def attention(window: int | None) -> AttentionSpec:

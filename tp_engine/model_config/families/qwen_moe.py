@@ -49,7 +49,7 @@ def _read_qwen3(config: ConfigJson) -> ModelSpec:
     experts = reader.experts(
         reader.take_first("num_experts", "num_local_experts"),
         RoutingRule(
-            top_k=reader.config.take_positive("num_experts_per_tok", 8),
+            top_k=reader.config.take_positive("num_experts_per_tok", 4 if is_wrapped else 8),
             renormalises=reader.flag("norm_topk_prob", is_wrapped),
         ),
         inner_size=reader.config.require_positive("moe_intermediate_size"),

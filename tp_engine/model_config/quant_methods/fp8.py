@@ -6,7 +6,8 @@ from tp_engine.model_config.quantization import EVERY_MODULE, QuantizationSpec, 
 METHODS = ("fp8",)
 _CHOICES = {
     "fmt": ("e4m3", "float8_e4m3fn"),
-    "scale_fmt": ("float32", "ue8m0"),  # powers of two, stored in float32 all the same (DeepSeek-V3.1)
+    "scale_fmt": ("float32", "float", "ue8m0"),  # powers of two, stored in float32 all the same (DeepSeek-V3.1)
+    "expert_dtype": ("fp8",),
     "activation_scheme": ("dynamic", "static"),
 }
 
@@ -32,5 +33,5 @@ def read(config: ConfigJson) -> QuantizationSpec:
     return QuantizationSpec(
         method="fp8",
         rules=(*((name, None) for name in (*ignored, "lm_head")), (EVERY_MODULE, scheme)),
-        skipped=("input_scale",),
+        skipped=("input_scale", "activation_scale"),
     )
