@@ -362,7 +362,7 @@ def test_keys_of_real_files_are_taken_by_their_values(name: str, keys: dict[str,
     """Oracle: keys of published files that have one supported value, or repeat another key."""
     of_family: dict[str, Any] = {
         "Gemma2ForCausalLM": {"head_dim": 128, "hidden_activation": "gelu_pytorch_tanh"},
-        "GptOssForCausalLM": {"num_local_experts": 32},
+        "GptOssForCausalLM": {"num_local_experts": 32, "rope_parameters": {"rope_type": "default"}},
         "Ernie4_5_MoeForCausalLM": {"moe_num_experts": 8, "moe_k": 2},
         "GlmMoeDsaForCausalLM": {"n_routed_experts": 8, "q_lora_rank": 64, "qk_nope_head_dim": 128},
     }
