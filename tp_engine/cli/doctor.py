@@ -20,7 +20,9 @@ SOMETHING_MISSING = 1
 class DoctorConfig:
     """The model to choose for."""
 
-    model: str = option(str(DEMO_MODEL), "model to choose for (default: the demo model of this project)")
+    model: str = option(
+        str(DEMO_MODEL), "model to choose for (default: the demo model of this project)", positional=True
+    )
     tensor_parallel_size: int = option(1, "number of ranks to choose for", flags=("-tp", "--tp-size"))
     json: bool = option(False, "print JSON")
 

@@ -25,7 +25,9 @@ _ASKED = ("tensor_parallel_size", "gpu", "device_memory", "dtype", "quantization
 class RecommendConfig:
     """The options.  Of the model, only config.json is read."""
 
-    model: str = option(str(DEMO_MODEL), "model folder or hub name (default: the demo model of this project)")
+    model: str = option(
+        str(DEMO_MODEL), "model folder or hub name (default: the demo model of this project)", positional=True
+    )
     revision: str | None = option(None, "hub revision of the model")
     hf_overrides: str | None = option(None, "JSON object that changes keys of the model's config.json (default: none)")
     workload: str = option("chat", "what users send", choices=tuple(WORKLOADS))

@@ -13,7 +13,7 @@ from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.families import read_spec
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
 from tp_engine.model_config.recurrent import RecurrentSpec
-from tp_engine.model_config.source import CONFIG_FILE, MODEL_FILES, QUANTIZATION_FILE, read_json, resolve_model_folder
+from tp_engine.model_config.source import CONFIG_FILE, MODEL_FILES, QUANTIZATION_FILES, read_json, resolve_model_folder
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.model_config.stored_model import fitted, says_dtype
 from tp_engine.model_config.vision import read_vision
@@ -51,24 +51,32 @@ def load_model_config(
     model: str, revision: str | None = None, files: Sequence[str] = MODEL_FILES, hf_overrides: str | None = None
 ) -> tuple[ModelSpec, Path]:
     """Find ``model`` (a folder or a hub name) and parse its config.json, generation_config.json, and, where config.json
-    says nothing of a quantisation, hf_quant_config.json.
+    says nothing of a quantisation, the first of ``QUANTIZATION_FILES``.
 
     Returns the spec and the local folder with the model's files; ``files`` are downloaded for a hub name.
     ``hf_overrides`` is a JSON object that changes config.json.  Raises ``ConfigError``.
     """
     folder = resolve_model_folder(model, revision, files)
     values = read_json(folder / CONFIG_FILE)
-    beside = folder / QUANTIZATION_FILE
-    if beside.is_file() and not values.get("quantization_config"):
-        values["quantization_config"] = {"quant_method": "modelopt", **read_json(beside)}
-    changes = parse_overrides(hf_overrides)
+    changes, headers = parse_overrides(hf_overrides), CheckpointHeaders(folder)
+    if not values.get("quantization_config"):
+        values |= _quantization_beside(folder, headers)
     try:
         values = overridden(values, changes)
         config = read_model(values)
     except ConfigError as error:
         raise ConfigError(str(error) if "--hf-overrides" in str(error) else f"{error} ({REMEDY})") from error
-    config = fitted(config, CheckpointHeaders(folder), says_dtype=says_dtype(values))
+    config = fitted(config, headers, says_dtype=says_dtype(values))
     return _with_eos(config, folder, says_eos=_says_eos(values)), folder
+
+
+def _quantization_beside(folder: Path, headers: CheckpointHeaders) -> dict[str, Any]:
+    """``quantization_config`` as the first of ``QUANTIZATION_FILES`` says that is there and of this checkpoint."""
+    for name, (method, end) in QUANTIZATION_FILES.items():
+        is_there = (folder / name).is_file()
+        if is_there and (not headers.names or any(tensor.endswith(end) for tensor in headers.names)):
+            return {"quantization_config": {"quant_method": method, **read_json(folder / name)}}
+    return {}
 
 
 def _with_eos(spec: ModelSpec, folder: Path, *, says_eos: bool) -> ModelSpec:

@@ -10,7 +10,13 @@ from tp_engine import files
 from tp_engine.errors import ConfigError
 
 CONFIG_FILE = "config.json"
-QUANTIZATION_FILE = "hf_quant_config.json"
+# Files beside config.json that say what it may lack: whose they are, if they do not say it, and the end of a tensor's
+# name without which they are another checkpoint's.
+QUANTIZATION_FILES = {
+    "hf_quant_config.json": ("modelopt", ""),
+    "quantize_config.json": ("gptq", ".qweight"),
+    "quant_config.json": ("awq", ".qweight"),
+}
 MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
 OTHER_FORMATS = ["consolidated*", "adapter_model*", "original/*"]
 _MISTRALS = ", which is Mistral's own format and not read (Hugging Face's has model*.safetensors)"

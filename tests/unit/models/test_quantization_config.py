@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.unit.models.test_families import PUBLISHED as MODELS
 from tests.unit.models.test_model_config import llama
@@ -468,6 +470,24 @@ def test_the_file_beside_config_json(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(llama(quantization_config=AWQ)))
     found = load_model_config(str(tmp_path))[0].quantization
     assert found is not None and found.method == "awq"
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "method"),
+    [
+        ("quantize_config.json", {"bits": 4, "group_size": 128, "desc_act": False, "sym": True}, "gptq"),
+        ("quant_config.json", {"zero_point": True, "q_group_size": 128, "w_bit": 4, "version": "GEMM"}, "awq"),
+    ],
+)
+def test_older_files_beside_config_json(name: str, written: dict[str, Any], method: str, tmp_path: Path) -> None:
+    """Oracle: AutoGPTQ's and AutoAWQ's files, which count if the tensors are quantised, or are not there."""
+    (tmp_path / "config.json").write_text(json.dumps(llama()))
+    (tmp_path / name).write_text(json.dumps(written))
+    for tensor in (None, f"{Q}.qweight", f"{Q}.weight"):
+        if tensor is not None:
+            save_file({tensor: torch.zeros(1)}, tmp_path / "model.safetensors")
+        found = load_model_config(str(tmp_path))[0].quantization
+        assert (None if found is None else found.method) == (None if tensor == f"{Q}.weight" else method), tensor
 
 
 def test_no_quantisation() -> None:

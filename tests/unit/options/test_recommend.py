@@ -264,7 +264,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     found = json.loads(capsys.readouterr().out)
     same = tp_engine.recommend(str(tmp_path), workload="code", device_memory="40GiB")
     assert found["num_blocks"] == same.num_blocks and found["options"] == same.options and found["fits"]
-    assert main([*arguments, "--gpu", "t4", "-tp", "1"]) == 1
+    assert main(["recommend", str(tmp_path), *arguments[3:], "--gpu", "t4", "-tp", "1"]) == 1
     printed = capsys.readouterr().out
     assert "It does not fit:" in printed and "tensor_parallel_size 2" in printed
     assert main([*arguments, "--gpu", "rtx4090", "--input-len", "1000", "--output-len", "100"]) == 0
