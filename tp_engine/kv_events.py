@@ -7,11 +7,9 @@ import re
 from dataclasses import dataclass
 
 from tp_engine.errors import ConfigError, shown
-from tp_engine.options.fields import json_object
+from tp_engine.options.fields import check_fields, json_object, key
 
 CONFIG_NAME = "kv_events_config"
-PUBLISHERS = ("zmq", "null")
-EVENT_FORMATS = ("map", "array")
 _LARGEST = 10**9
 _LONGEST_TOPIC = 1024
 _ENDPOINT = re.compile(r"(?:tcp://(?P<host>[^\s/]+):(?P<port>\*|\d{1,5})|(?:ipc|inproc)://\S+)")
@@ -40,32 +38,19 @@ class KVEventsConfig:
     """
 
     enable_kv_cache_events: bool | None = None
-    publisher: str | None = None
+    publisher: str | None = key(None, choices=("zmq", "null"))
     endpoint: str = "tcp://*:5557"
     replay_endpoint: str | None = None
-    buffer_steps: int = 10_000
-    hwm: int = 100_000
-    max_queue_size: int = 100_000
+    buffer_steps: int = key(10_000, least=0, most=_LARGEST)
+    hwm: int = key(100_000, least=1, most=_LARGEST)
+    max_queue_size: int = key(100_000, least=1, most=_LARGEST)
     topic: str = ""
-    event_format: str = "map"
+    event_format: str = key("map", choices=("map", "array"))
     publish_salted: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("enable_kv_cache_events", "publish_salted"):
-            if (switch := getattr(self, name)) is not None and not isinstance(switch, bool):
-                raise ConfigError(f"{CONFIG_NAME} has {name} {shown(switch)}; it must be true or false")
-        for name, choices in (("publisher", (None, *PUBLISHERS)), ("event_format", EVENT_FORMATS)):
-            if (choice := getattr(self, name)) not in choices:
-                raise ConfigError(
-                    f"{CONFIG_NAME} has the {name} {shown(choice)}; choose one of {', '.join(filter(None, choices))}"
-                )
-        for name, smallest in (("buffer_steps", 0), ("hwm", 1), ("max_queue_size", 1)):
-            number = getattr(self, name)
-            if type(number) is not int or not smallest <= number <= _LARGEST:
-                raise ConfigError(
-                    f"{CONFIG_NAME} has {name} {shown(number)}; it must be an integer, from {smallest} to {_LARGEST}"
-                )
-        if not isinstance(self.topic, str) or len(self.topic) > _LONGEST_TOPIC or not self.topic.isprintable():
+        check_fields(self, CONFIG_NAME)
+        if len(self.topic) > _LONGEST_TOPIC or not self.topic.isprintable():
             raise ConfigError(
                 f"{CONFIG_NAME} has the topic {shown(self.topic)}; it must be a text of at most {_LONGEST_TOPIC} "
                 "characters"
@@ -96,11 +81,11 @@ class KVEventsConfig:
     @property
     def binds(self) -> bool:
         """Whether the PUB socket binds its endpoint; else it connects to it."""
-        return _BOUND.fullmatch(str(self.endpoint)) is not None
+        return _BOUND.fullmatch(self.endpoint) is not None
 
 
-def _check_endpoint(name: str, endpoint: object, *, binds: bool) -> None:
-    found = _ENDPOINT.fullmatch(endpoint) if isinstance(endpoint, str) else None
+def _check_endpoint(name: str, endpoint: str, *, binds: bool) -> None:
+    found = _ENDPOINT.fullmatch(endpoint)
     if found is None or int((found["port"] or "1").replace("*", "0")) > 65535:
         raise ConfigError(
             f"{CONFIG_NAME} has the {name} {shown(endpoint)}; it must be tcp://HOST:PORT with a port up to 65535, "

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 from tp_engine.errors import ConfigError
-from tp_engine.options.fields import json_object
+from tp_engine.options.fields import check_fields, json_object, key
 
 CONFIG_NAME = "speculative_config"
 METHODS = ("ngram", "suffix", "eagle3", "mtp")
@@ -20,9 +19,6 @@ _MTP_FAMILIES = (  # vLLM's names of methods, each with _mtp behind it; which he
 _ALIASES = {"ngram_gpu": "ngram", "nextn": "mtp"} | {f"{name}_mtp": "mtp" for name in _MTP_FAMILIES.split()}
 _SHORTEST, _LONGEST = 2, 5
 MOST_STEP_ROWS = 32  # with more rows a step is no longer bound by reading the weights
-
-
-_LARGEST = {"num_speculative_tokens": 16, "suffix_decoding_max_tree_depth": 64, "suffix_decoding_min_token_prob": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,26 +44,21 @@ class SpeculativeConfig:
     Raises ``ConfigError`` for what can not be.
     """
 
-    method: str = "ngram"
+    method: str = key("ngram", choices=METHODS)
     model: str | None = None
-    num_speculative_tokens: int = 4
-    prompt_lookup_min: int = _SHORTEST
-    prompt_lookup_max: int = _LONGEST
-    suffix_decoding_max_tree_depth: int = 24
-    suffix_decoding_max_cached_requests: int = 10_000
-    suffix_decoding_max_spec_factor: float = 1.0
-    suffix_decoding_min_token_prob: float = 0.1
-    max_step_rows: int | None = None
+    num_speculative_tokens: int = key(4, least=1, most=16)
+    prompt_lookup_min: int = key(_SHORTEST, least=1)
+    prompt_lookup_max: int = key(_LONGEST, least=1)
+    suffix_decoding_max_tree_depth: int = key(24, least=1, most=64)
+    suffix_decoding_max_cached_requests: int = key(10_000, least=1)
+    suffix_decoding_max_spec_factor: float = key(1.0, positive=True)
+    suffix_decoding_min_token_prob: float = key(0.1, positive=True, most=1)
+    max_step_rows: int | None = key(None, least=2)  # a decode and a draft token
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ConfigError(f"{CONFIG_NAME} has the method {self.method!r}; choose one of {', '.join(METHODS)}")
-        for spec in dataclasses.fields(self):
-            value = getattr(self, spec.name)
-            if spec.name not in ("method", "model") and value is not None:
-                _check_number(spec.name, value, is_whole=not isinstance(spec.default, float))
-        has_model, may_have = isinstance(self.model, str), self.method in _WITH_HEAD
-        if has_model > may_have or (self.method == "eagle3" and not has_model) or not (has_model or self.model is None):
+        check_fields(self, CONFIG_NAME)
+        has_model, may_have = self.model is not None, self.method in _WITH_HEAD
+        if has_model > may_have or (self.method == "eagle3" and not has_model):
             raise ConfigError(
                 f"{CONFIG_NAME} has the method {self.method!r} and the model {self.model!r}; eagle3 needs the folder "
                 "or the hub name of a draft head as its model, mtp can only have the served model's own, and no other "
@@ -77,10 +68,6 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"{CONFIG_NAME} has prompt_lookup_min {self.prompt_lookup_min} above prompt_lookup_max "
                 f"{self.prompt_lookup_max}; lower the first or raise the second"
-            )
-        if self.max_step_rows == 1:
-            raise ConfigError(
-                f"{CONFIG_NAME} has max_step_rows 1, which leaves no room for a draft token; set at least 2"
             )
 
     @property
@@ -122,16 +109,3 @@ class SpeculativeConfig:
         if shortest is None and type(longest) is int:
             values["prompt_lookup_min"] = min(longest, _SHORTEST)
         return cls(**values)
-
-
-def _check_number(name: str, value: Any, *, is_whole: bool) -> None:
-    largest = _LARGEST.get(name)
-    if is_whole:
-        fits, rule = type(value) is int and value >= 1, "an integer, at least 1"
-    else:
-        fits, rule = type(value) in (int, float) and value > 0, "a number above 0"
-    if not fits or (largest is not None and value > largest):
-        raise ConfigError(
-            f"{CONFIG_NAME} has {name} {value!r}; it must be {rule}"
-            + ("" if largest is None else f", at most {largest}")
-        )

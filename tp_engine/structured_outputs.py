@@ -10,7 +10,7 @@ from typing import Any
 
 from tp_engine.errors import ConfigError, RequestError, shown
 from tp_engine.nesting import is_expression_deeper, is_grammar_deeper, is_schema_deeper
-from tp_engine.options.fields import json_object
+from tp_engine.options.fields import check_fields, json_object, key
 from tp_engine.options.foreign_rows import refused
 from tp_engine.options.intake import takes_names_of_others
 
@@ -103,14 +103,10 @@ class StructuredOutputsDefaults:
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
-    compilation_timeout_s: float = COMPILATION_TIMEOUT_S
+    compilation_timeout_s: float = key(COMPILATION_TIMEOUT_S, positive=True, most=600)
 
     def __post_init__(self) -> None:
-        timeout_s = self.compilation_timeout_s
-        if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= 600:
-            raise ConfigError(
-                f"{CONFIG_NAME} has compilation_timeout_s {shown(timeout_s)}; it must be above 0 and at most 600"
-            )
+        check_fields(self, CONFIG_NAME)
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise ConfigError(f"{CONFIG_NAME} has both disable_any_whitespace and whitespace_pattern; give one of them")
         try:

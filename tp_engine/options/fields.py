@@ -35,11 +35,24 @@ def option(default: Any, help_text: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": help_text, **metadata})
 
 
-def check_fields(config: Any) -> None:
+def key(default: Any, **metadata: Any) -> Any:
+    """Return a field of a dataclass that an option's JSON object describes, with ``metadata`` of ``option``."""
+    return option(default, "", **metadata)
+
+
+def check_fields(config: Any, within: str = "") -> None:
     """Bring every field of the frozen dataclass ``config`` to its one form; None is the default.
 
-    Raises ``ConfigError`` for a value that is not of the field's type, outside of its bounds, or none of its choices.
+    ``within``: the option whose JSON object ``config`` is.  Raises ``ConfigError`` for a value that is not of the
+    field's type, outside of its bounds, or none of its choices.
     """
+    try:
+        _check_fields(config)
+    except ConfigError as error:
+        raise ConfigError(f"{within}: {error}" if within else str(error)) from error.__cause__
+
+
+def _check_fields(config: Any) -> None:
     for spec in dataclasses.fields(config):
         given = getattr(config, spec.name)
         value = spec.default if given is None else _in_one_form(spec, given)
