@@ -329,13 +329,13 @@ def interruptible() -> Iterator[None]:
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_within_a_step_ends_the_call_and_not_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while rank 0 runs its model, as in a notebook."""
-    before, execute = tokens(llm, PROMPTS, temperature=0, max_tokens=8), llm.engine._worker.execute
+    before, execute = tokens(llm, PROMPTS, temperature=0, max_tokens=8), llm.engine.worker.execute
 
     def interrupted(plan: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
         return execute(plan)
 
-    monkeypatch.setattr(llm.engine._worker, "execute", interrupted)
+    monkeypatch.setattr(llm.engine.worker, "execute", interrupted)
     with pytest.raises(KeyboardInterrupt):
         tokens(llm, PROMPTS, temperature=0, max_tokens=8)
     monkeypatch.undo()

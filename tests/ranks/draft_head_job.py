@@ -33,12 +33,12 @@ class Watched(DraftHeadProposer):
 
 def watch(llm: LLM) -> Watched | None:
     """Watch the drafts of a head from now on; None if there is no head."""
-    speculation = llm.engine._scheduler.feature(Speculation)
+    speculation = llm.engine.scheduler.feature(Speculation)
     if speculation is None or not speculation.sources.has_head:
         return None
-    (source,) = speculation.sources._sources
+    (source,) = speculation.sources.sources
     watched = Watched(next(iter(source.most_matched)))
-    speculation.sources._sources = [watched]
+    speculation.sources.sources = [watched]
     return watched
 
 

@@ -58,12 +58,12 @@ def _params(case: dict[str, Any]) -> SamplingParams:
 
 def run_kinds(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
     """For each kind, or for ``none``: tokens and log-probabilities, and what was drafted."""
-    speculation = llm.engine._scheduler.feature(Speculation)
+    speculation = llm.engine.scheduler.feature(Speculation)
     found: dict[str, Any] = {}
     for kind in KINDS if speculation is not None else ("none",):
         if speculation is not None and kind not in OWN:
             source = Replay(kind, found["own"]["sequences"], case["vocab_size"])
-            speculation.sources = Proposers([source], speculation._most_tokens)
+            speculation.sources = Proposers([source], speculation.most_tokens)
         found[kind] = run_once(llm, case)
     return found
 

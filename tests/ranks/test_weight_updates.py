@@ -158,7 +158,7 @@ def test_an_engine_that_sleeps_has_no_cache_and_wakes_up_unchanged(
         expected, _ = run(llm)
     with LLM(str(folders[0]), **settings) as llm:
         before, _ = run(llm)
-        runner = llm.engine._worker.runner
+        runner = llm.engine.worker.runner
         assert runner is not None and resident_bytes(runner.blocks.raw) > 0
         llm.sleep()
         assert resident_bytes(runner.blocks.raw) == 0

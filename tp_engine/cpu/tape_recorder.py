@@ -73,18 +73,18 @@ class TapeRecording:
         self._step, self._keep = step, keep
         self._recorder = recorder
         self._tape: Tape | None = None
-        self._run_count = 0
+        self.run_count = 0
         self.is_settled = False
 
     def run(self) -> torch.Tensor:
-        if self._run_count == 0:
-            self._run_count = 1
+        if self.run_count == 0:
+            self.run_count = 1
             self.output, self._tape = self._recorder.make_tape(self._step)
             self.is_settled = self._tape is not None
         elif self._tape is None:
             self.output = self._step()
-        elif self._run_count == 1:
-            self._run_count = 2
+        elif self.run_count == 1:
+            self.run_count = 2
             self._compare(self._tape)
         else:
             self._tape.run()

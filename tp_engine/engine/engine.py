@@ -61,7 +61,7 @@ class Engine:
         leave: Callable[[], None],
         disk_writer: DiskWriter | None = None,
     ) -> None:
-        self.model_info, self._worker, self._scheduler, self._grammars = model_info, worker, scheduler, grammars
+        self.model_info, self.worker, self.scheduler, self._grammars = model_info, worker, scheduler, grammars
         self._publisher, self._plan_timeout_s, self._num_ahead = publisher, plan_timeout_s, num_ahead
         self._held: StepPlan | None = None
         self._sent: deque[StepPlan] = deque()
@@ -90,31 +90,31 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether ``step`` has something to do: a request, a plan whose step has not ended, or output to take."""
-        has_requests = self._scheduler.has_unfinished and not self._admin.is_paused
+        has_requests = self.scheduler.has_unfinished and not self._admin.is_paused
         return has_requests or self._num_in_flight > 0 or bool(self._admin.drained)
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request; a ``RequestError`` leaves the engine unchanged."""
         self._enter()
         if not request.is_constrained:
-            self._scheduler.add(request)
+            self.scheduler.add(request)
         else:
-            self._grammars.add(request, self._scheduler)
+            self._grammars.add(request, self.scheduler)
 
     def compile_grammars(self) -> list[SequenceDelta]:
         """Wait until no request waits for its grammar; the last deltas of those whose grammars failed."""
         self._enter()
         with self._failing():
-            return self._grammars.settle_all(self._scheduler, self._job.check)
+            return self._grammars.settle_all(self.scheduler, self._job.check)
 
     def abort(self, request_ids: Iterable[str]) -> list[SequenceDelta]:
         """End requests now; unknown ids are ignored."""
         request_ids = list(request_ids)
         self._grammars.forget(request_ids)
-        return self._scheduler.abort(request_ids)
+        return self.scheduler.abort(request_ids)
 
     def prefetch_session(self, session: str, salt: str) -> None:
-        self._scheduler.prefetch_session(session, salt)
+        self.scheduler.prefetch_session(session, salt)
 
     def step(self) -> StepOutput:
         """Run one step on all ranks and return its output, which is empty if there is nothing to do.  If all requests
@@ -123,7 +123,7 @@ class Engine:
         if self._admin.drained:
             return self._admin.drained.popleft()
         try:  # not ``_failing``, which costs a generator for each step
-            if failed := self._grammars.settle(self._scheduler):
+            if failed := self._grammars.settle(self.scheduler):
                 return StepOutput(deltas=failed)
             self._send_plans()
             if self._num_in_flight == 0:
@@ -141,20 +141,20 @@ class Engine:
 
     def stats(self) -> SchedulerStats:
         """Requests, blocks and counters now."""
-        return self._scheduler.stats()
+        return self.scheduler.stats()
 
     def report(self, view: ViewLimits | None = None) -> EngineReport:
         """Return the scheduler and every rank's steps and memory; with ``view`` also the pool and the running
         sequences. This costs a fraction of a millisecond; steps pay nothing, because they record their times anyway.
         For a model with experts on a GPU it waits for the launched steps, whose counts are on the device."""
-        self._worker.enter_thread()
-        shown = None if view is None else self._scheduler.view(view)
-        experts = expert_balance(self._worker.expert_token_counts())
-        return self._statistics.report(self._scheduler.stats(), shown, experts=experts, **self._worker.report())
+        self.worker.enter_thread()
+        shown = None if view is None else self.scheduler.view(view)
+        experts = expert_balance(self.worker.expert_token_counts())
+        return self._statistics.report(self.scheduler.stats(), shown, experts=experts, **self.worker.report())
 
     def memory_growth_bytes(self) -> int:
         """Bytes of device memory that rank 0 has taken since it became ready, without the KV cache."""
-        return self._worker.memory_growth_bytes()
+        return self.worker.memory_growth_bytes()
 
     def check_health(self) -> None:
         """Raise ``RankError`` if a rank has died; cheap enough for each round of an idle loop."""
@@ -171,13 +171,13 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Assert that all blocks are accounted for."""
-        self._scheduler.check_integrity()
+        self.scheduler.check_integrity()
 
     def close(self) -> None:
         """Stop all ranks and leave; safe to call twice, and after a failure."""
         if not self._ending.close():
             return
-        self._worker.enter_thread()
+        self.worker.enter_thread()
         try:
             if self._ending.failure is None:
                 self._stop_ranks()
@@ -185,7 +185,7 @@ class Engine:
             self._grammars.close()
             if self._disk_writer is not None:
                 self._disk_writer.close()
-            self._worker.close()
+            self.worker.close()
             if self._publisher is not None:
                 self._publisher.close()
             self._leave()
@@ -214,7 +214,7 @@ class Engine:
     def _execute_command(self, plan: StepPlan) -> Outcome:
         self._publish(plan)
         self._recorder.begin(plan.step_id)
-        outcome = self._worker.execute_command(plan.order)
+        outcome = self.worker.execute_command(plan.order)
         self._recorder.done(plan.step_id)
         return outcome
 
@@ -225,7 +225,7 @@ class Engine:
             yield self._update(*self._finish_oldest())
 
     def _update(self, plan: StepPlan, result: StepResult) -> StepOutput:
-        output = self._scheduler.update(plan, result)
+        output = self.scheduler.update(plan, result)
         if self._admin.weight_version:
             output.weight_version = self._admin.weight_version
         return output
@@ -239,13 +239,13 @@ class Engine:
                 self._disk_writer.flush(self._run_alone)
             self._job.stopping()
             self._job.progress.reach(RankPhase.SHUTDOWN)
-            self._publish(StepPlan(step_id=self._scheduler.next_step_id, control=Control.STOP))
+            self._publish(StepPlan(step_id=self.scheduler.next_step_id, control=Control.STOP))
 
     def _run_alone(self, plan: StepPlan) -> None:
         """Run a plan without rows, while no step is in flight."""
         self._num_in_flight += 1
         self._send(plan)
-        self._scheduler.update(*self._finish_oldest())
+        self.scheduler.update(*self._finish_oldest())
 
     def _send_plans(self) -> None:
         """Make and send plans, up to ``num_ahead`` ahead.  A plan that may not fit into the ring is held back until no
@@ -255,7 +255,7 @@ class Engine:
         if self._admin.is_paused:
             return
         self._call_ranks()
-        while self._num_in_flight <= self._num_ahead and (plan := self._scheduler.schedule()) is not None:
+        while self._num_in_flight <= self._num_ahead and (plan := self.scheduler.schedule()) is not None:
             self._num_in_flight += 1
             if self._num_in_flight > 1 and self._publisher is not None and self._publisher.may_block(plan):
                 self._held = plan
@@ -264,7 +264,7 @@ class Engine:
 
     def _call_ranks(self) -> None:
         """Wake idle ranks now, so that they wake up while rank 0 makes the next plan."""
-        if self._publisher is not None and self._num_in_flight == 0 and self._scheduler.has_unfinished:
+        if self._publisher is not None and self._num_in_flight == 0 and self.scheduler.has_unfinished:
             self._publisher.call()
 
     def _send_held(self) -> None:
@@ -278,10 +278,10 @@ class Engine:
 
     def _finish_oldest(self) -> tuple[StepPlan, StepResult]:
         """Run the oldest plan on this rank, as the other ranks do, and wait for its result."""
-        while self._sent and (not self._launched or self._worker.runs_by_itself):
+        while self._sent and (not self._launched or self.worker.runs_by_itself):
             plan = self._sent.popleft()
             self._recorder.begin(plan.step_id)
-            self._launched.append(self._worker.execute(plan))
+            self._launched.append(self.worker.execute(plan))
             self._recorder.launched(plan.step_id)
         step = self._launched.popleft()
         self._num_in_flight -= 1
@@ -301,4 +301,4 @@ class Engine:
     def _enter(self) -> None:
         """Prepare the calling thread; ``EngineDeadError`` if the engine has ended."""
         self._ending.check()
-        self._worker.enter_thread()
+        self.worker.enter_thread()

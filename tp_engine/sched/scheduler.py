@@ -66,16 +66,16 @@ class Scheduler:
         """``fill_masks`` is for requests with grammars, ``links`` for the tiers; ``proposers`` are for speculation,
         instead of its own; ``kv_events`` takes the changes of the prefix cache."""
         self._limits, self._fill_masks = limits, fill_masks
-        self._state = SchedulerState(limits, links)
-        self._builder = StepScheduler(self._state)
+        self.state = SchedulerState(limits, links)
+        self._builder = StepScheduler(self.state)
         self._stops = StopChecker()
-        self._steady = SteadySteps(self._state, self._stops)
-        parts = (self._state, self._builder, self._stops, fill_masks, proposers, kv_events)
+        self._steady = SteadySteps(self.state, self._stops)
+        parts = (self.state, self._builder, self._stops, fill_masks, proposers, kv_events)
         self._features = list(make_features(*parts))
         self._hooks = Hooks(self._features)
-        self._state.on_leave, self._state.limit_chunk = self._hooks.on_leave, self._hooks.limit_chunk
+        self.state.on_leave, self.state.limit_chunk = self._hooks.on_leave, self._hooks.limit_chunk
         self._cache_keys = CacheKeys(self._hooks.cache_salt)
-        self._admitter = Admitter(self._state, self._hooks)
+        self._admitter = Admitter(self.state, self._hooks)
         self._groups: dict[str, RequestGroup] = {}
         self._num_requests = 0
         self._step_id = 0
@@ -117,9 +117,9 @@ class Scheduler:
         for sequence in group.sequences:
             if request.is_constrained:
                 sequence.blocked = Blocked.GRAMMAR
-                self._state.num_parked += 1
+                self.state.num_parked += 1
             else:
-                self._state.waiting.push(sequence)
+                self.state.waiting.push(sequence)
         for on_add in self._hooks.on_add:
             on_add(group)
 
@@ -135,7 +135,7 @@ class Scheduler:
         for sequence in group.sequences if group is not None else ():
             if sequence.phase is SequencePhase.WAITING and sequence.blocked & Blocked.GRAMMAR:
                 sequence.constraint = grammar.start(ignore_eos=sequence.group.request.params.ignore_eos)
-                self._state.unblock(sequence, Blocked.GRAMMAR)
+                self.state.unblock(sequence, Blocked.GRAMMAR)
 
     def abort(
         self, request_ids: Iterable[str] | None, error: str | None = None, error_code: str | None = None
@@ -154,11 +154,11 @@ class Scheduler:
     def preempt_all(self) -> None:
         """Preempt every running sequence: it waits again, with tokens, without blocks.  No step may be in flight."""
         assert not self._departures, "a step is in flight"
-        self._state.preempt_all()
+        self.state.preempt_all()
 
     def renew_cache_keys(self) -> None:
         """Note that weights changed: what is cached is not found any more.  No sequence may be running."""
-        assert not self._state.rows.num_running, "a row has K/V of the old weights"
+        assert not self.state.rows.num_running, "a row has K/V of the old weights"
         self._cache_keys.renew(self._groups.values())
         for on_new_weights in self._hooks.on_new_weights:
             on_new_weights()
@@ -179,7 +179,7 @@ class Scheduler:
         for finish in self._hooks.finish_plan:
             plan = finish(plan)
         self._step_id = plan.step_id
-        self._departures.append(self._state.rows.num_departures)
+        self._departures.append(self.state.rows.num_departures)
         for after in self._hooks.after_plan:
             after(self._step_id)
         return plan
@@ -194,11 +194,11 @@ class Scheduler:
         if builder.stalled:
             return None
         self._builder.schedule_prefills(builder)
-        if self._state.waiting and not builder.short:
+        if self.state.waiting and not builder.short:
             self._admitter.admit(builder)
         for extend in self._hooks.extend_plan:
             extend(builder)
-        plan = builder.advance(self._state, self._fill_masks)
+        plan = builder.advance(self.state, self._fill_masks)
         if plan is None and not self._departures and any(must_send() for must_send in self._hooks.must_send):
             plan = StepPlan(step_id=builder.step_id)
         return plan
@@ -211,7 +211,7 @@ class Scheduler:
         if plan is bare:
             return None
         self._step_id = plan.step_id
-        self._departures.append(self._state.rows.num_departures)
+        self._departures.append(self.state.rows.num_departures)
         return plan
 
     def skip_step(self) -> int:
@@ -226,7 +226,7 @@ class Scheduler:
         assert result.step_id == plan.step_id == expected, (
             f"result {result.step_id} of plan {plan.step_id}: {expected} is due"
         )
-        may_have_left = self._departures.popleft() != self._state.rows.num_departures
+        may_have_left = self._departures.popleft() != self.state.rows.num_departures
         for on_result in self._hooks.on_result:
             plan, result = on_result(plan, result)
         output = self._steady.update(plan, result)
@@ -238,7 +238,7 @@ class Scheduler:
         return output
 
     def _update_any(self, plan: StepPlan, result: StepResult, may_have_left: bool) -> StepOutput:
-        rows = self._state.rows
+        rows = self.state.rows
         sampled, token_ids, epoch = plan.decode_rows, result.token_ids, plan.rows_epoch
         positions: npt.NDArray[np.intp] | None = None
         if len(plan.prefill_rows):
@@ -262,17 +262,17 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Return a snapshot of queue, pool and totals."""
-        return stats_of(self._state, {name: value for stats in self._hooks.stats for name, value in stats().items()})
+        return stats_of(self.state, {name: value for stats in self._hooks.stats for name, value in stats().items()})
 
     def view(self, limits: ViewLimits) -> SchedulerView:
         """Return the pool and the running sequences for people to look at; costs nothing until it is called."""
-        return view_scheduler(self._state, limits)
+        return view_scheduler(self.state, limits)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes.  False, and nothing is changed, while a sequence is running."""
-        if self._state.rows.num_running:
+        if self.state.rows.num_running:
             return False
-        self._state.blocks.clear_cache()
+        self.state.blocks.clear_cache()
         return True
 
     def reset_mm_cache(self) -> None:
@@ -282,16 +282,16 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert that all parts agree; for idle times and tests."""
-        self._state.check_integrity()
+        self.state.check_integrity()
         for feature in self._features:
             feature.check_integrity()
         counts = np.array([group.check_integrity() for group in self._groups.values()]).reshape(-1, 3).sum(axis=0)
-        num_parked = self._state.num_parked
-        assert counts.tolist() == [self._state.rows.num_running, len(self._state.waiting) + num_parked, num_parked]
+        num_parked = self.state.num_parked
+        assert counts.tolist() == [self.state.rows.num_running, len(self.state.waiting) + num_parked, num_parked]
 
     def _confirm_prefills(self, plan: StepPlan, result: StepResult) -> None:
         """The chunks of this step are computed."""
-        rows = self._state.rows
+        rows = self.state.rows
         prefilled = plan.prefill_rows.astype(np.intp)
         living = rows.since_step[prefilled] <= plan.step_id
         confirmed = prefilled[living]
@@ -302,7 +302,7 @@ class Scheduler:
 
     def _append(self, num_decodes: int, sampled: RowSet, token_ids: IntArray) -> StepOutcome:
         """Each sampled row has one more token; some behind the ``num_decodes`` got their first one, some end."""
-        rows = self._state.rows
+        rows = self.state.rows
         outcome = StepOutcome(sampled, token_ids)
         lengths = rows.append(sampled, token_ids)
         for position in range(num_decodes, len(token_ids)):
@@ -331,11 +331,11 @@ class Scheduler:
             sequence.phase = SequencePhase.FINISHED
             if sequence.blocked:
                 sequence.blocked = Blocked.NOTHING
-                self._state.num_parked -= 1
+                self.state.num_parked -= 1
             else:
-                self._state.waiting.forget(sequence)
+                self.state.waiting.forget(sequence)
         else:
-            self._state.leave(sequence, SequencePhase.FINISHED)
+            self.state.leave(sequence, SequencePhase.FINISHED)
             for on_end in self._hooks.on_end:
                 on_end(sequence)
         group = sequence.group

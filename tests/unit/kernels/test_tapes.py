@@ -134,7 +134,7 @@ class Rows:
         computed = self.batch.num_computed.copy()
         with torch.inference_mode():
             found, _ = self.captured.run(StepPlan(step_id=1, decode_rows=rows), len(rows), self.batch.num_computed)
-        assert torch.equal(self.captured._forward[len(rows)].output, hidden)
+        assert torch.equal(self.captured.forward[len(rows)].output, hidden)
         assert found is not None and torch.equal(found, tokens)
         assert all(torch.equal(one, other) for one, other in zip(self.memory, memory, strict=True))
         computed[rows] += 1
@@ -144,8 +144,8 @@ class Rows:
 
     def recordings(self, num_rows: int) -> list[Any]:
         """The recordings of the forward pass and of the sampling."""
-        sampling = [one for (_, count), one in self.captured._sampling.items() if count == num_rows]
-        return [self.captured._forward[num_rows], *sampling]
+        sampling = [one for (_, count), one in self.captured.sampling.items() if count == num_rows]
+        return [self.captured.forward[num_rows], *sampling]
 
 
 def admission(row: int, length: int, blocks: IntArray) -> Admission:
@@ -169,7 +169,7 @@ def test_steps_equal_those_without_a_tape(name: str, dtype: torch.dtype, checkpo
             order = np.random.default_rng(step).permutation(NUM_ROWS)[:count].astype(np.int32)
             rows.check_step(order)
     for count in range(1, NUM_ROWS + 1):
-        assert all(one.is_settled and one._run_count == 2 for one in rows.recordings(count))
+        assert all(one.is_settled and one.run_count == 2 for one in rows.recordings(count))
 
 
 def test_a_step_with_an_operation_of_torch_is_not_recorded(
@@ -183,7 +183,7 @@ def test_a_step_with_an_operation_of_torch_is_not_recorded(
             rows.check_step(np.array(chosen, dtype=np.int32))
     for count in range(1, NUM_ROWS + 1):
         forward, finish = rows.recordings(count)
-        assert not forward.is_settled and finish._run_count == 0
+        assert not forward.is_settled and finish.run_count == 0
     assert [record.message for record in caplog.records if "not recorded" in record.message] == [
         "decode steps are not recorded, so they are slower: aten.add_.Tensor is no compiled kernel"
     ]
@@ -260,7 +260,7 @@ def test_every_operation_of_the_layers_goes_on_a_tape(dtype: torch.dtype) -> Non
             expected = step().clone()
             assert torch.equal(recorded.run(), expected)
             assert not expected.isnan().any()
-    assert recorded.is_settled and recorded._run_count == 2
+    assert recorded.is_settled and recorded.run_count == 2
 
 
 def test_a_recording_with_another_result_is_thrown_away(caplog: pytest.LogCaptureFixture) -> None:

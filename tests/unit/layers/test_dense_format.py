@@ -177,7 +177,7 @@ def test_a_tied_head_and_its_embedding_have_one_weight(dtype: torch.dtype) -> No
     weight = torch.randn(embedding.weight.shape).to(dtype)
     embedding.weight.copy_(weight)
     head.finish_loading()
-    assert isinstance(head._product, PackedWeight) == (embedding.weight is None)
+    assert isinstance(head.loaded, PackedWeight) == (embedding.weight is None)
     ids = torch.tensor([0, 202, 63, 64, 1, 129, 0])
     for wanted in (ids, ids.int()):
         assert torch.equal(embedding(wanted), weight[ids])

@@ -153,7 +153,7 @@ def test_output_head_keeps_its_type(checkpoint: Callable[..., Path]) -> None:
     def body(communicator: Communicator) -> tuple[Product | None, torch.Tensor, torch.Tensor]:
         model = build(config, folder, communicator, "int8")
         hidden, matrix = torch.randn(4, config.hidden_size), model.embed_tokens(torch.arange(config.vocab_size))
-        return model.lm_head._product, model.compute_local_logits(hidden), hidden @ matrix.T
+        return model.lm_head.loaded, model.compute_local_logits(hidden), hidden @ matrix.T
 
     method, found, expected = run_ranks(1, body)[0]
     assert not isinstance(method, Int8Linear)

@@ -76,7 +76,7 @@ def sequences_of(simulation: Simulation) -> Sequences:
 
 def found_in(simulation: Simulation, sequences: Sequences, *, salted: bool) -> set[tuple[str, Block]]:
     """What the prefix cache finds of them, block by block, with the medium of the slowest part that counts."""
-    given, cache = simulation.limits, simulation.scheduler._state.blocks.cache
+    given, cache = simulation.limits, simulation.scheduler.state.blocks.cache
     is_full = given.kv_windows.is_full
     counted = is_full if is_full.any() else np.ones_like(is_full)
     found = set()
@@ -249,7 +249,7 @@ def test_adapters_are_apart_until_they_leave() -> None:
 def test_what_follows_an_evicted_block_leaves_with_it() -> None:
     """By hand: 3 equals 0 and is not cached, so 4 follows 0; once 0 is gone, 4 is not found although it is there."""
     wire, given = Wire(), limits(num_blocks=8)
-    cache = Simulation(given, kv_events=wire).scheduler._state.blocks.cache
+    cache = Simulation(given, kv_events=wire).scheduler.state.blocks.cache
     data = np.arange(1, 9, dtype=np.int32).tobytes()
     ids = np.array([[0], [3], [4]])
     cache.insert(ids[:1], "", data[:16])

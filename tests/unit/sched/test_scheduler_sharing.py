@@ -269,7 +269,7 @@ def test_a_fork_waits_for_what_its_donor_shares_in_the_step_that_computes_it() -
     simulation.add([1] * 6, n=2, request_id="forks", max_tokens=20, **ENDLESS)
     for _ in range(3):
         simulation.step()
-    batch = simulation.scheduler._state
+    batch = simulation.scheduler.state
     (first,) = (sequence for sequence in batch.rows.running() if sequence.request_id == "forks")
     batch.preempt(first)
     simulation.abort("filler 8", "filler 9")

@@ -25,7 +25,7 @@ def unpack(grid: PoolGrid) -> list[int]:
 
 def expected_states(simulation: Simulation) -> list[int]:
     """The states by the pool's own reference counts and marks."""
-    pool = simulation.scheduler._state.blocks.pool
+    pool = simulation.scheduler.state.blocks.pool
     counts = [pool.ref_counts[block] for block in range(pool.num_blocks)]
     return [min(count, 2) + 1 if count else int(pool.contents()[block]) for block, count in enumerate(counts)]
 

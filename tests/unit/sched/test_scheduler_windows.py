@@ -19,7 +19,7 @@ ENDLESS: dict[str, Any] = {"ignore_eos": True}
 
 def table(simulation: Simulation, row: int = 0) -> list[list[int]]:
     """The blocks that a row holds, group by group."""
-    rows = simulation.scheduler._state.rows
+    rows = simulation.scheduler.state.rows
     tables = rows.tables(row)
     return [tables[first:, group].tolist() for group, first in enumerate(rows.first_block[row].tolist())]
 
@@ -110,7 +110,7 @@ def test_a_window_that_lost_a_block_shortens_the_hit_to_where_it_suffices() -> N
     simulation = Simulation(limits(windows=(None, 8), tile_tokens=4, num_blocks=40))
     simulation.add([1] * 20, max_tokens=1)
     simulation.run()
-    cache, pool = simulation.scheduler._state.blocks.cache, simulation.scheduler._state.blocks.pool
+    cache, pool = simulation.scheduler.state.blocks.cache, simulation.scheduler.state.blocks.pool
     (known, _) = cache.match("", b"\1\0\0\0" * 20, 5)
     lost = known[3:4, 1].copy()
     pool._kept.remove(lost)
@@ -197,7 +197,7 @@ def test_fragmentation_and_the_view_know_all_groups(windows: tuple[int | None, .
         stats = simulation.scheduler.stats()
         assert 0 <= stats.fragmentation <= 1 and 0 <= stats.num_live_tokens <= stats.num_used_blocks * 3
         view = simulation.scheduler.view(ViewLimits())
-        pool = simulation.scheduler._state.blocks.pool
+        pool = simulation.scheduler.state.blocks.pool
         for one in view.running:
             assert one.num_blocks == len(one.blocks) and all(pool.ref_counts[block] for block in one.blocks)
         states = [view.grid.cells[block // 4] >> 2 * (block % 4) & 3 for block in range(60)]

@@ -133,7 +133,7 @@ def started(shape: SchedulerLimits, *, ahead: int = 0) -> Simulation:
         simulation.add([number + 1, 2, 3, 4, 5][: 3 + number], ignore_eos=True, max_tokens=100)
     for _ in range(20):
         simulation.step()
-    run = simulation.scheduler._state.rows.run
+    run = simulation.scheduler.state.rows.run
     assert run is not None and run.num_planned
     return simulation
 

@@ -95,11 +95,11 @@ class Proposers:
     row."""
 
     def __init__(self, sources: Iterable[Proposer], most_tokens: int) -> None:
-        self._sources, self._most_tokens, self._forced = list(sources), most_tokens, GrammarProposer()
-        longest = {name: most for one in (self._forced, *self._sources) for name, most in one.most_matched.items()}
+        self.sources, self._most_tokens, self._forced = list(sources), most_tokens, GrammarProposer()
+        longest = {name: most for one in (self._forced, *self.sources) for name, most in one.most_matched.items()}
         self._acceptance = {name: Acceptance(most, most_tokens) for name, most in longest.items()}
         self.counts = dict.fromkeys(longest, (0, 0))  # draft tokens that were verified, and those that were right
-        heads = [name for one in self._sources if isinstance(one, DraftHeadProposer) for name in one.most_matched]
+        heads = [name for one in self.sources if isinstance(one, DraftHeadProposer) for name in one.most_matched]
         self._head = self._acceptance[heads[0]] if heads else None
 
     def head_likelihoods(self) -> npt.NDArray[np.float64]:
@@ -119,12 +119,12 @@ class Proposers:
         """Up to ``count`` tokens for ``sequence``, which has ``tokens`` (n,), n >= 1.  Of the sources' draft tokens it
         is the one that is likely to give most tokens, of equal ones the first source's."""
         if sequence.constraint is None:
-            return self._best(self._sources, sequence, tokens, count, 1.0)
+            return self._best(self.sources, sequence, tokens, count, 1.0)
         forced = self._best([self._forced], sequence, tokens, count, 1.0)
         if not (left := count - len(forced.tokens)):
             return forced
         behind = np.concatenate((tokens, forced.tokens))
-        others = self._best(self._sources, sequence, behind, left, forced.likelihoods[-1] if forced.parts else 1.0)
+        others = self._best(self.sources, sequence, behind, left, forced.likelihoods[-1] if forced.parts else 1.0)
         return Candidate(
             np.concatenate((forced.tokens, others.tokens)),
             forced.parts + others.parts,
@@ -162,10 +162,10 @@ class Proposers:
 
     def take(self, result: StepResult) -> None:
         """Note that the result of a step has come."""
-        for source in self._sources:
+        for source in self.sources:
             source.take(result)
 
     def learn(self, sequence: Sequence) -> None:
         """Note that a sequence has ended."""
-        for source in self._sources:
+        for source in self.sources:
             source.learn(sequence)

@@ -83,7 +83,7 @@ class Speculation(SchedulerFeature):
         fill_masks: FillMasks | None = None,
         sources: Iterable[Proposer] | None = None,
     ) -> None:
-        self._most_tokens = config.num_speculative_tokens
+        self.most_tokens = config.num_speculative_tokens
         measured = state.limits.decode_seconds
         self._costs = StepCosts(measured, state.limits.draft_seconds) if measured else None
         self._most_rows = min(config.most_rows, state.limits.max_num_seqs)
@@ -93,13 +93,13 @@ class Speculation(SchedulerFeature):
         self._state = state
         self._rows: RunningBatch = state.rows
         self._stops, self._fill_masks = stops, fill_masks
-        self.sources = Proposers([make_source(config)] if sources is None else sources, self._most_tokens)
-        self._num_drafts = self._most_tokens if self.sources.has_head else 0
+        self.sources = Proposers([make_source(config)] if sources is None else sources, self.most_tokens)
+        self._num_drafts = self.most_tokens if self.sources.has_head else 0
         self._found: list[DraftRun] = []
         self._verifying: list[DraftRun] = []
         self._kept: list[DraftRun] = []
         self._judged: list[DraftRun] = []
-        self.counters = SpeculationCounters(accepted_at=[0] * self._most_tokens)
+        self.counters = SpeculationCounters(accepted_at=[0] * self.most_tokens)
 
     def stats(self) -> dict[str, SpeculationCounters]:
         """Do as ``SchedulerFeature``: a copy of the counters."""
@@ -123,7 +123,7 @@ class Speculation(SchedulerFeature):
         likelihoods: list[float] = []
         for row, sequence in zip(chosen.rows.tolist(), chosen.sequences, strict=True):
             known = int(self._rows.num_tokens[row])
-            most = min(self._most_tokens, sequence.max_tokens - known - 1)
+            most = min(self.most_tokens, sequence.max_tokens - known - 1)
             if most < 1:
                 continue
             found = self.sources.propose(sequence, self._rows.tokens[row, :known], most)

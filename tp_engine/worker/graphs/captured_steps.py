@@ -128,30 +128,29 @@ class StepParts:
 class CapturedSteps(Generic[Size]):
     """Captured steps of one shape; made on all ranks in the same order.
 
-    The model's part has a recording for each size,
-    and sampling has one for each number of sampled tokens and each kind.
+    ``forward`` has a recording of the model's part for each size, ``sampling`` one for each kind and number of tokens.
     """
 
     def __init__(self, shape: StepShape[Size], parts: StepParts) -> None:
         self.shape, self._model, self._sampler, self._parts = shape, parts.model, parts.sampler, parts
-        self._forward: dict[Size, Recording] = {}
-        self._sampling: dict[tuple[SamplerVariant | None, int], Recording] = {}
+        self.forward: dict[Size, Recording] = {}
+        self.sampling: dict[tuple[SamplerVariant | None, int], Recording] = {}
         self._hidden = shape.hidden_room(parts.model)
 
     def capture(self, sizes: Sequence[Size], recorder: Recorder) -> None:
         """Capture steps of ``sizes``, the largest first, and the sampling behind those for which there is none yet."""
         for size in sizes:
             self.shape.set_step(_NO_ROWS, size)
-            self._forward[size] = recorder.record(partial(self._run_model, size), partial(self._keep_rows, size))
+            self.forward[size] = recorder.record(partial(self._run_model, size), partial(self._keep_rows, size))
             count = self.shape.num_sampled(size)
             for kind in self._sampler.kinds:
-                if (kind, count) not in self._sampling:
-                    self._sampling[kind, count] = recorder.record(partial(self._sample, kind, size))
+                if (kind, count) not in self.sampling:
+                    self.sampling[kind, count] = recorder.record(partial(self._sample, kind, size))
 
     def close(self) -> None:
         """Destroy the recordings, with their device memory and collectives."""
-        self._forward.clear()
-        self._sampling.clear()
+        self.forward.clear()
+        self.sampling.clear()
 
     def run(
         self, plan: StepPlan, size: Size, num_computed: IntArray
@@ -163,7 +162,7 @@ class CapturedSteps(Generic[Size]):
         the device contain them already, and count the step's tokens.
         """
         self.shape.set_step(plan, size)
-        forward = self._forward[size]
+        forward = self.forward[size]
         hidden = forward.run()
         is_decode_only = not len(plan.prefill_rows)
         rows = plan.decode_rows if is_decode_only else plan.sampled_rows
@@ -173,7 +172,7 @@ class CapturedSteps(Generic[Size]):
             return None, None
         positions = partial(_positions, plan, rows, num_computed)
         kind = self._sampler.recorded_kind(rows, positions, plan.rows_epoch if is_decode_only else 0)
-        sampling = self._sampling.get((kind, self.shape.num_sampled(size)))
+        sampling = self.sampling.get((kind, self.shape.num_sampled(size)))
         if sampling is not None and forward.is_settled:
             tokens = sampling.run()
             return tokens if tokens.shape[0] == count else tokens[:count], None
@@ -196,7 +195,7 @@ class CapturedSteps(Generic[Size]):
 
     def _sample(self, kind: SamplerVariant, size: Size) -> torch.Tensor:
         """Return token ids (B,), from the hidden states that ``_run_model`` left."""
-        hidden = self._forward[size].output if self._hidden is None else self._hidden[: self.shape.num_sampled(size)]
+        hidden = self.forward[size].output if self._hidden is None else self._hidden[: self.shape.num_sampled(size)]
         tables = self.shape.advanced if kind in self._sampler.advancing else None
         logits = self._model.compute_local_logits(hidden)
         tokens = self._sampler.sample_recorded(kind, logits, *self.shape.sampled(size), advanced=tables)
