@@ -21,7 +21,7 @@ REFUSED = [
     ("{", "not JSON"),
     ("[1]", "must be a JSON object"),
     ('{"whitespace": " "}', "names 'whitespace'; it can set disable_any_whitespace, "),
-    ('{"disable_any_whitespace": "yes"}', "disable_any_whitespace is 'yes'; it must be true or false"),
+    ('{"disable_any_whitespace": "yes"}', "disable_any_whitespace is 'yes' of type str; it must be of type bool"),
     ('{"whitespace_pattern": 3}', "whitespace_pattern is 3"),
     ('{"whitespace_pattern": " ", "disable_any_whitespace": true}', "give one of them"),
 ]
