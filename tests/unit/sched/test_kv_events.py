@@ -264,7 +264,7 @@ def test_what_follows_an_evicted_block_leaves_with_it() -> None:
 def test_blocks_with_images_are_not_told() -> None:
     """By hand: of 4 blocks the first two hold text alone; a run behind the others is not told, and leaves silently."""
     wire, given = Wire(), limits(num_blocks=12)
-    cache = Simulation(given, kv_events=wire).scheduler._state.blocks.cache
+    cache = Simulation(given, kv_events=wire).scheduler.state.blocks.cache
     tokens = np.arange(1, 25, dtype=np.int32)
     tokens[10:13] = -2
     ids = np.arange(6)[:, None]
