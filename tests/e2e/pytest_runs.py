@@ -45,7 +45,7 @@ def environment() -> dict[str, str]:
     return kept | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 
-def run_pytest(folder: Path, tests: str, *arguments: str, conftest: str = "", timeout_s: float = 150.0) -> Run:
+def run_pytest(folder: Path, tests: str, *arguments: str, conftest: str = "", timeout_s: float = 340.0) -> Run:
     """Run ``tests``, the text of a module, with the plugin."""
     (folder / "test_stranger.py").write_text(dedent(tests), encoding="utf-8")
     (folder / "conftest.py").write_text(dedent(conftest), encoding="utf-8")

@@ -77,7 +77,7 @@ def _follow(server: Server) -> None:
 
 @contextmanager
 def serving(
-    num_ranks: int, *arguments: str, timeout_s: float = 150.0, cwd: Path = ROOT, prefix: Sequence[str] = ()
+    num_ranks: int, *arguments: str, timeout_s: float = 300.0, cwd: Path = ROOT, prefix: Sequence[str] = ()
 ) -> Iterator[Server]:
     """A ready server on a free port."""
     server = launch(num_ranks, ["--port", "0", *arguments], cwd=cwd, prefix=prefix)
@@ -109,7 +109,7 @@ class WarmServer:
 
 
 @contextmanager
-def warm_serving(num_ranks: int, *arguments: str, timeout_s: float = 150.0) -> Iterator[WarmServer]:
+def warm_serving(num_ranks: int, *arguments: str, timeout_s: float = 300.0) -> Iterator[WarmServer]:
     """A ready server, for tests whose subject is not how it starts: as under torchrun, but the ranks are forked from a
     process that has torch and the engine imported, which takes two seconds of processor time per rank."""
     from tests.ranks.warm_ranks import started_ranks

@@ -66,7 +66,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert job.returncode == 0, job.stdout[-5000:]
     check_sums(target, 20)
     again = subprocess.run(
-        [sys.executable, "launch/batch.py", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=150
+        [sys.executable, "launch/batch.py", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=200
     )
     assert again.returncode == 3, again.stderr[-5000:]
     check_sums(target, 20)
@@ -112,7 +112,6 @@ def test_pipes_and_signals(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_resumed_after_kill(tmp_path: Path) -> None:
     """Oracle: arithmetic; kill -9 leaves some results, with and without a torn last line; the second run adds only the
     missing ones."""
@@ -120,7 +119,7 @@ def test_resumed_after_kill(tmp_path: Path) -> None:
     write_sums(source, 300)
     arguments = ["-i", str(source), "-o", str(target), *SMALL]
     first = launch(0, arguments, script="launch/batch.py")
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 200
     while not target.exists() or target.read_bytes().count(b"\n") < 10:
         assert first.process.poll() is None and time.monotonic() < deadline, first.text()[-3000:]
         time.sleep(0.005)
@@ -130,5 +129,5 @@ def test_resumed_after_kill(tmp_path: Path) -> None:
     with target.open("a") as torn:
         torn.write('{"id": "torn')
     second = launch(0, arguments, script="launch/batch.py")
-    assert second.process.wait(100) == 3, second.text()[-3000:]
+    assert second.process.wait(200) == 3, second.text()[-3000:]
     check_sums(target, 300)

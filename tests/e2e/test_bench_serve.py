@@ -16,7 +16,7 @@ from tp_engine.server.config import ServerConfig
 
 pytestmark = pytest.mark.slow
 
-DEADLINE_S = 120.0
+DEADLINE_S = 340.0
 
 
 def bench(*arguments: str) -> tuple[int, str, dict]:  # type: ignore[type-arg]

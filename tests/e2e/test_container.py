@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 # What replaces the manifest's options, as later options do.
 SMALL = ["--host=127.0.0.1", f"--model={DEMO_MODEL}", "--device=cpu", "--num-gpu-blocks-override=128",
          "--max-num-seqs=4", "--served-model-name", "demo"]  # fmt: skip
-START_S = 120.0
+START_S = 300.0
 
 
 @contextlib.contextmanager

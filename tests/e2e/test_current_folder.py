@@ -36,7 +36,7 @@ def test_llm(folder: Path, tmp_path: Path) -> None:
     script.write_text(_SCRIPT)
     job = subprocess.run(
         [sys.executable, str(script)],
-        cwd=folder, capture_output=True, text=True, timeout=150, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=folder, capture_output=True, text=True, timeout=340, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert job.returncode == 0, job.stderr[-3000:]
     assert job.stdout.split() == ["answer", "46"] * 2

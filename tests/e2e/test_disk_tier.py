@@ -53,7 +53,6 @@ def flip(path: Path, offset: int) -> None:
         file.write(bytes([byte ^ 4]))
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.usefixtures("warm_children")
 def test_what_does_not_fit_is_computed_again(
     checkpoint: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -139,7 +138,6 @@ def chat(server: WarmServer, messages: list[dict[str, str]]) -> tuple[str, int]:
     return found["choices"][0]["message"]["content"], found["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-@pytest.mark.timeout(280)
 def test_a_conversation_of_the_demo_server_goes_on_after_a_restart(tmp_path: Path) -> None:
     """Oracle: the same conversation's text before; a clean stop, then kill -9 of all ranks a second after an answer.
 
@@ -160,7 +158,7 @@ def test_a_conversation_of_the_demo_server_goes_on_after_a_restart(tmp_path: Pat
         repeated, cached = chat(server, messages[:1])
         assert repeated == first and cached > 64
         second, _ = chat(server, messages)
-        metrics = httpx.get(server.url + "/metrics", timeout=10).text
+        metrics = httpx.get(server.url + "/metrics", timeout=100).text
         time.sleep(1.2)
         for rank in server.ranks:
             rank.kill()

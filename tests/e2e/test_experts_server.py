@@ -26,7 +26,6 @@ TOOLS: list[Any] = [{"type": "function", "function": {"name": "lookup", "paramet
 FORCED: Any = {"type": "function", "function": {"name": "lookup"}}
 
 
-@pytest.mark.timeout(240)
 def test_a_chat_with_a_forced_tool_call(tmp_path: Path) -> None:
     """Oracle: the tool's schema; a stream with the same seed gives the same call; the mean load of the experts is 1."""
     folder = make_checkpoint(tmp_path / "gpt-oss", "gpt-oss", vocab_size=384)

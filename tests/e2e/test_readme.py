@@ -17,7 +17,7 @@ def test_the_python_example_runs(tmp_path: Path) -> None:
     (tmp_path / "my_job.py").write_text(example, encoding="utf-8")
     job = subprocess.run(
         [sys.executable, str(tmp_path / "my_job.py")],
-        capture_output=True, text=True, timeout=120, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=340, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert job.returncode == 0, job.stderr[-3000:]
     assert job.stdout.splitlines()[0].strip() == "1 3 4"

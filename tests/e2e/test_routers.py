@@ -94,7 +94,6 @@ def check_stream(client: httpx.Client, replicas: list[RunningServer]) -> None:
     assert '"cmpl-mine"' in first and len(rest) >= 40 and rest[-1] == "data: [DONE]"
 
 
-@pytest.mark.timeout(300)
 @NEEDS_ROUTERS
 @pytest.mark.parametrize(
     ("module", "policies"),
@@ -131,7 +130,6 @@ def test_two_replicas_behind_a_router(module: str, policies: list[str], tmp_path
             assert [complete(client, SHARED + str(number)).status_code for number in range(8)] == [200] * 8
 
 
-@pytest.mark.timeout(300)
 @NEEDS_ROUTERS
 def test_the_commands_of_the_document(tmp_path: Path) -> None:
     """Oracle: a sum by hand, through the router of docs/replicas.md before two servers with the demo model."""

@@ -16,8 +16,8 @@ import pytest
 
 from tests.e2e.terminal import ROOT, Terminal, at_terminal
 
-READY_S = 150.0
-STOP_S = 60.0
+READY_S = 300.0
+STOP_S = 200.0
 COMMAND = ["scripts/serve", "--port", "0", "--device", "cpu", "--num-gpu-blocks-override", "64"]
 SHORT = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
 NUM_LONG = 64  # the blocks hold about one of these requests at a time

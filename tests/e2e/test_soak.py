@@ -27,7 +27,6 @@ def test_a_short_soak(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     assert soak.count["ended by kill"] > 0 and soak.count["lives"] >= 4, soak.count
 
 
-@pytest.mark.timeout(240)
 def test_kill_9_costs_no_token_and_hardly_a_block(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Oracle: the tokens of an engine without tiers; most blocks that are older than a second are found by the next
     engine (the soak asks for 95 %, on a machine that is not busy).  Six kills of two ranks at random moments."""

@@ -27,7 +27,7 @@ def torchrun(
     *,
     meeting: Sequence[str] = ("--standalone",),
     wrap: Callable[[Sequence[str]], Sequence[str]] = list,
-    timeout_s: float = 170.0,
+    timeout_s: float = 340.0,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``torchrun --nproc-per-node num_ranks target...``; the whole process group is killed at the deadline.
 

@@ -19,7 +19,6 @@ from tests.ranks.warm_ranks import warm_ranks
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("world_size", "name", "family"),
     [(1, "plain", "gemma4"), (2, "prefix hits", "gemma4-experts"), (4, "chunks and preemption", "gemma4")],
@@ -42,7 +41,7 @@ def test_drafts_change_no_bit(
     ]
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     arguments = tmp_path / "cases.json", tmp_path / "out.json", draft_head_job.run
-    warm_ranks(world_size, parity_job.main, *arguments, timeout_s=280)
+    warm_ranks(world_size, parity_job.main, *arguments)
     plain, *drafted = json.loads((tmp_path / "out.json").read_text())
     for found in drafted:
         assert found["answers"] == plain["answers"] and found["logprobs"] == plain["logprobs"]

@@ -73,6 +73,6 @@ def test_forked_children_leave_the_engine_to_their_parent(checkpoint: Callable[.
     script = _SCRIPT.format(model=str(checkpoint("qwen3")))
     job = subprocess.run(
         [sys.executable, "-c", script],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=340, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert job.returncode == 0 and job.stdout == "done\n", job.stderr[-3000:]

@@ -22,7 +22,6 @@ PROMPT = [3 + (7 * index) % 190 for index in range(180)]
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=0)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 def test_yarn_equals_transformers(
     tensor_parallel_size: int, checkpoint: Callable[..., Path], caplog: pytest.LogCaptureFixture

@@ -26,13 +26,11 @@ _ENDS_S = 100.0
 _FAR = ("host_name", "resident_bytes")  # of another host's rank, they arrive with its slot
 
 
-@pytest.mark.timeout(300)
 def test_tokens_equal_one_host(tmp_path: Path) -> None:
     """Oracle: TP 4 on one host with gloo, bit for bit (log-probabilities too); two-level sums repeat bit for bit."""
     assert differences(tmp_path, num_local=2) == []
 
 
-@pytest.mark.timeout(180)
 def test_a_server_over_two_hosts(tmp_path: Path) -> None:
     """Oracle: HTTP on host 0 alone; every rank with its host in the report; one stop signal to host 0 ends both.  An
     update with the same weights, an order to the ranks of both, changes no answer."""
@@ -64,7 +62,6 @@ def test_a_server_over_two_hosts(tmp_path: Path) -> None:
         assert running.parts[1].wait_end(deadline_s) == 0, running.tail()
 
 
-@pytest.mark.timeout(120)
 def test_a_host_with_another_configuration_is_refused(tmp_path: Path) -> None:
     """Oracle: both hosts end, not with 0, and both name the field, both values and the host."""
     with hosts_job(
@@ -77,7 +74,6 @@ def test_a_host_with_another_configuration_is_refused(tmp_path: Path) -> None:
             assert running.hosts[1].name in part.text()
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "case",
     [HostCase("serve", "kill", "rank 1", num_local=1), HostCase("script", "down", "link 1", num_local=1)],

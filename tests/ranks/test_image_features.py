@@ -62,7 +62,6 @@ def error_of(found: dict[str, Any], expected: dict[str, Any]) -> float:
     return max(errors)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "method", "world_size"),
     [
@@ -113,7 +112,6 @@ def test_drafts_change_no_token(
     assert num_equal >= 0.97 * num_seen > 20, (num_equal, num_seen)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["qwen3.5-vision", "gemma4-vision"])
 def test_preempted_and_forked_images_of_other_families(
     name: str, image_model: Callable[..., Path], tmp_path: Path
@@ -131,7 +129,6 @@ def test_preempted_and_forked_images_of_other_families(
     assert error_of(found, expected) < 1e-4
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "world_size"), [("qwen3-vl", 2), ("gemma4-vision", 1)])
 def test_tiers_change_no_token(name: str, world_size: int, image_model: Callable[..., Path], tmp_path: Path) -> None:
     """A pool too small for all prompts, a host tier, and a directory that a second engine finds: names of images mean
@@ -166,7 +163,6 @@ def run(llm: LLM, prompts: list[Prompt]) -> list[Any]:
     return [(one["tokens"], one["logprobs"]) for one in image_job.answers(llm.engine, prompts, GREEDY)]
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(("name", "world_size"), [("qwen3-vl", 1), ("gemma4-vision", 2)])
 def test_new_weights_are_the_towers_too(name: str, world_size: int, image_model: Callable[..., Path]) -> None:
     """Oracle: an engine that starts with the new weights, bit for bit; after a sleep, too.  Rows of the old tower are
@@ -192,7 +188,6 @@ def test_new_weights_are_the_towers_too(name: str, world_size: int, image_model:
             assert run(llm, prompts) == before
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_dies_while_it_encodes_ends_the_job(
     rank: int, image_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
@@ -207,7 +202,6 @@ def test_a_rank_that_dies_while_it_encodes_ends_the_job(
             run(llm, prompts)
 
 
-@pytest.mark.timeout(200)
 def test_a_chunk_holds_an_image_whose_tokens_see_each_other(image_model: Callable[..., Path], tmp_path: Path) -> None:
     """Oracle: transformers; room for an image beside a token of each other sequence, and for one token more.  With one
     token less the engine does not start, and says how much room it takes."""
@@ -234,7 +228,6 @@ def test_a_chunk_holds_an_image_whose_tokens_see_each_other(image_model: Callabl
                 assert oracle.problem(prompt, one["tokens"][0], one["logprobs"][0]) is None
 
 
-@pytest.mark.timeout(200)
 def test_each_turn_of_a_chat_adds_an_image(image_model: Callable[..., Path]) -> None:
     """Oracle: transformers; each turn finds what was there before, with its images, although three layers of four keep
     a state instead of keys, and each image is encoded once."""

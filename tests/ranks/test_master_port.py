@@ -18,7 +18,7 @@ try:
 except Exception as error:
     raise SystemExit(f"{type(error).__name__}: {error}")
 """
-LIMIT_S = 60.0
+LIMIT_S = 200.0
 """Far below ``startup_timeout_s`` (600 s), the time that the ranks would wait for each other."""
 
 

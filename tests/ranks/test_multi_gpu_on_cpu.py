@@ -9,7 +9,6 @@ from tests.ranks.launch import torchrun
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.timeout(200)
 def test_the_multi_gpu_suite_passes_with_gloo() -> None:
     """Oracles: those in tests/multi_gpu."""
     job = torchrun(2, ["-m", "pytest", "-q", "tests/multi_gpu"])

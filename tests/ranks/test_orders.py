@@ -24,7 +24,6 @@ def tokens(llm: LLM) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_can_not_follow_is_named_and_nothing_changes(
     rank: int, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -47,7 +46,6 @@ def test_a_rank_that_can_not_follow_is_named_and_nothing_changes(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_results_of_steps_in_flight_are_kept(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Oracle: the tokens of a run without orders; an order between any two steps, with a plan sent ahead."""
     options = {**TWO_RANKS, "profile": str(tmp_path), "profile_steps": "none"}
@@ -63,7 +61,6 @@ def test_results_of_steps_in_flight_are_kept(checkpoint: Callable[..., Path], tm
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("phase", ["prepare", "commit"])
 def test_a_rank_that_dies_ends_the_job(
     phase: str, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

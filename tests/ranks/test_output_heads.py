@@ -54,7 +54,6 @@ def folders(checkpoint: Callable[..., Path], tmp_path: Path) -> tuple[Path, Path
     return tied, own
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 def test_a_head_of_its_own_is_used(tensor_parallel_size: int, folders: tuple[Path, Path]) -> None:
     """Oracle: transformers, which does not tie what differs; a copy of the embedding is tied; a sleep changes nothing.
@@ -81,7 +80,6 @@ def test_a_head_of_its_own_is_used(tensor_parallel_size: int, folders: tuple[Pat
         assert tokens_of(llm) == own_tokens
 
 
-@pytest.mark.timeout(90)
 def test_an_untied_model_needs_its_head(checkpoint: Callable[..., Path]) -> None:
     """Oracle: config.json does not tie, so tensors without a head are refused by its name and change nothing."""
     folder = checkpoint("llama", tie=False)

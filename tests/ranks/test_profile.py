@@ -26,7 +26,6 @@ def parts_in(path: Path) -> list[str]:
     return [name for name in names_in(path) if name in ("prepare", "model", "sample") or name.startswith("step ")]
 
 
-@pytest.mark.timeout(120)
 def test_every_rank_writes_traces_of_the_same_steps(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Oracle: the names of the chosen steps and their parts, on both ranks; the tokens equal those without a trace."""
     folder = tmp_path / "traces"

@@ -168,7 +168,6 @@ def rows_on(world_size: int) -> list[tuple[str, str]]:
     return [*packings, ("mxfp4", "gpt-oss"), ("w8a8-int8", "qwen3-moe"), *layers.values()]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("world_size", [1, 2, 8])
 def test_formats_equal_their_twins(
@@ -193,7 +192,6 @@ def test_formats_equal_their_twins(
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_same_numbers_in_four_packings_give_equal_results(
     world_size: int, checkpoint: Callable[..., Path], tmp_path: Path

@@ -12,4 +12,4 @@ from tests.tiers import fast_first
 @pytest.mark.parametrize("world_size", fast_first(1, [2, 3]))
 def test_ranks_sample_what_one_rank_samples(world_size: int) -> None:
     """Oracle: ``Sampler`` on the whole logits, within the job; rows of every kind, padded vocabularies."""
-    warm_ranks(world_size, sampling_job.main, timeout_s=120)
+    warm_ranks(world_size, sampling_job.main)

@@ -42,7 +42,6 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     ("architecture", "options"),
     [
@@ -80,7 +79,6 @@ def test_an_engine_with_new_weights_is_one_that_starts_with_them(
         assert llm.engine.memory_growth_bytes() < growth + (32 << 20)
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 def test_a_wrong_tensor_changes_nothing(
     tensor_parallel_size: int, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
@@ -112,7 +110,6 @@ def test_a_wrong_tensor_changes_nothing(
         assert run(llm) == (expected, [32, 16]) and llm.weight_version == "default"
 
 
-@pytest.mark.timeout(150)
 def test_a_rank_that_can_not_prepare_keeps_all_on_the_old_weights(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,7 +127,6 @@ def test_a_rank_that_can_not_prepare_keeps_all_on_the_old_weights(
         assert run(llm) == (expected, [0, 0])
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("phase", ["prepare", "commit"])
 def test_a_rank_that_dies_ends_the_job(
     phase: str, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
@@ -145,7 +141,6 @@ def test_a_rank_that_dies_ends_the_job(
             run(llm)
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"tensor_parallel_size": 1, "enforce_eager": True}])
 def test_an_engine_that_sleeps_has_no_cache_and_wakes_up_unchanged(
     options: dict[str, Any], checkpoint: Callable[..., Path]
@@ -205,7 +200,6 @@ def scores(model: Any, output: RequestOutput) -> torch.Tensor:
     return chosen
 
 
-@pytest.mark.timeout(200)
 def test_a_policy_gradient(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """REINFORCE with a reward for even tokens, weights pushed after each step.  Oracle: transformers' forward of the
     trainer's own weights (1e-5); in the end an engine that starts from what the trainer saves, bit for bit."""
@@ -245,7 +239,6 @@ def test_a_policy_gradient(checkpoint: Callable[..., Path], tmp_path: Path) -> N
         assert run(llm)[0] == found
 
 
-@pytest.mark.timeout(150)
 def test_requests_that_are_kept_go_on_with_the_new_weights(checkpoint: Callable[..., Path]) -> None:
     """Oracle: an engine with the new weights, asked to continue what each request had when it was paused; requests that
     come in the pause wait.  An update of running requests is refused."""

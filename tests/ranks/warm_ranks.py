@@ -34,7 +34,7 @@ _KILLED_S = 20.0
 Rank: TypeAlias = multiprocessing.context.ForkServerProcess
 
 
-def warm_ranks(num_ranks: int, target: Callable[..., None], *arguments: object, timeout_s: float = 170.0) -> str:
+def warm_ranks(num_ranks: int, target: Callable[..., None], *arguments: object, timeout_s: float = 340.0) -> str:
     """Call ``target(*arguments)`` on each of ``num_ranks`` ranks; returns what they printed.
 
     ``AssertionError`` with the output if a rank fails or the deadline passes; the other ranks are then killed.

@@ -9,7 +9,6 @@ from tests.unit.kernels.kernel_harness import compiled_for, needs_triton, quiet
 
 @needs_triton
 @quiet
-@pytest.mark.timeout(300)
 def test_no_size_of_a_batch_compiles_a_kernel_anew() -> None:
     """Oracle: Triton's own cache: three steps cover splits and chunks, and no later step adds to it."""
     from tests.unit.kernels.kernel_cases_latents import launch_model
@@ -27,7 +26,6 @@ def test_no_size_of_a_batch_compiles_a_kernel_anew() -> None:
 @needs_triton
 @quiet
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_no_number_of_rows_compiles_sparse_attention_anew() -> None:
     """Oracle: Triton's own cache: a step of decodes compiles all, also for the tokens of prompts and for other lengths
     of block tables; rows that choose at several times begin at any address."""
