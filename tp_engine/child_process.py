@@ -23,6 +23,8 @@ _ENTER = (
     "from importlib import import_module; sys.exit(import_module(sys.argv.pop()).main())"
 )
 
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 _children: weakref.WeakSet[subprocess.Popen[bytes]] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_children.clear)
 
@@ -37,11 +39,12 @@ def start_child(
 ) -> subprocess.Popen[bytes]:
     """Start a process that calls ``module.main()``, and write ``settings`` to its standard input, which then ends.
 
-    ``own_session``: the terminal's Ctrl-C does not reach it; otherwise its main begins with ``ignore_interrupts``.
+    ``own_session``: signals to this process's group do not reach it; otherwise its main begins with
+    ``ignore_stop_signals``.
     ``output`` takes its standard output and error.  If the process ends before it has read the settings, its exit code
     says so, and no error is raised here.
     """
-    with contextlib.nullcontext() if own_session else _interrupts_held_back():
+    with contextlib.nullcontext() if own_session else _stop_signals_held_back():
         child = subprocess.Popen(
             [sys.executable, "-P", "-c", _ENTER, module],
             stdin=subprocess.PIPE,
@@ -64,11 +67,12 @@ def kill_children() -> None:
         child.kill()
 
 
-def ignore_interrupts() -> None:
-    """Ignore interrupts; a child's main calls this first: the terminal's Ctrl-C reaches every process, and the parent
-    decides."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+def ignore_stop_signals() -> None:
+    """Ignore SIGINT and SIGTERM; a child's main calls this first: the terminal's Ctrl-C, and what ``timeout`` sends to
+    its group, reach every process, and the parent decides."""
+    for number in _STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
 
 
 def _import_path() -> list[str]:
@@ -80,9 +84,10 @@ def _import_path() -> list[str]:
 
 
 @contextlib.contextmanager
-def _interrupts_held_back() -> Iterator[None]:
-    """A child that starts within has SIGINT blocked until ``ignore_interrupts``, so Python prints no traceback."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _stop_signals_held_back() -> Iterator[None]:
+    """A child that starts within has these signals blocked until ``ignore_stop_signals``: it neither ends nor prints a
+    traceback."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
         yield
     finally:

@@ -78,8 +78,8 @@ def end_process(process: subprocess.Popen[bytes], *, timeout_s: float) -> None:
 
 class ChildRanks:
     """Processes of ranks that this process started: each runs a module and reads its spec from standard input.  The
-    module's main begins with ``ignore_interrupts``.  The first of ``inputs`` is for ``first_rank``, the others for the
-    ranks after it."""
+    module's main begins with ``ignore_stop_signals``.  The first of ``inputs`` is for ``first_rank``, the others for
+    the ranks after it."""
 
     def __init__(self, module: str, inputs: Sequence[bytes], *, first_rank: int = 1) -> None:
         self._first_rank = first_rank

@@ -8,7 +8,7 @@ import sys
 
 import msgspec
 
-from tp_engine.child_process import ignore_interrupts
+from tp_engine.child_process import ignore_stop_signals
 from tp_engine.config import EngineConfig
 from tp_engine.engine.job import Job
 from tp_engine.engine.processes import die_with_parent
@@ -35,7 +35,7 @@ class RankSpec(msgspec.Struct, kw_only=True):
 
 def main() -> int:
     """Join the job and run its plans; the exit code is 0 after the stop plan."""
-    ignore_interrupts()
+    ignore_stop_signals()
     spec = msgspec.json.decode(sys.stdin.buffer.read(), type=RankSpec)
     die_with_parent(spec.parent_pid, grace_s=_LAST_WORDS_S)
     config = EngineConfig(**spec.config)  # type: ignore[arg-type]  # checked by EngineConfig itself

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from tp_engine import env
-from tp_engine.child_process import ignore_interrupts
+from tp_engine.child_process import ignore_stop_signals
 from tp_engine.config import EngineConfig
 from tp_engine.engine.processes import ChildRanks, die_with_parent
 from tp_engine.engine.service import EngineService
@@ -97,7 +97,7 @@ def spawn_service(config: EngineConfig) -> ServiceHandle:
 
 def main() -> int:
     """Start the engine and serve its client until a stop; the exit code is 0 if the client asked for that stop."""
-    ignore_interrupts()
+    ignore_stop_signals()
     spec = msgspec.json.decode(sys.stdin.buffer.read(), type=ServiceSpec)
     die_with_parent(spec.parent_pid)
     config = EngineConfig(**spec.config)  # type: ignore[arg-type]  # checked by EngineConfig itself

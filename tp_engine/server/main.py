@@ -150,11 +150,12 @@ class Frontend:
         key = "" if not config.api_keys else "-H 'Authorization: Bearer YOUR_KEY' "
         model = self._state.healthy_llm().model_info
         path, body = _TO_TRY["head" if model.convert == "classify" and not model.generates_text else model.convert]
-        print(
-            f"serving {names} at {url}, try:\n"
-            f"  curl {socket_file}{url}{path} {key}-H 'Content-Type: application/json' -d '{body}'",
-            flush=True,
-        )
+        with contextlib.suppress(OSError):  # a full disk, or a pipe that nobody reads any more: serve all the same
+            print(
+                f"serving {names} at {url}, try:\n"
+                f"  curl {socket_file}{url}{path} {key}-H 'Content-Type: application/json' -d '{body}'",
+                flush=True,
+            )
 
 
 def _batch_store(config: ServerConfig) -> BatchStore | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -22,6 +23,13 @@ def main():
     told = {"path": sys.path, "files": [queue.__file__, tokenizers.__file__, types.__file__],
             "settings": sys.stdin.read()}
     json.dump(told, sys.stdout)
+    return 7
+"""
+
+_IGNORES = """
+from tp_engine.child_process import ignore_stop_signals
+def main():
+    ignore_stop_signals()
     return 7
 """
 
@@ -61,6 +69,16 @@ def test_a_checkout_that_was_found_in_the_current_directory_is_found_by_children
     with (tmp_path / "output").open("w+b") as file:
         assert start_child("tells", b"", output=file).wait(DEADLINE_S) == 7
     assert json.loads((tmp_path / "output").read_text())["path"][:2] == [str(tmp_path), str(ROOT)]
+
+
+def test_stop_signals_to_the_group_leave_a_child_to_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: its own exit code, although the signals reach it while the interpreter starts."""
+    (tmp_path / "ignores.py").write_text(_IGNORES)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    child = start_child("ignores", b"")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        child.send_signal(number)
+    assert child.wait(DEADLINE_S) == 7
 
 
 def test_a_child_that_ends_before_it_reads_is_no_error(tmp_path: Path) -> None:
