@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import socket
+import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from tests.asgi import App, run_served
-from tests.fake_engine import FakeEngine, echo
+from tests.fake_engine import MODEL_INFO, FakeEngine, echo
 from tests.tiny_server import chat_tokenizer
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody
 from tp_engine.api.openai.sampling import chat_params, completion_params
@@ -22,6 +26,7 @@ from tp_engine.server.admin_routes import public_fields
 from tp_engine.server.app import OPEN_PATHS
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.listener import close_listener, listener_url, open_listener
+from tp_engine.server.main import Frontend
 from tp_engine.version import __version__
 
 
@@ -194,3 +199,19 @@ def test_a_port_is_bound_as_before() -> None:
     with open_listener(ServerConfig(port=0)) as listener:
         socket.create_connection(listener.getsockname(), timeout=5).close()
         assert listener_url(listener, scheme="https").startswith("https://127.0.0.1:")
+
+
+def test_a_server_starts_although_its_output_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the line to try is begun, and its failure is none of the server's."""
+
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    full, config = Full(), ServerConfig(host="127.0.0.1", port=0)
+    monkeypatch.setattr(sys, "stdout", full)
+    listener = open_listener(config)
+    state = SimpleNamespace(model_names=("demo",), healthy_llm=lambda: SimpleNamespace(model_info=MODEL_INFO))
+    Frontend._announce(cast("Frontend", SimpleNamespace(_config=config, _listener=listener, _state=state)))
+    listener.close()
+    assert full.getvalue().startswith("serving demo at http://127.0.0.1:")
