@@ -47,7 +47,7 @@ def read_pooling(model: str, folder: Path, convert: str, classifier: ClassifierS
         )
     if convert in ("auto", "pooling") and (classifier is not None or "reranker" in name):
         convert = "classify"
-    elif convert == "pooling" or (convert == "auto" and (folder / _MODULES_FILE).is_file()):
+    elif convert == "pooling" or (convert == "auto" and _is_for_embeddings(folder)):
         convert = "embed"
     elif convert == "auto":
         convert = "none"
@@ -75,6 +75,12 @@ def pooled(spec: ModelSpec, pooling: PoolingSpec) -> ModelSpec:
     skipped = () if spec.classifier is None else tuple(f"{linear.name}." for linear in spec.classifier.linears)
     names = CheckpointNames(spellings=(*spec.names.spellings, _BARE_NAMES), skipped=(*spec.names.skipped, *skipped))
     return dataclasses.replace(spec, classifier=None, names=names)
+
+
+def _is_for_embeddings(folder: Path) -> bool:
+    """Whether the folder has the files of sentence-transformers, or a decoder that was saved without its head."""
+    architectures = read_json(folder / CONFIG_FILE).get("architectures") or [""]
+    return (folder / _MODULES_FILE).is_file() or str(architectures[0]).endswith("Model")
 
 
 def _own_name(model: str, folder: Path) -> str:

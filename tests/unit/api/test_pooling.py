@@ -328,6 +328,7 @@ def folder_of(folder: Path, pooling: dict[str, Any] | None, **config: object) ->
         ("Qwen/Qwen3-Reranker-4B", {"pooling_mode": "cls"}, {}, "auto", ("classify", None)),
         ("Qwen/Qwen3-Reranker-4B", None, {}, "none", ("none", None)),
         ("some/model", {"pooling_mode_mean_tokens": True}, {}, "none", ("none", None)),
+        ("intfloat/e5-mistral-7b-instruct", None, {"architectures": ["MistralModel"]}, "auto", ("embed", None)),
     ],
 )
 def test_what_a_model_is_for(

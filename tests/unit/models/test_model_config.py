@@ -324,6 +324,15 @@ def test_other_formats_are_named(file: str, what: str, tmp_path: Path) -> None:
         weight_files(tmp_path)
 
 
+def test_decoders_without_a_head_are_read() -> None:
+    """Oracle: the same decoder with its head; models for embeddings are saved so (e5-mistral, bge-multilingual)."""
+    for name in ("Mistral", "Qwen2", "Llama"):
+        whole = read_model(llama(architectures=[f"{name}ForCausalLM"]))
+        assert read_model(llama(architectures=[f"{name}Model"])) == whole
+    with pytest.raises(ConfigError, match=r"architectures is .'BertModel'.; this engine runs exactly one of"):
+        read_model(llama(architectures=["BertModel"]))
+
+
 def test_a_model_further_down_is_named(tmp_path: Path) -> None:
     """Oracle: the folder below that has config.json, as in a trainer's output and in the hub's cache."""
     for name in ("checkpoint-200", "checkpoint-100", "cache/snapshots/abc"):

@@ -33,6 +33,8 @@ def read_spec(config: ConfigJson) -> ModelSpec:
     """
     name = config.architecture
     reader = families().get(name)
+    if name.endswith("Model") and (whole := f"{name.removesuffix('Model')}ForCausalLM") in families():
+        return families()[whole](config.changed({"architectures": [whole]}))  # saved without its output head
     if reader is None and (decoder := decoder_of(config, families())) is not None:
         return with_classifier(families()[decoder](decoder_config(config, decoder)), config)
     if reader is None:
