@@ -104,6 +104,21 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[WeightScheme | None, WeightSche
         {"activation_scheme": "static", "ignored_layers": ["lm_head"], "quant_method": "fp8"},
         (FP8_TENSOR,) * 3,
     ),
+    "Meta-Llama-3-8B-Instruct-FP8-KV": (
+        {
+            "activation_scheme": "static", "ignored_layers": ["lm_head"], "kv_cache_scheme": "static",
+            "quant_method": "fp8",
+        },
+        (FP8_TENSOR,) * 3,
+    ),
+    "Qwen3-8B-AWQ by GPTQModel": (
+        {
+            "bits": 4, "checkpoint_format": "gemm", "desc_act": True, "format": "gemm", "group_size": 128,
+            "lm_head": False, "meta": {"quantizer": ["gptqmodel:5.6.12"]}, "method": "awq", "pack_dtype": "int32",
+            "quant_method": "awq", "sym": False, "version": "gemm", "zero_point": True,
+        },
+        (AWQ4,) * 3,
+    ),
     "Qwen3-32B-FP8-dynamic": (
         compressed("float-quantized", weights(8, "float", "channel"), TOKEN),
         (WeightScheme(packing="plain", kind="e4m3", activations="token"),) * 3,
@@ -291,6 +306,7 @@ def test_every_method_is_covered() -> None:
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
         ({"quant_method": "fp8", "surprise": 1}, "surprise=1"),
         ({**AWQ, "version": "gemv"}, "gemm"),
+        ({**AWQ, "checkpoint_format": "gemv"}, "gemm"),
         ({**AWQ, "bits": 3}, "bits is 3"),
         ({**AWQ, "zero_point": False}, "zero_point"),
         ({**AWQ, "modules_to_not_convert": [1]}, "list of names"),

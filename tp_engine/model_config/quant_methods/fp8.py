@@ -1,6 +1,7 @@
 """``fp8``: weights in float8_e4m3fn with a scale for each block (DeepSeek, Qwen3, MiniMax) or one for each tensor."""
 
 from tp_engine.model_config.config_json import ConfigJson
+from tp_engine.model_config.quant_methods.compressed_tensors import KV_SCALES
 from tp_engine.model_config.quantization import EVERY_MODULE, QuantizationSpec, WeightScheme
 
 METHODS = ("fp8",)
@@ -18,6 +19,7 @@ def read(config: ConfigJson) -> QuantizationSpec:
         config.take_one_of(name, *choices, remedy="use another checkpoint")
     config.expect("is_checkpoint_fp8_serialized", bool, True)
     config.skip("dequantize", "version")
+    has_kv_scales = config.take_one_of("kv_cache_scheme", "none", "static", remedy="use another checkpoint") == "static"
     static = config.take("activation_scheme", str) == "static"
     block = config.take_block("weight_block_size")
     if block is not None and static:
@@ -33,5 +35,6 @@ def read(config: ConfigJson) -> QuantizationSpec:
     return QuantizationSpec(
         method="fp8",
         rules=(*((name, None) for name in (*ignored, "lm_head")), (EVERY_MODULE, scheme)),
-        skipped=("input_scale", "activation_scale"),
+        skipped=("input_scale", "activation_scale", "kv_scale", *KV_SCALES),
+        has_kv_scales=has_kv_scales,
     )

@@ -9,8 +9,8 @@ from tp_engine.model_config.quantization import EVERY_MODULE, REGEX, Packing, Qu
 
 METHODS = ("gptq",)
 _PACKINGS: dict[str, Packing] = {"gptq": "gptq", "gptq_v2": "gptq_v2"}
-# How the weights were found, and how other programs run them.
-_NOTES = (
+# How the weights were found, and how other programs run them.  GPTQModel writes them beside AWQ's too.
+NOTES = (
     "act_group_aware", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment",
     "damp_percent", "dataset", "exllama_config", "max_input_length", "meta", "model_file_base_name",
     "model_name_or_path", "model_seqlen", "module_name_preceding_first_block", "mse", "offload_to_disk",
@@ -21,9 +21,10 @@ _NOTES = (
 
 def read(config: ConfigJson) -> QuantizationSpec:
     """Rules of ``dynamic`` come before all others; of ``modules_in_block_to_quantize`` only the named are quantised."""
-    config.skip(*_NOTES)
+    config.skip(*NOTES)
     config.expect("is_marlin_format", bool, False)
     config.expect("pack_dtype", str, "int32")
+    config.expect("method", str, "gptq")
     packing = _packing(config)
     usual: dict[str, Any] = {
         "bits": config.require("bits", int),
@@ -86,7 +87,7 @@ def _dynamic(config: ConfigJson, usual: dict[str, Any], packing: Packing) -> Ite
             yield REGEX + pattern[2:], None
             continue
         changed = {name: own.take(name, type(value), value) for name, value in usual.items()}
-        own.finish_strictly(*_NOTES)
+        own.finish_strictly(*NOTES)
         yield REGEX + pattern.removeprefix("+:"), _scheme(changed, packing, own)
 
 
