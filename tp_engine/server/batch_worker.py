@@ -77,7 +77,10 @@ class BatchWorker:
         if batch.status in ("validating", "in_progress") and batch.expired_at is None:
             batch.enter("cancelling", int(time.time()))
             told = copy.deepcopy(batch)
-            self._tasks[batch.id].cancel()
+            if batch.id in self._tasks:
+                self._tasks[batch.id].cancel()
+            else:  # it stands still, because of an error of the disk
+                self._start(batch)
             await self._save(batch)
             return told
         return batch
