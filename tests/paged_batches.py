@@ -10,7 +10,7 @@ import torch
 from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
 from tp_engine.cpu.kernels.library import native_library
 from tp_engine.cpu.kernels.paged_attention import in_kernel_order
-from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv, layer_view
+from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv, is_quantised, layer_view, quantise
 from tp_engine.plan import PAD_SLOT
 from tp_engine.worker.batch.step_inputs import slots_for
 
@@ -27,11 +27,12 @@ class PagedBatch:
     value: torch.Tensor
     all_keys: list[torch.Tensor]
     all_values: list[torch.Tensor]
+    kv_scales: torch.Tensor | None = None
 
     def attend(self, backend: AttentionBackend) -> torch.Tensor:
         """``backend``'s output; the cache does not change."""
         backend.prepare(self.metadata)
-        return backend.forward(self.query, self.new, LayerKv(self.cache_for(backend)), self.metadata, self.shape)
+        return backend.forward(self.query, self.new, self.kv_for(backend), self.metadata, self.shape)
 
     @property
     def new(self) -> KeyValue:
@@ -42,6 +43,10 @@ class PagedBatch:
         """A copy of the cache, each block in the backend's own order."""
         library = native_library() if backend.name == "native" else None
         return among_layers(self.kv_cache if library is None else in_kernel_order(library, self.kv_cache))
+
+    def kv_for(self, backend: AttentionBackend) -> LayerKv:
+        """``cache_for`` with a copy of its scales."""
+        return LayerKv(self.cache_for(backend), None if self.kv_scales is None else among_layers(self.kv_scales))
 
     def expected(self) -> torch.Tensor:
         """Output (N, heads, head_dim) in float32: token by token, head by head."""
@@ -96,8 +101,9 @@ def make_batch(
     num_blocks = int(num_blocks_each.sum()) + 3
     free = np.arange(num_blocks) if consecutive_blocks else rng.permutation(num_blocks)
     table = np.zeros((len(requests), max(1, int(num_blocks_each.max()))), dtype=np.int32)
+    cache_dtype = cache_dtype or dtype
     kv_cache = torch.full((2, num_blocks, block_size, shape.num_kv_heads, shape.head_dim), float("nan"))
-    kv_cache = kv_cache.to(cache_dtype or dtype)
+    kv_cache = kv_cache.to(dtype if is_quantised(cache_dtype) else cache_dtype)
     flat = kv_cache.view(2, -1, shape.num_kv_heads, shape.head_dim)
     all_kv, new_kv, slots = [], [], []
     for request, (query_len, seq_len) in enumerate(requests):
@@ -112,6 +118,10 @@ def make_batch(
         slots.append(own_slots[cached:] if seq_len else np.full(query_len, PAD_SLOT))
     slots.append(np.full(padding_tokens, PAD_SLOT))
     new_kv.append(torch.randn(2, padding_tokens, shape.num_kv_heads, shape.head_dim, generator=generator))
+    kv_scales = None
+    if is_quantised(cache_dtype):
+        kv_cache, scales = quantise(kv_cache, cache_dtype)
+        kv_scales = among_layers(scales.transpose(2, 3).to(device))
     key, value = torch.cat([kv.to(dtype) for kv in new_kv], dim=1).to(device)
     query = torch.randn(key.shape[0], shape.num_heads, shape.head_dim, generator=generator).to(dtype)
     metadata = AttentionMetadata(
@@ -132,4 +142,5 @@ def make_batch(
         value=value,
         all_keys=[kv[0] for kv in all_kv],
         all_values=[kv[1] for kv in all_kv],
+        kv_scales=kv_scales,
     )

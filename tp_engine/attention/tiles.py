@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from tp_engine.attention.base import AttentionMetadata, AttentionShape
 from tp_engine.kernels.attention import plain_attention
 from tp_engine.kernels.kv_cache.block_codes import BlockForm
-from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv, states_at
+from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv, dequantise, states_at
 
 # A tile does not read keys after its end, and its mask stays small.
 TILE = 256
@@ -149,6 +149,10 @@ def _states_in(kv: LayerKv, block_ids: torch.Tensor, simd_width: int) -> KeyValu
         num_parts=2, block_size=block_size, num_kv_heads=num_heads, head_dim=head_dim, dtype=kv.cache.dtype,
         simd_width=simd_width,
     )  # fmt: skip
-    blocks = kv.cache.transpose(0, 1)[block_ids.long()]
-    vectors = form.vectors_of(blocks.flatten(1).view(torch.uint8)).unflatten(2, (num_heads, block_size))
-    return KeyValue(*vectors.permute(1, 0, 3, 2, 4).flatten(1, 2))
+    ids = block_ids.long()
+    # As bytes, because 8-bit floats can not be indexed.
+    blocks = kv.cache.view(torch.uint8).transpose(0, 1)[ids]
+    states = form.vectors_of(blocks.flatten(1)).unflatten(2, (num_heads, block_size)).permute(1, 0, 3, 2, 4)
+    if kv.scales is not None:
+        states = dequantise(states, kv.scales[:, ids].transpose(2, 3))
+    return KeyValue(*states.flatten(1, 2))

@@ -58,7 +58,6 @@ class NativeBackend:
         shape: AttentionShape,
     ) -> torch.Tensor:
         """Do the same for decodes that attend to ``chosen`` keys; None: to all."""
-        assert kv.scales is None, "why_not refuses a quantised cache"
         query, size = _with_dense_tokens(query), shape.value_dim or shape.head_dim
         if new is not None:
             key = _with_dense_tokens(new.key)
@@ -66,7 +65,7 @@ class NativeBackend:
         out = (torch.zeros if self._has_padding else torch.empty)((*query.shape[:2], size), dtype=query.dtype)
         self._kernel(
             query, new, kv.cache, out,
-            scale=shape.scale, window=shape.sliding_window, softcap=shape.softcap, sinks=shape.sinks,
+            scales=kv.scales, scale=shape.scale, window=shape.sliding_window, softcap=shape.softcap, sinks=shape.sinks,
             chosen=chosen,
         )  # fmt: skip
         return out
@@ -81,7 +80,9 @@ class NativeBackend:
             ones, starts, chosen.counts.numpy(), block_table, torch.zeros(count, dtype=torch.int64)
         )
         out = torch.empty((count, shape.num_heads, shape.value_dim or shape.head_dim), dtype=query.dtype)
-        self._rows_kernel(_with_dense_tokens(query), None, kv.cache, out, scale=shape.scale, chosen=chosen)
+        self._rows_kernel(
+            _with_dense_tokens(query), None, kv.cache, out, scales=kv.scales, scale=shape.scale, chosen=chosen
+        )
         return out
 
     def attend_expanded(self, query: torch.Tensor, rows: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
@@ -152,12 +153,11 @@ def why_not(needs: AttentionNeeds) -> str | None:
     """Return why this backend can not be used, with the remedy; None if it can."""
     if needs.device_type != "cpu":
         return f"it runs on CPUs, not {needs.device_type}; use another attention_backend"
-    for name, dtype in (("dtype", needs.dtype), ("kv_cache_dtype", needs.kv_cache_dtype)):
-        if dtype not in DTYPE_CODES:
-            return f"{name} is {dtype}; it knows float32, bfloat16 and float16: use attention_backend=torch"
-    most = MAX_ROW_DIM if needs.has_latents else MAX_HEAD_DIM
-    if odd := [size for size in needs.head_dims if size > most or size % 2]:
-        return f"head_dim is {odd[0]}; it takes even ones up to {most}: use attention_backend=torch"
+    if needs.dtype not in DTYPE_CODES:
+        return f"dtype is {needs.dtype}; it knows float32, bfloat16 and float16: use attention_backend=torch"
+    most, step = MAX_ROW_DIM if needs.has_latents else MAX_HEAD_DIM, max(2, 4 // needs.kv_cache_dtype.itemsize)
+    if odd := [size for size in needs.head_dims if size > most or size % step]:
+        return f"head_dim is {odd[0]}; it takes multiples of {step} up to {most}: use attention_backend=torch"
     if native_library() is None:
         return "its kernels are not available here (the log says why); use attention_backend=torch"
     return None

@@ -10,24 +10,30 @@ from tests.unit.kernels.kernel_cases_layer_ops import assert_close_enough
 from tp_engine.cpu.kernels.library import native_library
 from tp_engine.kernels.attention.heads import Rotation
 from tp_engine.kernels.attention.index_keys import ChosenKeys, KeyNorm
-from tp_engine.kernels.kv_cache.layer_kv import LayerKv, states_at
+from tp_engine.kernels.kv_cache.layer_kv import LARGEST_VALUE, LayerKv, dequantise, quantise, states_at
 from tp_engine.kernels.ops import implementation
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="the native kernels can not be built here")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+INT8, FP8 = LARGEST_VALUE
 BLOCK_SIZE = 16
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("top_k", [1, 16, 300])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_chosen_keys_are_those_of_the_twin(dtype: torch.dtype, top_k: int, threads: int) -> None:
-    """Oracle: the twin.  Whole numbers, so many scores are equal, some negative, in any order of sums; a row of
-    padding, rows with fewer keys, as many and more; a row alone and in a batch."""
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"), [*zip(DTYPES, DTYPES, strict=True), (torch.bfloat16, INT8), (torch.float32, FP8)], ids=str
+)
+def test_the_chosen_keys_are_those_of_the_twin(
+    dtype: torch.dtype, cache_dtype: torch.dtype, top_k: int, threads: int
+) -> None:
+    """Oracle: the twin.  Whole numbers, with scales that are powers of two, so many scores are equal, some negative, in
+    any order of sums; a row of padding, rows with fewer keys, as many and more; a row alone and in a batch."""
     torch.set_num_threads(threads)
     seq_lens = torch.tensor([0, 1, 16, 17, 299, 300, 301, 1000], dtype=torch.int32)
     tables = torch.randperm(8 * 63).view(8, 63).int()
-    kv = LayerKv(torch.randint(-2, 3, (1, 8 * 63, BLOCK_SIZE, 1, 20)).to(dtype))
+    scales = 2.0 ** torch.randint(-1, 2, (1, 8 * 63, 1, BLOCK_SIZE)) if cache_dtype in LARGEST_VALUE else None
+    kv = LayerKv(torch.randint(-2, 3, (1, 8 * 63, BLOCK_SIZE, 1, 20)).to(cache_dtype), scales)
     queries, weights = torch.randint(-2, 3, (8, 11, 20)).to(dtype), torch.randint(-2, 3, (8, 11)).float()
     choose, twin = (implementation("choose_keys", kind) for kind in ("native", "twin"))
 
@@ -79,7 +85,8 @@ def test_scores_of_any_size_are_ordered() -> None:
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_queries_and_keys_are_prepared(dtype: torch.dtype, is_interleaved: bool) -> None:
-    """Oracle: the twin in float64, and its error in the same type.  Keys go to their slots, padding nowhere."""
+    """Oracle: the twin in float64, and its error in the same type.  Keys go to their slots, padding nowhere; a
+    quantised cache gets the codes and scales of the twin that quantises."""
     given = [torch.randn(*size).to(dtype) for size in ((5, 3, 20), (5, 20), (20,), (20,), (30, 8))]
     positions, slots = torch.randint(30, (5,)), torch.tensor([40, -1, 3, 17, 0])
     kv = LayerKv(torch.full((1, 4, BLOCK_SIZE, 1, 20), 7.0, dtype=dtype))
@@ -102,3 +109,9 @@ def test_queries_and_keys_are_prepared(dtype: torch.dtype, is_interleaved: bool)
     kept = slots >= 0
     assert torch.equal(states_at(kv, 0, slots[kept]).squeeze(1), found[1][kept])
     assert int((kv.cache != 7.0).any(-1).sum()) == int(kept.sum())
+    for codes in LARGEST_VALUE:
+        kv = LayerKv(torch.zeros(1, 4, BLOCK_SIZE, 1, 20).to(codes), torch.zeros(1, 4, 1, BLOCK_SIZE))
+        run("native", given, kv)
+        expected = dequantise(*quantise(found[1][kept], codes))
+        assert torch.equal(states_at(kv, 0, slots[kept]).squeeze(1), expected)
+        assert int((states_at(kv, 0, torch.arange(64)) != 0).any(-1).sum()) == int(kept.sum())

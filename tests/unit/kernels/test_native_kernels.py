@@ -18,7 +18,7 @@ from tp_engine.cpu.kernels import self_check
 from tp_engine.cpu.kernels.library import native_library
 from tp_engine.kernels import layer_ops
 from tp_engine.kernels.attention.heads import HeadNorm, Heads, Rotation, qk_norm_rope_store
-from tp_engine.kernels.kv_cache.layer_kv import LayerKv, store_kv
+from tp_engine.kernels.kv_cache.layer_kv import LARGEST_VALUE, LayerKv, store_kv
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.ops import OPS, implementation
 from tp_engine.model_config.mlp import SILU
@@ -165,44 +165,84 @@ def test_attention_with_a_softcap_and_sinks(dtype: torch.dtype, head_dim: int, g
     assert error(found, exact) <= 2 * error(plain, exact) + 4e-6
 
 
+@pytest.mark.parametrize("cache_dtype", LARGEST_VALUE, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("head_dim", "group"), [(8, 1), (12, 8), (64, 20), (80, 3), (128, 2), (256, 1)])
+@pytest.mark.parametrize(("window", "has_rule"), [(None, False), (37, True)])
+def test_attention_to_codes(
+    cache_dtype: torch.dtype, dtype: torch.dtype, head_dim: int, group: int, window: int | None, has_rule: bool
+) -> None:
+    """Oracle: PyTorch in float32 on the same codes; a result has no other error than its own rounding.
+
+    Blocks have no more tokens than a vector.  Memory outside the requests has scales that are NaN.
+    """
+    shape = shape_of(group * 2, 2, head_dim, window, has_rule=has_rule)
+    batch, wide = (
+        make_batch(MIXED, shape, dtype=kind, cache_dtype=cache_dtype, padding_tokens=3, block_size=8)
+        for kind in (dtype, torch.float32)
+    )
+    wide.query, wide.key, wide.value = batch.query.float(), batch.key.float(), batch.value.float()
+    wide.kv_cache, wide.kv_scales = batch.kv_cache, batch.kv_scales
+    found, exact = batch.attend(NativeBackend()), wide.attend(TorchBackend())
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), exact, rtol=torch.finfo(dtype).eps, atol=4e-6)
+
+
+def comparable(kv: LayerKv) -> list[torch.Tensor]:
+    """What the cache has, as tensors of which equal ones are ``torch.equal``."""
+    if kv.scales is not None:
+        return [kv.cache.view(torch.uint8), kv.scales.nan_to_num(-7.0)]
+    return [kv.cache.nan_to_num(-7.0)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("cache_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cache_dtype", [*DTYPES, *LARGEST_VALUE], ids=str)
 def test_keys_and_values_are_stored(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     """Oracle: the twin that stores by slot, bit by bit; without keys, no slot changes and the result is the same."""
     batch = make_batch(MIXED, shape_of(4, 2, 20), dtype=dtype, cache_dtype=cache_dtype, padding_tokens=3)
+    batch.key[3] = batch.value[4] = 0
     backend = NativeBackend()
-    found = batch.cache_for(backend)
-    store_kv(batch.new, LayerKv(batch.kv_cache), batch.metadata.slot_mapping)
-    expected = batch.cache_for(backend)
+    found = batch.kv_for(backend)
+    store_kv(batch.new, LayerKv(batch.kv_cache, batch.kv_scales), batch.metadata.slot_mapping)
+    expected = comparable(batch.kv_for(backend))
     backend.prepare(batch.metadata)
-    first = backend.forward(batch.query, batch.new, LayerKv(found), batch.metadata, batch.shape)
-    assert torch.equal(found.nan_to_num(-7.0), expected.nan_to_num(-7.0))
-    second = backend.forward(batch.query, None, LayerKv(found), batch.metadata, batch.shape)
-    assert torch.equal(found.nan_to_num(-7.0), expected.nan_to_num(-7.0))
+    first = backend.forward(batch.query, batch.new, found, batch.metadata, batch.shape)
+    assert all(map(torch.equal, comparable(found), expected))
+    second = backend.forward(batch.query, None, found, batch.metadata, batch.shape)
+    assert all(map(torch.equal, comparable(found), expected))
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize(("num_queries", "has_rule"), [(40, False), (40, True), (300, False)])
-def test_a_request_s_result_depends_on_nothing_else(num_queries: int, has_rule: bool) -> None:
+@pytest.mark.parametrize(
+    ("num_queries", "has_rule", "cache_dtype"),
+    [
+        (40, False, torch.bfloat16),
+        (40, True, torch.bfloat16),
+        (300, False, torch.bfloat16),
+        (40, True, torch.int8),
+        (300, False, torch.float8_e4m3fn),
+    ],
+)
+def test_a_request_s_result_depends_on_nothing_else(num_queries: int, has_rule: bool, cache_dtype: torch.dtype) -> None:
     """Oracle: its own result: alone, in a batch, in chunks, with one thread or more, equal bit by bit.
 
     Of 300 queries, a thread computes all ranges of its rows.
     """
     shape = shape_of(6, 2, 64, has_rule=has_rule)
-    batch = make_batch([(num_queries, 660 + num_queries)], shape, dtype=torch.bfloat16)
+    batch = make_batch([(num_queries, 660 + num_queries)], shape, dtype=torch.bfloat16, cache_dtype=cache_dtype)
     whole = batch.attend(NativeBackend())
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         assert torch.equal(batch.attend(NativeBackend()), whole)
     backend = NativeBackend()
-    store_kv(batch.new, LayerKv(batch.kv_cache), batch.metadata.slot_mapping)
-    cache = batch.cache_for(backend)
+    store_kv(batch.new, LayerKv(batch.kv_cache, batch.kv_scales), batch.metadata.slot_mapping)
+    kv = batch.kv_for(backend)
     for position in (0, 17, num_queries - 1):
         one = make_batch([(1, 660 + position + 1)] * 9, shape, dtype=torch.bfloat16)
         one.metadata.block_table = batch.metadata.block_table.expand(9, -1)
         backend.prepare(one.metadata)
         query = batch.query[position].expand(9, -1, -1)
-        out = backend.forward(query, None, LayerKv(cache), one.metadata, shape)
+        out = backend.forward(query, None, kv, one.metadata, shape)
         assert torch.equal(out, whole[position].expand(9, -1, -1))
 
 
@@ -223,27 +263,37 @@ SHARING = {
 @pytest.mark.parametrize("group", slow_but([3], [1, 3, 20]))
 @pytest.mark.parametrize("window", [None, 150])
 @pytest.mark.parametrize(
-    ("dtype", "has_rule"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]
+    ("dtype", "cache_dtype", "has_rule"),
+    [
+        (torch.float32, torch.float32, False),
+        (torch.bfloat16, torch.bfloat16, False),
+        (torch.float32, torch.float32, True),
+        (torch.float32, torch.int8, False),
+    ],
 )
 def test_decodes_that_share_blocks(
-    case: str, group: int, window: int | None, dtype: torch.dtype, has_rule: bool
+    case: str, group: int, window: int | None, dtype: torch.dtype, cache_dtype: torch.dtype, has_rule: bool
 ) -> None:
     """Oracle: each request alone, bit by bit, with one thread and with more; prompts stand beside them."""
     block_size, lengths, sharing = SHARING[case]
     shape = shape_of(2 * group, 2, 32, window, has_rule=has_rule)
     requests = [(1, length) for length in lengths] + [(9, 300)]
-    batch = make_batch(requests, shape, dtype=dtype, block_size=block_size)
+    batch = make_batch(requests, shape, dtype=dtype, cache_dtype=cache_dtype, block_size=block_size)
     metadata, table = batch.metadata, batch.metadata.block_table
     for letters, num_keys in sharing.items():
         for row, letter in enumerate(letters):
             table[row, : num_keys // block_size] = table[letters.index(letter), : num_keys // block_size]
-    batch.kv_cache = torch.where(batch.kv_cache.isnan(), 0.5, batch.kv_cache)
+    if batch.kv_scales is None:
+        batch.kv_cache = torch.where(batch.kv_cache.isnan(), 0.5, batch.kv_cache)
+    else:
+        batch.kv_scales = torch.where(batch.kv_scales.isnan(), 0.5, batch.kv_scales)
     for threads in (1, 4):
         torch.set_num_threads(threads)
         together = batch.attend(NativeBackend())
         for row, length in enumerate(lengths):
             one = make_batch([(1, length)], shape, dtype=dtype, block_size=block_size)
-            one.metadata.block_table, one.kv_cache = table[row : row + 1], batch.kv_cache
+            one.metadata.block_table = table[row : row + 1]
+            one.kv_cache, one.kv_scales = batch.kv_cache, batch.kv_scales
             one.metadata.slot_mapping = metadata.slot_mapping[row : row + 1]
             one.query, one.key, one.value = (part[row : row + 1] for part in (batch.query, batch.key, batch.value))
             assert torch.equal(one.attend(NativeBackend()), together[row : row + 1])

@@ -7,11 +7,11 @@
 int omp_get_thread_num(void); /* of OpenMP: clang often has no omp.h */
 
 /* Stores a token's key of one head in its lane of the group at `to`. */
-INLINE void store_key(const Call *call, const char *key, char *to, int64_t lane)
+INLINE void store_key(const Call *call, const char *key, char *to, int64_t lane, char *scale)
 {
     const Layer *layer = call->layer;
     float items[MAX_HEAD_DIM];
-    convert_row(items, (int)layer->cache_dtype, key, (int)layer->dtype, layer->head_dim);
+    store_row(items, (int)layer->cache_dtype, scale, key, (int)layer->dtype, layer->head_dim);
     for (int64_t u = 0; u < call->head_bytes / 4; u++)
         memcpy(to + (u * call->lanes + lane) * 4, items + u, 4);
 }
@@ -56,19 +56,23 @@ static void store_token(const Call *call, int64_t token)
     for (int64_t head = 0; head < layer->num_kv_heads; head++) {
         const int64_t block = slot >> call->block_shift, from = head * layer->head_dim * bytes;
         const int64_t place = block * layer->block_bytes + (head * call->head_bytes << call->block_shift);
+        const int64_t scale_place =
+            block * layer->scale_bytes + ((head << call->block_shift) + offset) * (int64_t)sizeof(float);
         const char *key = call->key + token * stride + from;
         const char *value = call->value + (token * call->value_stride + head * layer->value_dim) * bytes;
         char *group = layer->key_cache + place + (offset - lane) * call->head_bytes;
         char *row = layer->value_cache + place + offset * call->head_bytes;
         if (layer->values_in_keys) {
-            convert_row(row, (int)layer->cache_dtype, key, (int)layer->dtype, layer->head_dim);
+            store_row(row, (int)layer->cache_dtype, layer->key_scales + scale_place, key, (int)layer->dtype,
+                      layer->head_dim);
             continue;
         }
         if (!together)
-            store_key(call, key, group, lane);
+            store_key(call, key, group, lane, layer->key_scales + scale_place);
         else if (lane == 0)
             store_keys(call, key, stride, (float *)group);
-        convert_row(row, (int)layer->cache_dtype, value, (int)layer->dtype, layer->value_dim);
+        store_row(row, (int)layer->cache_dtype, layer->value_scales + scale_place, value, (int)layer->dtype,
+                  layer->value_dim);
     }
 }
 

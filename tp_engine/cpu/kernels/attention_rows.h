@@ -47,7 +47,7 @@ typedef struct {
     int64_t stride;
 } Keys;
 
-/* Adds the product of an item of VW keys and the query's item; an item is one number, or two. */
+/* Adds the product of an item of VW keys and the query's item; an item has one number, two, or four codes. */
 INLINE vf add_item(vf sum, vf key, const float *query, const int dtype, const int by_pairs)
 {
     if (by_pairs)
@@ -55,6 +55,12 @@ INLINE vf add_item(vf sum, vf key, const float *query, const int dtype, const in
     if (dtype == FLOAT32)
         return sum + key * query[0];
     const vu both = (vu)key;
+    if (are_codes(dtype)) {
+#pragma GCC unroll 4
+        for (int n = 0; n < 4; n++)
+            sum += code_values(both << (24 - 8 * n), dtype) * query[n];
+        return sum;
+    }
     if (dtype == BFLOAT16)
         return sum + (vf)(both << 16) * query[0] + (vf)(both & 0xffff0000) * query[1];
     const vh halves[2] = {__builtin_convertvector(both & 0xffff, vh), __builtin_convertvector(both >> 16, vh)};
@@ -67,7 +73,7 @@ INLINE void score_block(const int rows, const int dtype, const int by_pairs, int
                         const float *const *columns, int64_t stride, float *scores, int64_t num_pieces, Ahead *ahead)
 {
     vf sums[SCORE_ROWS][2] = {0};
-    const int64_t step = by_pairs || dtype == FLOAT32 ? 1 : 2, parts = larger(1, num_pieces);
+    const int64_t step = by_pairs ? 1 : 4 / item_bytes(dtype), parts = larger(1, num_pieces);
     const float *first = columns[0], *second = columns[1];
     for (int64_t part = 0; part < parts; part++) {
         if (num_pieces)

@@ -13,16 +13,18 @@ typedef struct {
 } Rows;
 
 /* Keys `start` to `start + num_keys`; the first `num_hidden` are not the task's.  `places` are the bytes at which their
-   values lie in a head's part of the cache; a group of keys lies at the place of its first key. */
+   values lie in a head's part of the cache; a group of keys lies at the place of its first key.  `scale_places`: those
+   of scales, if there are any. */
 typedef struct {
-    int64_t start, num_keys, num_hidden, places[TILE];
+    int64_t start, num_keys, num_hidden, places[TILE], scale_places[TILE];
 } Tile;
 
 /* Finds the tile with key `first`; the tile is empty if that key is not the task's. */
 static void find_tile(const Call *call, const Task *task, int64_t first, Tile *tile)
 {
     const int32_t *blocks = call->step->block_table + task->request * call->step->table_stride;
-    const int64_t block_bytes = call->layer->block_bytes, mask = call->layer->block_size - 1;
+    const Layer *layer = call->layer;
+    const int64_t mask = layer->block_size - 1;
     const int64_t start = first / TILE * TILE;
     const int64_t end = smaller(start + TILE, task->end_key);
     tile->start = start;
@@ -30,9 +32,10 @@ static void find_tile(const Call *call, const Task *task, int64_t first, Tile *t
     tile->num_keys = first < end ? end - start : 0;
     const int32_t *chosen = call->chosen ? call->chosen + task->request * call->chosen_stride : NULL;
     for (int64_t key = start; key < start + tile->num_keys; key++) {
-        const int64_t place = chosen ? chosen[key] : key;
-        tile->places[key - start] =
-            blocks[place >> call->block_shift] * block_bytes + (place & mask) * call->head_bytes;
+        const int64_t place = chosen ? chosen[key] : key, block = blocks[place >> call->block_shift];
+        tile->places[key - start] = block * layer->block_bytes + (place & mask) * call->head_bytes;
+        if (layer->key_scales)
+            tile->scale_places[key - start] = block * layer->scale_bytes + (place & mask) * (int64_t)sizeof(float);
     }
     for (int64_t k = tile->num_keys; k < TILE && tile->num_keys; k++)
         tile->places[k] = tile->places[0];
@@ -82,8 +85,38 @@ INLINE Keys find_keys(const Call *call, const Tile *tile, int64_t head, float *j
     return keys;
 }
 
-/* One KV head's values of a tile: in the cache, or copied as float32 with padding. */
-INLINE Values find_values(const Call *call, const Tile *tile, int64_t head, const int in_place, Rows *rows)
+/* Keys of codes as float32, at `to` (head_dim, TILE): for many rows that is less work than in registers. */
+INLINE Keys widen_keys(const Keys *keys, int64_t items, const int dtype, float *to)
+{
+    Keys wide = {.stride = TILE};
+    for (int64_t i = 0; i < TILE / VW; i++) {
+        wide.columns[i] = to + i * VW;
+        for (int64_t u = 0; u < items; u++) {
+            const vu codes = (vu)load_vector(keys->columns[i] + u * keys->stride);
+#pragma GCC unroll 4
+            for (int n = 0; n < 4; n++)
+                store_vector(to + (4 * u + n) * TILE + i * VW, code_values(codes << (24 - 8 * n), dtype));
+        }
+    }
+    return wide;
+}
+
+/* Functions that all types share. */
+static __attribute__((noinline)) void score_wide(int64_t rows, int64_t items, const float *query, const Keys *keys,
+                                                 int64_t num_keys, float *scores, Ahead *ahead)
+{
+    score_rows(FLOAT32, 0, rows, items, query, keys, num_keys, scores, ahead);
+}
+
+static __attribute__((noinline)) void add_wide(int64_t rows, int64_t vectors, const float *weights, const float *kept,
+                                               const Values *values, float *out, Ahead *ahead)
+{
+    add_values(FLOAT32, rows, vectors, weights, kept, values, out, ahead);
+}
+
+/* One KV head's values of a tile, without their scales: in the cache, or copied as float32 with padding. */
+INLINE Values find_values(const Call *call, const Tile *tile, int64_t head, const int dtype, const int in_place,
+                          Rows *rows)
 {
     const Layer *layer = call->layer;
     const char *first = layer->value_cache + (head * call->head_bytes << call->block_shift);
@@ -91,10 +124,25 @@ INLINE Values find_values(const Call *call, const Tile *tile, int64_t head, cons
         return (Values){first, tile->places, tile->num_hidden, tile->num_keys};
     for (int64_t k = tile->num_hidden; k < tile->num_keys; k++) {
         rows->places[k] = k * call->padded_dim * (int64_t)sizeof(float);
-        widen_row(rows->values + k * call->padded_dim, first + tile->places[k], layer->value_dim,
-                  (int)layer->cache_dtype);
+        widen_row(rows->values + k * call->padded_dim, first + tile->places[k], layer->value_dim, dtype);
     }
     return (Values){(const char *)rows->values, rows->places, tile->num_hidden, tile->num_keys};
+}
+
+/* Multiplies the scores or the weights of some rows by one KV head's `scales` of a tile's keys or values. */
+INLINE void multiply_by_scales(const Call *call, const Tile *tile, const char *scales, int64_t head, int64_t num_rows,
+                               float *scores)
+{
+    const int64_t together = call->chosen ? 1 : call->lanes; /* so many lie side by side */
+    float factors[TILE] = {0};
+    scales += (head << call->block_shift) * (int64_t)sizeof(float);
+    for (int64_t k = 0; k < tile->num_keys; k += together)
+        if (together == VW)
+            store_vector(factors + k, load_vector((const float *)(scales + tile->scale_places[k])));
+        else
+            memcpy(factors + k, scales + tile->scale_places[k], together * sizeof(float));
+    for (int64_t i = 0; i < num_rows * TILE; i += VW)
+        store_vector(scores + i, load_vector(scores + i) * load_vector(factors + i % TILE));
 }
 
 /* Sets a row's results so far to those at `from`; to none if it is NULL. */
@@ -161,22 +209,31 @@ INLINE void attend_tile(const Call *call, const Task *task, const int dtype, con
     if (first == last)
         return;
     float *scores = rows->scores, *kept = rows->kept, *out = rows->out + (base + first) * width;
-    const Keys keys = find_keys(call, tile, head, rows->columns);
+    Keys keys = find_keys(call, tile, head, rows->columns);
     const float *query = rows->query + (base + first) * QUERY_STRIDE;
-    score_rows(dtype, by_pairs, last - first, call->head_bytes / 4, query, &keys, tile->num_keys, scores, ahead);
+    const int64_t items = call->head_bytes / 4;
+    if (are_codes(dtype) && last - first > SCORE_ROWS) {
+        keys = widen_keys(&keys, items, dtype, rows->values);
+        score_wide(last - first, 4 * items, query, &keys, tile->num_keys, scores, ahead);
+    } else
+        score_rows(dtype, by_pairs, last - first, items, query, &keys, tile->num_keys, scores, ahead);
     const Running running = {
         .max = rows->max + base + first, .sum = rows->sum + base + first, .kept = kept,
         .first = rows->first_key + first, .end = rows->end_key + first, .start = start,
     };
+    if (are_codes(dtype))
+        multiply_by_scales(call, tile, call->layer->key_scales, head, last - first, scores);
     if (call->layer->softcap > 0)
         cap_scores(last - first, scores, call->layer->scale / call->layer->softcap);
     weigh_rows(last - first, scores, factor, &running);
+    if (are_codes(dtype))
+        multiply_by_scales(call, tile, call->layer->value_scales, head, last - first, scores);
     const int in_place = width == call->layer->value_dim && (dtype == FLOAT32 || last - first <= ROW_BLOCK);
-    const Values values = find_values(call, tile, head, in_place, rows);
+    const Values values = find_values(call, tile, head, dtype, in_place, rows);
     if (in_place)
         add_values(dtype, last - first, vectors, scores, kept, &values, out, ahead);
     else
-        add_values(FLOAT32, last - first, vectors, scores, kept, &values, out, ahead);
+        add_wide(last - first, vectors, scores, kept, &values, out, ahead);
 }
 
 /* The factor of a row's weighted values at its end.  A sink joins the row there as one more score; `max` and the sink
@@ -258,15 +315,20 @@ ATTEND(attend_float32, FLOAT32, 0)
 ATTEND(attend_bfloat16, BFLOAT16, 0)
 ATTEND(attend_float16, FLOAT16, 0)
 ATTEND(attend_pairs, BFLOAT16, 1)
+ATTEND(attend_int8, INT8_CODES, 0)
+ATTEND(attend_e4m3, E4M3_CODES, 0)
 
 static void run_tasks(const Call *call, const Task *task, int64_t count, const Task *following, float *partial)
 {
-    if (call->layer->cache_dtype == FLOAT32)
-        attend_float32(call, task, count, following, partial);
-    else if (call->by_pairs)
+    if (MULTIPLIES_BFLOAT16 && call->by_pairs) {
         attend_pairs(call, task, count, following, partial);
-    else if (call->layer->cache_dtype == BFLOAT16)
-        attend_bfloat16(call, task, count, following, partial);
-    else
-        attend_float16(call, task, count, following, partial);
+        return;
+    }
+    switch (call->layer->cache_dtype) {
+    case FLOAT32: attend_float32(call, task, count, following, partial); break;
+    case BFLOAT16: attend_bfloat16(call, task, count, following, partial); break;
+    case FLOAT16: attend_float16(call, task, count, following, partial); break;
+    case INT8_CODES: attend_int8(call, task, count, following, partial); break;
+    default: attend_e4m3(call, task, count, following, partial);
+    }
 }

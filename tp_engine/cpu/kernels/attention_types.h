@@ -12,6 +12,10 @@
 
    So a task reads whole pages, and multiplies an item of a query with those of `lanes` keys at once.
 
+   A cache of codes has scales beside it, (blocks, KV heads, block_size) float32, of keys and of values: a token's codes
+   of a head, as numbers, times its scale.  Scores are multiplied by the scales of keys, and weights by those of values,
+   so that each scale is one factor, and codes become float32 in registers, exactly.
+
    Latent attention has one cache, of one KV head: rows of head_dim, whose first value_dim elements are the values.  A
    task makes columns of each tile of rows, for all query heads.
 
@@ -67,8 +71,8 @@ typedef struct {
 
 /* What is constant for a layer.  Mirrored in layout.py. */
 typedef struct {
-    char *key_cache, *value_cache;
-    int64_t block_bytes; /* from one block to the next */
+    char *key_cache, *value_cache, *key_scales, *value_scales; /* scales NULL: the cache has no codes */
+    int64_t block_bytes, scale_bytes; /* from one block to the next, of the cache and of scales */
     int64_t block_size, num_heads, num_kv_heads, head_dim;
     int64_t value_dim, values_in_keys; /* values_in_keys: both caches are one, of rows */
     int64_t window; /* visible keys, the own one included; 0: all */

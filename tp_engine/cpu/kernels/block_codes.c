@@ -2,8 +2,6 @@
 
 #include "simd.h"
 
-enum { INT8_CODES = 0, E4M3_CODES = 1 };
-
 /* Bytes of a vector that attention.c keeps in columns, at most: 256 float32. */
 enum { MAX_VECTOR_BYTES = 1024 };
 
@@ -11,8 +9,6 @@ enum { MAX_VECTOR_BYTES = 1024 };
 enum { MIN_PARALLEL_BYTES = 1 << 18 };
 
 #define SMALLEST_SCALE 0x1p-126f
-
-typedef uint8_t vb __attribute__((vector_size(VW)));
 
 /* What a block consists of.  Mirrored in layout.py. */
 typedef struct {
@@ -46,41 +42,11 @@ INLINE float from_bfloat16(uint16_t half)
     return x;
 }
 
-/* Numbers within the range of the codes as codes, rounded to the nearest, ties to even. */
-INLINE vb to_codes(vf x, const int codes)
-{
-    if (codes == INT8_CODES)
-        return __builtin_convertvector((vu)(x + 12582912.0f), vb); /* 1.5 * 2^23: adding it rounds */
-    const vu bits = (vu)x, size = bits & 0x7fffffffu;
-    const vu normal = ((size + 0x7ffff + ((size >> 20) & 1)) >> 20) - (120 << 3);
-    const vu tiny = (vu)((vf)size * 512.0f + 8388608.0f) & 15; /* steps of 2^-9 below 2^-6; 2^23 rounds */
-    const vi is_tiny = (vf)size < 0x1p-6f;
-    const vu code = (tiny & (vu)is_tiny) | (normal & ~(vu)is_tiny);
-    return __builtin_convertvector(code | ((bits >> 24) & 0x80), vb);
-}
-
-INLINE vf from_codes(const uint8_t *p, const int codes)
-{
-    const vu bits = load_bytes(p) << 24;
-    return codes == INT8_CODES ? __builtin_convertvector((vi)bits >> 24, vf) : e4m3_values(bits);
-}
-
 INLINE void encode_vector(const char *x, uint8_t *to, char *scale, int64_t width, const int dtype, const int codes)
 {
-    vf largest = splat(0), not_finite = splat(0);
-    for (int64_t i = 0; i < width; i += VW) {
-        const vf item = load_some(x, i, width, dtype);
-        largest = max_vector(largest, magnitude(item));
-        not_finite += item * 0.0f;
-    }
-    const float most = max_of(largest)[0] + sum_of(not_finite)[0];
-    const uint16_t half = rounded_up(most / (codes == INT8_CODES ? 127.0f : 448.0f));
+    const uint16_t half = rounded_up(peak_of(x, width, dtype) / largest_code(codes));
     memcpy(scale, &half, 2);
-    const vf inverse = splat(half ? 1.0f / from_bfloat16(half) : 0.0f);
-    for (int64_t i = 0; i < width; i += VW) {
-        const vb code = to_codes(load_some(x, i, width, dtype) * inverse, codes);
-        memcpy(to + i, &code, smaller(width - i, VW));
-    }
+    convert_scaled(to, codes, x, dtype, width, half ? 1.0f / from_bfloat16(half) : 0.0f);
 }
 
 INLINE void decode_vector(const uint8_t *from, const char *scale, char *out, int64_t width, const int dtype,
@@ -88,14 +54,7 @@ INLINE void decode_vector(const uint8_t *from, const char *scale, char *out, int
 {
     uint16_t half;
     memcpy(&half, scale, 2);
-    const float factor = from_bfloat16(half);
-    for (int64_t i = 0; i < width; i += VW) {
-        uint8_t tail[VW] = {0};
-        const uint8_t *own = from + i;
-        if (width - i < VW)
-            own = memcpy(tail, own, width - i);
-        store_some(out, i, width, from_codes(own, codes) * factor, dtype);
-    }
+    convert_scaled(out, dtype, from, codes, width, from_bfloat16(half));
 }
 
 /* A group of keys between columns, `from` (items of 4 bytes, lanes), and vectors (lanes, items): one becomes the other

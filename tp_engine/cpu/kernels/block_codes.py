@@ -6,12 +6,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from tp_engine.cpu.kernels.layout import DTYPE_CODES, BlockCodes
+from tp_engine.cpu.kernels.layout import DTYPE_CODES, SCALED_CODES, BlockCodes
 from tp_engine.kernels.kv_cache.block_codes import BlockForm
 from tp_engine.plan import IntArray
 
 _MAX_COLUMN_BYTES = 1024  # of a vector among keys that are columns
-_CODES = {torch.int8: 0, torch.float8_e4m3fn: 1}
 
 
 def encode_blocks(
@@ -51,7 +50,7 @@ def _run(
 ) -> None:
     given = BlockCodes(
         num_parts=form.num_parts, part_vectors=form.part_vectors, head_dim=form.head_dim, simd_width=form.simd_width,
-        dtype=DTYPE_CODES[form.dtype], codes=_CODES[codes], num_threads=torch.get_num_threads(),
+        dtype=DTYPE_CODES[form.dtype], codes=SCALED_CODES[codes], num_threads=torch.get_num_threads(),
     )  # fmt: skip
     pairs = np.ascontiguousarray(pairs, dtype=np.int32)
     function(ctypes.byref(given), source, target, pairs.ctypes.data, len(pairs))

@@ -10,16 +10,23 @@ enum { MAX_INDEX_DIM = 256, MAX_INDEX_ITEMS = 1 << 14, HEAD_BLOCK = 8, BITS = 8 
 /* Items of index queries times keys below which a second thread would cost more than it saves. */
 enum { MIN_PARALLEL_PRODUCTS = 1 << 15 };
 
-/* The cache of index keys: rows of `dim` items in blocks of `block_size`, which are `block_bytes` apart. */
+/* The cache of index keys: rows of `dim` items in blocks of `block_size`, which are `block_bytes` apart, and the scales
+   of codes, whose blocks are `scale_bytes` apart. */
 typedef struct {
-    char *rows;
-    int64_t block_bytes, block_size, dim, dtype;
+    char *rows, *scales;
+    int64_t block_bytes, scale_bytes, block_size, dim, dtype;
 } IndexCache;
 
 INLINE char *index_row(const IndexCache *cache, int64_t slot)
 {
     const int64_t bytes = cache->dim * item_bytes((int)cache->dtype);
     return cache->rows + slot / cache->block_size * cache->block_bytes + slot % cache->block_size * bytes;
+}
+
+INLINE char *index_scale(const IndexCache *cache, int64_t slot)
+{
+    const int64_t offset = slot % cache->block_size * (int64_t)sizeof(float);
+    return cache->scales + slot / cache->block_size * cache->scale_bytes + offset;
 }
 
 /* The `dim` items at `key`, in place: less their mean, divided by their deviation, times `weight`, plus `bias`. */
@@ -49,10 +56,11 @@ INLINE void norm_key(char *key, const char *weight, const char *bias, int64_t di
    turn. */
 TAPED int prepare_index(char *queries, char *keys, const int64_t *positions, const char *table, const char *weight,
                         const char *bias, float eps, int64_t is_interleaved, int64_t num_tokens, int64_t num_heads,
-                        int64_t dim, int64_t rope, char *rows, int64_t block_bytes, int64_t block_size,
-                        int64_t cache_dtype, const int64_t *slots, int64_t dtype, int64_t num_threads)
+                        int64_t dim, int64_t rope, char *rows, char *scales, int64_t block_bytes, int64_t scale_bytes,
+                        int64_t block_size, int64_t cache_dtype, const int64_t *slots, int64_t dtype,
+                        int64_t num_threads)
 {
-    const IndexCache cache = {rows, block_bytes, block_size, dim, cache_dtype};
+    const IndexCache cache = {rows, scales, block_bytes, scale_bytes, block_size, dim, cache_dtype};
     const int64_t size = item_bytes((int)dtype), work = num_tokens * (num_heads + 1) * dim;
 #pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && num_tokens > 1 &&                        \
                                                                work >= MIN_PARALLEL_PRODUCTS)
@@ -66,7 +74,8 @@ TAPED int prepare_index(char *queries, char *keys, const int64_t *positions, con
         FOR_DTYPE(norm_key(key, weight, bias, dim, eps, TYPE))
         FOR_DTYPE(turn_items(key, cosines_sines, rope, is_interleaved, 1, TYPE))
         if (rows && slots[token] >= 0)
-            convert_row(index_row(&cache, slots[token]), (int)cache_dtype, key, (int)dtype, dim);
+            store_row(index_row(&cache, slots[token]), (int)cache_dtype, index_scale(&cache, slots[token]), key,
+                      (int)dtype, dim);
     }
     return 0;
 }
@@ -110,14 +119,18 @@ INLINE void score_tile(const IndexCache *cache, const int32_t *blocks, int64_t f
     const int64_t dim = cache->dim, count = smaller(VW, num_keys - first);
     float columns[MAX_INDEX_DIM * VW];
     const char *row[VW];
+    float scale[VW];
     for (int64_t i = 0; i < VW; i++) {
         const int64_t key = first + smaller(i, count - 1);
-        row[i] = index_row(cache, blocks[key / cache->block_size] * cache->block_size + key % cache->block_size);
+        const int64_t slot = blocks[key / cache->block_size] * cache->block_size + key % cache->block_size;
+        row[i] = index_row(cache, slot);
+        if (are_codes(dtype))
+            memcpy(scale + i, index_scale(cache, slot), sizeof(float));
     }
     for (int64_t u = 0; u < dim; u += VW) {
         vf items[VW];
         for (int i = 0; i < VW; i++)
-            items[i] = load_some(row[i], u, dim, dtype);
+            items[i] = load_some(row[i], u, dim, dtype) * (are_codes(dtype) ? scale[i] : 1);
         transpose(items);
         for (int i = 0; i < smaller(VW, dim - u); i++)
             store_vector(columns + (u + i) * VW, items[i]);
@@ -155,12 +168,13 @@ static _Thread_local int64_t score_room;
 /* For each row the positions of the keys that it attends to, `chosen` (rows, top_k), and how many, `counts` (rows,):
    all of its `seq_lens` keys, or the best top_k.  queries (rows, heads, dim) and weights (rows, heads) float32, which
    are multiplied by `scale`, are contiguous.  Returns 1 where memory ran out. */
-TAPED int choose_keys(const char *queries, const float *weights, float scale, char *rows, int64_t block_bytes,
-                      int64_t block_size, const int32_t *block_table, int64_t table_stride, const int32_t *seq_lens,
-                      int32_t *chosen, int32_t *counts, int64_t num_rows, int64_t num_heads, int64_t dim, int64_t top_k,
-                      int64_t cache_dtype, int64_t dtype, int64_t num_threads)
+TAPED int choose_keys(const char *queries, const float *weights, float scale, char *rows, char *scales,
+                      int64_t block_bytes, int64_t scale_bytes, int64_t block_size, const int32_t *block_table,
+                      int64_t table_stride, const int32_t *seq_lens, int32_t *chosen, int32_t *counts, int64_t num_rows,
+                      int64_t num_heads, int64_t dim, int64_t top_k, int64_t cache_dtype, int64_t dtype,
+                      int64_t num_threads)
 {
-    const IndexCache cache = {rows, block_bytes, block_size, dim, cache_dtype};
+    const IndexCache cache = {rows, scales, block_bytes, scale_bytes, block_size, dim, cache_dtype};
     float query[MAX_INDEX_ITEMS + VW], weight[MAX_INDEX_ITEMS];
     for (int64_t row = 0; row < num_rows; row++, chosen += top_k) {
         const int64_t num_keys = seq_lens[row], count = smaller(num_keys, top_k);
@@ -187,7 +201,7 @@ TAPED int choose_keys(const char *queries, const float *weights, float scale, ch
     num_threads((int)num_threads) if (num_threads > 1 && work >= MIN_PARALLEL_PRODUCTS)
         for (int64_t first = 0; first < num_keys; first += VW) {
             const int64_t dtype = cache_dtype;
-            FOR_DTYPE(score_tile(&cache, blocks, first, num_keys, query, weight, num_heads, scores, TYPE))
+            FOR_CACHE_DTYPE(score_tile(&cache, blocks, first, num_keys, query, weight, num_heads, scores, TYPE))
         }
         choose_best(scores, num_keys, count, chosen);
     }

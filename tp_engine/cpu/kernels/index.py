@@ -5,11 +5,11 @@ import ctypes
 import torch
 
 from tp_engine.cpu.kernels.latents import MAX_ROPE_DIM
-from tp_engine.cpu.kernels.layout import DTYPE_CODES
+from tp_engine.cpu.kernels.layout import CACHE_CODES, DTYPE_CODES
 from tp_engine.kernels.attention import index_keys as twins
 from tp_engine.kernels.attention.heads import Rotation
 from tp_engine.kernels.attention.index_keys import ChosenKeys, KeyNorm
-from tp_engine.kernels.kv_cache.layer_kv import LayerKv
+from tp_engine.kernels.kv_cache.layer_kv import SCALE_DTYPE, LayerKv
 
 MAX_INDEX_DIM, MAX_INDEX_ITEMS = 256, 1 << 14
 
@@ -29,7 +29,7 @@ def prepare_index(
     tensors = queries, keys, norm.weight, norm.bias, table
     is_plain = all(one.dtype == queries.dtype and one.is_contiguous() for one in tensors)
     dtype = DTYPE_CODES.get(queries.dtype)
-    cache_dtype = dtype if kv is None else _dtype_in_cache(kv)
+    cache_dtype = dtype if kv is None else CACHE_CODES.get(kv.cache.dtype)
     if (
         dtype is None
         or cache_dtype is None
@@ -39,7 +39,7 @@ def prepare_index(
     ):
         return twins.prepare_index(queries, keys, norm, rotation, is_interleaved, kv, slot_mapping)
     assert rotation.positions.dtype == slot_mapping.dtype == torch.int64
-    cache = (None, 0, 1) if kv is None else _place(kv)
+    cache = (None, None, 0, 0, 1) if kv is None else _place(kv)
     library.prepare_index(
         queries, keys, rotation.positions, table, norm.weight, norm.bias, norm.eps, is_interleaved, num_tokens,
         num_heads, dim, rotation.rotary_dim, *cache, cache_dtype, slot_mapping, dtype,
@@ -58,7 +58,8 @@ def choose_keys(
     top_k: int,
 ) -> ChosenKeys:
     """Compute ``index_keys.choose_keys`` in C.  Positions behind a row's count are not written."""
-    (num_rows, num_heads, dim), dtype, cache_dtype = queries.shape, DTYPE_CODES.get(queries.dtype), _dtype_in_cache(kv)
+    (num_rows, num_heads, dim), dtype = queries.shape, DTYPE_CODES.get(queries.dtype)
+    cache_dtype = CACHE_CODES.get(kv.cache.dtype)
     is_dense = queries.is_contiguous() and weights.is_contiguous() and block_table.stride(1) == 1
     is_small = dim <= MAX_INDEX_DIM and num_heads * dim <= MAX_INDEX_ITEMS
     if dtype is None or cache_dtype is None or not (is_dense and is_small):
@@ -77,11 +78,8 @@ def choose_keys(
     return chosen
 
 
-def _dtype_in_cache(kv: LayerKv) -> int | None:
-    """The code of the cache's type; None for types that C does not take."""
-    return None if kv.scales is not None else DTYPE_CODES.get(kv.cache.dtype)
-
-
-def _place(kv: LayerKv) -> tuple[int, int, int]:
-    """Where the rows lie: their address, bytes from one block to the next, tokens of a block."""
-    return kv.cache.data_ptr(), kv.block_stride * kv.cache.itemsize, kv.cache.shape[2]
+def _place(kv: LayerKv) -> tuple[int, int | None, int, int, int]:
+    """Where the rows and their scales lie: addresses, bytes from one block to the next of each, tokens of a block."""
+    scales = None if kv.scales is None else kv.scales.data_ptr()
+    bytes_apart = kv.block_stride * kv.cache.itemsize, kv.scale_stride * SCALE_DTYPE.itemsize
+    return kv.cache.data_ptr(), scales, *bytes_apart, kv.cache.shape[2]

@@ -7,6 +7,9 @@ from typing import Any, TypeAlias
 import torch
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# Types of elements that have a scale beside them.
+SCALED_CODES = {torch.int8: 3, torch.float8_e4m3fn: 4}
+CACHE_CODES = DTYPE_CODES | SCALED_CODES
 
 _Fields: TypeAlias = tuple[tuple[str, Any], ...]
 
@@ -35,14 +38,14 @@ class Step(ctypes.Structure):
 
 class AttentionLayer(ctypes.Structure):
     """What is constant for a layer: its cache and its shape.  ``window`` 0: none, ``softcap`` 0: none; dtypes as in
-    ``DTYPE_CODES``; ``sinks_tensor`` keeps the memory at ``sinks`` alive."""
+    ``CACHE_CODES``; ``sinks_tensor`` keeps the memory at ``sinks`` alive."""
 
     sinks_tensor: torch.Tensor | None
 
     _fields_ = (
-        *pointers("key_cache value_cache"),
-        *integers("block_bytes block_size num_heads num_kv_heads head_dim value_dim values_in_keys window cache_dtype"),
-        *integers("dtype"),
+        *pointers("key_cache value_cache key_scales value_scales"),
+        *integers("block_bytes scale_bytes block_size num_heads num_kv_heads head_dim value_dim values_in_keys window"),
+        *integers("cache_dtype dtype"),
         *pointers("sinks"),
         *floats("scale softcap"),
     )
@@ -83,7 +86,7 @@ class QuantisedLayout(ctypes.Structure):
 
 
 class BlockCodes(ctypes.Structure):
-    """``block_codes.c``: a ``BlockForm``, its codes (0: int8, 1: e4m3), and the threads that share the work."""
+    """``block_codes.c``: a ``BlockForm``, its codes (``SCALED_CODES``), and the threads that share the work."""
 
     _fields_ = (*integers("num_parts part_vectors head_dim simd_width dtype codes num_threads"),)
 

@@ -6,7 +6,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from tp_engine.cpu.kernels.layout import DTYPE_CODES, AttentionLayer, Step
+from tp_engine.cpu.kernels.layout import CACHE_CODES, DTYPE_CODES, AttentionLayer, Step
 from tp_engine.kernels.attention.index_keys import ChosenKeys
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue
 from tp_engine.plan import IntArray
@@ -67,6 +67,7 @@ class PagedAttention:
         kv_cache: torch.Tensor,
         out: torch.Tensor,
         *,
+        scales: torch.Tensor | None = None,
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
@@ -76,13 +77,13 @@ class PagedAttention:
         """Store ``new`` keys and values (N, KV heads, head_dim) unless it is None, then attend.
 
         ``query`` (N, heads, head_dim), each token's heads side by side; ``kv_cache`` (parts, blocks, block_size, KV
-        heads, head_dim) as in layer_kv.py, each block in the order of ``in_kernel_order``; ``out`` (N, heads, size of a
-        value), contiguous, is written for the step's requests; ``softcap`` and ``sinks`` (heads,) float32 as for
-        ``attend``.  With one part, values are the first elements of the keys, and only keys are stored.  Then requests
-        with one query each may attend to ``chosen`` keys alone.
+        heads, head_dim) and its ``scales`` as in layer_kv.py, each block in the order of ``in_kernel_order``; ``out``
+        (N, heads, size of a value), contiguous, is written for the step's requests; ``softcap`` and ``sinks`` (heads,)
+        float32 as for ``attend``.  With one part, values are the first elements of the keys, and only keys are stored.
+        Then requests with one query each may attend to ``chosen`` keys alone.
         """
         states, strides = ((None, None), (0, 0)) if new is None else (new, (new.key.stride(0), new.value.stride(0)))
-        layer = self._layer(query, kv_cache, out.shape[2], (scale, window, softcap), sinks)
+        layer = self._layer(query, kv_cache, scales, out.shape[2], (scale, window, softcap), sinks)
         places = (None, 0, None) if chosen is None else (chosen.positions, chosen.positions.stride(0), chosen.counts)
         if self._attend(self._step_pointer, layer, query, *states, out, query.stride(0), *strides, *places):
             raise MemoryError("the attention kernel has no memory for its list of tasks")
@@ -91,6 +92,7 @@ class PagedAttention:
         self,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
+        scales: torch.Tensor | None,
         value_dim: int,
         rule: tuple[float, int | None, float | None],
         sinks: torch.Tensor | None,
@@ -98,18 +100,21 @@ class PagedAttention:
         """The kernel's description of a layer, made when it is first seen; ``rule``: scale, window, softcap."""
         address, num_heads = kv_cache.data_ptr(), query.shape[1]
         sinks_address = None if sinks is None else sinks.data_ptr()
+        places = (None, None, 0) if scales is None else (*(scales[i].data_ptr() for i in (0, -1)), scales.stride(1) * 4)
         strides = (value_dim, kv_cache.stride(1))
-        facts = (query.dtype, num_heads, kv_cache.dtype, kv_cache.shape, strides, rule, sinks_address)
+        facts = (query.dtype, num_heads, kv_cache.dtype, kv_cache.shape, strides, places, rule, sinks_address)
         known = self._layers.get(address)
         if known is not None and known[0] == facts:
             return known[1]
         assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous() and len(sinks) == num_heads)
         scale, window, softcap = rule
+        key_scales, value_scales, scale_bytes = places
         description = AttentionLayer(
-            key_cache=address, value_cache=kv_cache[-1].data_ptr(), block_bytes=kv_cache.stride(1) * kv_cache.itemsize,
+            key_cache=address, value_cache=kv_cache[-1].data_ptr(), key_scales=key_scales, value_scales=value_scales,
+            block_bytes=kv_cache.stride(1) * kv_cache.itemsize, scale_bytes=scale_bytes,
             block_size=kv_cache.shape[2], num_heads=num_heads, num_kv_heads=kv_cache.shape[3],
             head_dim=kv_cache.shape[4], value_dim=value_dim, values_in_keys=len(kv_cache) == 1, window=window or 0,
-            cache_dtype=DTYPE_CODES[kv_cache.dtype], dtype=DTYPE_CODES[query.dtype], sinks=sinks_address, scale=scale,
+            cache_dtype=CACHE_CODES[kv_cache.dtype], dtype=DTYPE_CODES[query.dtype], sinks=sinks_address, scale=scale,
             softcap=softcap or 0.0,
         )  # fmt: skip
         description.sinks_tensor = sinks

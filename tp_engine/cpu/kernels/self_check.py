@@ -27,7 +27,7 @@ from tp_engine.kernels.attention.plain_attention import attend
 from tp_engine.kernels.experts import experts, routing
 from tp_engine.kernels.experts.experts import ExpertWeights
 from tp_engine.kernels.kv_cache import block_codes
-from tp_engine.kernels.kv_cache.layer_kv import LayerKv
+from tp_engine.kernels.kv_cache.layer_kv import LayerKv, dequantise, is_quantised, quantise
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.linear import adapters
 from tp_engine.kernels.quantization.int8_rows import TorchInt8Rows
@@ -329,14 +329,20 @@ class _Checks:
             self.draw(num_tokens, _HEADS, _HEAD_DIM),
         )
         starts, sinks = np.cumsum(query_lens, dtype=np.int32) - query_lens, self.wide(_HEADS)
-        attention, cache = PagedAttention(self.library), in_kernel_order(self.library, kv_cache)
+        attention = PagedAttention(self.library)
         attention.set_step(query_lens, starts, seq_lens, table, torch.full((num_tokens,), -1))
-        for name, softcap, own_sinks in (
-            ("paged_attention", None, None),
-            ("paged_attention with a softcap and sinks", _SOFTCAP, sinks),
+        for name, cache_dtype, softcap, own_sinks in (
+            ("paged_attention", self.dtype, None, None),
+            ("paged_attention with a softcap and sinks", self.dtype, _SOFTCAP, sinks),
+            ("paged_attention to int8", torch.int8, _SOFTCAP, sinks),
+            ("paged_attention to fp8", torch.float8_e4m3fn, None, None),
         ):
-            out = torch.empty_like(query)
-            attention(query, None, cache, out, scale=_SCALE, softcap=softcap, sinks=own_sinks)
+            states, scales = kv_cache, None
+            if is_quantised(cache_dtype):
+                states, token_scales = quantise(kv_cache, cache_dtype)
+                kv_cache, scales = dequantise(states, token_scales), token_scales.transpose(2, 3).contiguous()
+            out, cache = torch.empty_like(query), in_kernel_order(self.library, states)
+            attention(query, None, cache, out, scales=scales, scale=_SCALE, softcap=softcap, sinks=own_sinks)
             expected = [
                 _attend_plainly(
                     query[start : start + length], kv_cache[:, row.long()].flatten(1, 2)[:, :total], softcap, own_sinks

@@ -1,4 +1,4 @@
-/* Vectors of VW floats in the compiler's own notation, and rows of the three element types as float32. */
+/* Vectors of VW floats in the compiler's own notation, and rows of the element types as float32. */
 #pragma once
 
 #include <math.h>
@@ -22,17 +22,23 @@ typedef float vf __attribute__((vector_size(4 * VW)));
 typedef int32_t vi __attribute__((vector_size(4 * VW)));
 typedef uint32_t vu __attribute__((vector_size(4 * VW)));
 typedef uint16_t vh __attribute__((vector_size(2 * VW)));
+typedef uint8_t vb __attribute__((vector_size(VW)));
 /* For memory that is aligned to its elements only. */
 typedef float vf_memory __attribute__((vector_size(4 * VW), aligned(4), may_alias));
 typedef uint16_t vh_memory __attribute__((vector_size(2 * VW), aligned(2), may_alias));
 typedef uint8_t vb_memory __attribute__((vector_size(VW), aligned(1), may_alias));
 
-enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, CACHE_LINE = 64 };
+/* The types of rows; codes of 8 bits need a factor beside them. */
+enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8_CODES = 3, E4M3_CODES = 4 };
+
+enum { CACHE_LINE = 64 };
 
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-INLINE int64_t item_bytes(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
+INLINE int are_codes(int dtype) { return dtype >= INT8_CODES; }
+
+INLINE int64_t item_bytes(int dtype) { return dtype == FLOAT32 ? 4 : are_codes(dtype) ? 1 : 2; }
 
 INLINE vf splat(float x) { return x - (vf){0}; }
 
@@ -280,6 +286,24 @@ INLINE void store_float16(uint16_t *p, vf x)
 /* e4m3 in the highest 8 bits of each number, exactly: with the exponent of float32 it is 2^120 too small. */
 INLINE vf e4m3_values(vu bits) { return (vf)(((vi)bits >> 4) & (int32_t)0x87f00000) * 0x1p120f; }
 
+/* The numbers of codes in the highest 8 bits. */
+INLINE vf code_values(vu bits, int dtype)
+{
+    return dtype == INT8_CODES ? __builtin_convertvector((vi)bits >> 24, vf) : e4m3_values(bits);
+}
+
+/* Numbers within the range of the codes as codes, rounded to the nearest, ties to even. */
+INLINE void store_codes(uint8_t *p, vf x, int dtype)
+{
+    const vu bits = (vu)x, size = bits & 0x7fffffffu;
+    const vu normal = ((size + 0x7ffff + ((size >> 20) & 1)) >> 20) - (120 << 3);
+    const vu tiny = (vu)((vf)size * 512.0f + 8388608.0f) & 15; /* steps of 2^-9 below 2^-6; 2^23 rounds */
+    const vi is_tiny = (vf)size < 0x1p-6f;
+    const vu e4m3 = (tiny & (vu)is_tiny) | (normal & ~(vu)is_tiny) | ((bits >> 24) & 0x80);
+    const vu int8 = (vu)(x + 12582912.0f); /* 1.5 * 2^23: adding it rounds */
+    *(vb_memory *)p = __builtin_convertvector(dtype == INT8_CODES ? int8 : e4m3, vb);
+}
+
 /* Elements i to i + VW of a row of `dtype`. */
 INLINE vf load_items(const void *row, int64_t i, int dtype)
 {
@@ -287,7 +311,11 @@ INLINE vf load_items(const void *row, int64_t i, int dtype)
         return load_vector((const float *)row + i);
     if (dtype == BFLOAT16)
         return load_bfloat16((const uint16_t *)row + i);
-    return load_float16((const uint16_t *)row + i);
+    if (dtype == FLOAT16)
+        return load_float16((const uint16_t *)row + i);
+    if (dtype == INT8_CODES)
+        return __builtin_convertvector(load_signed_bytes((const uint8_t *)row + i), vf);
+    return code_values(load_bytes((const uint8_t *)row + i) << 24, dtype);
 }
 
 INLINE void store_items(void *row, int64_t i, vf x, int dtype)
@@ -296,8 +324,10 @@ INLINE void store_items(void *row, int64_t i, vf x, int dtype)
         store_vector((float *)row + i, x);
     else if (dtype == BFLOAT16)
         store_bfloat16((uint16_t *)row + i, x);
-    else
+    else if (dtype == FLOAT16)
         store_float16((uint16_t *)row + i, x);
+    else
+        store_codes((uint8_t *)row + i, x, dtype);
 }
 
 /* `x` as it would be after being stored. */
@@ -339,11 +369,32 @@ INLINE void store_some(void *row, int64_t i, int64_t width, vf x, const int dtyp
         store_tail(row, i, width - i, x, dtype);
 }
 
+/* A row of `dtype` times `factor`, as one of `to_dtype`. */
+INLINE void convert_scaled(void *to, const int to_dtype, const void *from, const int dtype, int64_t count, float factor)
+{
+    for (int64_t i = 0; i < count; i += VW)
+        store_some(to, i, count, load_some(from, i, count, dtype) * factor, to_dtype);
+}
+
 /* A row times `factor`, in place. */
 INLINE void multiply_row(void *row, int64_t count, float factor, const int dtype)
 {
-    for (int64_t i = 0; i < count; i += VW)
-        store_some(row, i, count, load_some(row, i, count, dtype) * factor, dtype);
+    convert_scaled(row, dtype, row, dtype, count, factor);
+}
+
+/* The largest number of the codes. */
+INLINE float largest_code(int dtype) { return dtype == INT8_CODES ? 127.0f : 448.0f; }
+
+/* The largest magnitude of a row; NaN if an element is not finite. */
+INLINE float peak_of(const void *row, int64_t count, const int dtype)
+{
+    vf largest = splat(0), not_finite = splat(0);
+    for (int64_t i = 0; i < count; i += VW) {
+        const vf item = load_some(row, i, count, dtype);
+        largest = max_vector(largest, magnitude(item));
+        not_finite += item * 0.0f;
+    }
+    return max_of(largest)[0] + sum_of(not_finite)[0];
 }
 
 /* A row of `count` elements as float32, with zeros up to a multiple of VW. */
@@ -386,3 +437,26 @@ INLINE void convert_row(void *to, int to_dtype, const void *from, int from_dtype
     case BFLOAT16: { enum { TYPE = BFLOAT16 }; statement; } break;      \
     default: { enum { TYPE = FLOAT16 }; statement; }                    \
     }
+
+/* The same for types of caches. */
+#define FOR_CACHE_DTYPE(statement)                                           \
+    switch (dtype) {                                                         \
+    case INT8_CODES: { enum { TYPE = INT8_CODES }; statement; } break;       \
+    case E4M3_CODES: { enum { TYPE = E4M3_CODES }; statement; } break;       \
+    default: FOR_DTYPE(statement)                                            \
+    }
+
+/* Writes a row as a cache of `to_dtype` keeps it; of codes also the scale: the row's largest magnitude over the largest
+   code. */
+INLINE void store_row(void *to, int to_dtype, char *scale, const void *row, int dtype, int64_t count)
+{
+    if (!are_codes(to_dtype)) {
+        convert_row(to, to_dtype, row, dtype, count);
+        return;
+    }
+    float peak = 0;
+    FOR_DTYPE(peak = peak_of(row, count, TYPE))
+    const float largest = largest_code(to_dtype), factor = peak > 0 ? 1.0f / peak * largest : 0, own = peak / largest;
+    memcpy(scale, &own, sizeof(float));
+    FOR_DTYPE(convert_scaled(to, to_dtype, row, TYPE, count, factor))
+}
