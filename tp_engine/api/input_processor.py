@@ -274,8 +274,9 @@ class InputProcessor:
         """The prompt as tokens, and its images."""
         if "multi_modal_data" in prompt:
             if self.images is None:
+                how = "as text alone" if self.model.images is None else "without a tokenizer, which images need"
                 raise RequestError(
-                    f"the model {self.model.model!r} is served as text alone; leave multi_modal_data out", param=param
+                    f"the model {self.model.model!r} is served {how}; leave multi_modal_data out", param=param
                 )
             prompt = self.images.of_prompt(prompt, add_special_tokens=add_special_tokens, param=param)
         return {"prompt_token_ids": prompt["prompt_token_ids"]}, tuple(prompt["images"])

@@ -205,6 +205,9 @@ def test_a_model_of_text_refuses_images_as_before() -> None:
     one = InputProcessor(info, image_tokenizer())
     with pytest.raises(RequestError, match="type 'image_url'; only text is supported"):
         prepared(chat(image_part(PICTURE)), one)
+    with pytest.raises(RequestError, match="served without a tokenizer, which images need"):
+        prompt = {"prompt_token_ids": [IMAGE_ID], "multi_modal_data": {"image": PICTURE}}
+        InputProcessor(image_info(), None).process(prompt, SamplingParams(), request_id="r")
     with pytest.raises(RequestError, match="served as text alone; leave multi_modal_data out"):
         one.process({"prompt": "x", "multi_modal_data": {"image": PICTURE}}, SamplingParams(), request_id="r")
     tool = {"role": "tool", "tool_call_id": "x", "content": [image_part(PICTURE)]}
