@@ -23,7 +23,7 @@ ErrorShape: TypeAlias = Callable[[int, str], dict[str, Any]]  # status and messa
 _ERROR_SHAPE: ContextVar[ErrorShape | None] = ContextVar("error_shape", default=None)
 
 DONE_EVENT = b"data: [DONE]\n\n"
-_PING = b": ping\n\n"
+PING = b": ping\n\n"
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -94,9 +94,9 @@ class EventStream(Response):
     """Server-sent events from a generator.
 
     The status line waits for the first event, so an error before it becomes an error answer.  After ``ping_s`` seconds
-    of silence (0: never) it is sent nevertheless, with a comment, and a comment follows each further silence: proxies
-    and clients close connections on which nothing comes.  An error after the status line becomes the last events, which
-    ``failure`` makes of it.  A client's leaving closes the generator before the connection's task ends.
+    of silence (0: never) it is sent nevertheless, with what ``ping`` makes, and so it goes on after each further
+    silence: proxies and clients close connections on which nothing comes.  An error after the status line becomes the
+    last events, which ``failure`` makes of it.  A client's leaving closes the generator before the connection's task ends.
     """
 
     def __init__(
@@ -105,10 +105,12 @@ class EventStream(Response):
         failure: Callable[[Exception], bytes],
         held: contextlib.ExitStack,
         *,
+        ping: Callable[[], bytes],
         ping_s: float,
     ) -> None:
         self._events = events
         self._failure = failure
+        self._ping = ping
         self._held = held
         self._ping_s = ping_s
         self.background = None
@@ -120,7 +122,7 @@ class EventStream(Response):
     async def _send_events(self, scope: Scope, receive: Receive, send: Send) -> None:
         parts = _Parts(send)
         try:
-            async with _pinging(parts, self._ping_s), contextlib.aclosing(self._events) as events:
+            async with _pinging(parts, self._ping, self._ping_s), contextlib.aclosing(self._events) as events:
                 async for data in events:
                     await parts.send(data)
         except Exception as error:
@@ -154,9 +156,9 @@ class _Parts:
 
 
 @contextlib.asynccontextmanager
-async def _pinging(parts: _Parts, ping_s: float) -> AsyncGenerator[None, None]:
-    """Within, a comment is sent whenever ``ping_s`` seconds have passed without a part."""
-    pings = asyncio.ensure_future(_ping(parts, ping_s))
+async def _pinging(parts: _Parts, ping: Callable[[], bytes], ping_s: float) -> AsyncGenerator[None, None]:
+    """Within, a ``ping`` is sent whenever ``ping_s`` seconds have passed without a part."""
+    pings = asyncio.ensure_future(_ping(parts, ping, ping_s))
     try:
         yield
     finally:
@@ -164,9 +166,9 @@ async def _pinging(parts: _Parts, ping_s: float) -> AsyncGenerator[None, None]:
         await asyncio.gather(pings, return_exceptions=True)
 
 
-async def _ping(parts: _Parts, ping_s: float) -> None:
+async def _ping(parts: _Parts, ping: Callable[[], bytes], ping_s: float) -> None:
     loop = asyncio.get_running_loop()
     while ping_s > 0:
         await asyncio.sleep(parts.sent_s + ping_s - loop.time())
         if loop.time() >= parts.sent_s + ping_s:
-            await parts.send(_PING)
+            await parts.send(ping())

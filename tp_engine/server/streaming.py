@@ -17,7 +17,7 @@ from tp_engine.api.openai.requests import PreparedAnswer, PreparedFromChat
 from tp_engine.api.openai.tools.events import CallArguments, CallStarted, ChatEvent, ContentText, ReasoningText
 from tp_engine.api.request_state import SequenceUpdate
 from tp_engine.outputs import CompletionOutput
-from tp_engine.server.replies import DONE_EVENT, event
+from tp_engine.server.replies import DONE_EVENT, PING, event
 
 Item = TypeVar("Item")
 TextEvent: TypeAlias = ContentText | ReasoningText | CallArguments
@@ -67,6 +67,10 @@ class ChunkWriter:
     def failure(self, error: Exception) -> bytes:
         """Return the last events after an error."""
         return event(describe_error(error)[1]) + DONE_EVENT
+
+    def ping(self) -> bytes:
+        """Return a comment."""
+        return PING
 
     def _events(self, number: int, update: SequenceUpdate) -> bytes:
         """The events of one update; nothing while its text is held back."""
@@ -219,6 +223,10 @@ class ChatEventStream:
         """Return the last events after an error: those up to ``response.failed``."""
         status, body = describe_error(error)
         return _data([*self._beginning(), *self._writer.fail(status, body["error"]["message"])])
+
+    def ping(self) -> bytes:
+        """Return events that say nothing new: some clients (Codex) give up a stream on which only comments come."""
+        return _data(self._beginning() or self._writer.ping())
 
     def _beginning(self) -> list[JsonObject]:
         events = [] if self._begun else self._writer.begin(self._chunks.usage.as_json())

@@ -134,6 +134,51 @@ def test_a_developer_is_heard(source: str, expected: str) -> None:
     assert render(source, [{"role": "developer", "content": "x"}]) == expected
 
 
+SHOWN = "{{ m.role }}:{{ m.content }};"
+ALTERNATING = (
+    "{% if messages[0].role == 'system' %}{{ messages[0].content }};{% set messages = messages[1:] %}{% endif %}"
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'user' or m.role == 'assistant' and not "
+    "m.tool_calls %}{% if (m.role == 'user') != (ns.n % 2 == 0) %}{{ raise_exception('roles must alternate') }}"
+    "{% endif %}{% set ns.n = ns.n + 1 %}{% elif m.role == 'system' %}{{ raise_exception('no system here') }}"
+    "{% endif %}" + SHOWN + "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (f"{{% for m in messages %}}{SHOWN}{{% endfor %}}", "system:A;system:B;user:1;user:2;assistant:a;system:C;"),
+        (
+            "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('the system "
+            f"message must be first') }}}}{{% endif %}}{SHOWN}{{% endfor %}}",
+            "system:A\n\nB;user:1;user:2;assistant:a;user:C;",
+        ),
+        (
+            f"{{% for m in messages %}}{{% if m.role != 'system' or loop.first %}}{SHOWN}{{% endif %}}{{% endfor %}}",
+            "system:A\n\nB;user:1;user:2;assistant:a;user:C;",
+        ),
+        (
+            "{% set ns = namespace(s='') %}{% for m in messages if m.role == 'system' %}{% set ns.s = m.content %}"
+            f"{{% endfor %}}{{{{ ns.s }}}};{{% for m in messages if m.role != 'system' %}}{SHOWN}{{% endfor %}}",
+            "A\n\nB;user:1;user:2;assistant:a;user:C;",
+        ),
+        (ALTERNATING, "A\n\nB;user:1\n\n2;assistant:a;user:C;"),
+    ],
+    ids=["any place", "refused", "dropped", "the last one wins", "alternating"],
+)
+def test_no_message_of_an_agent_is_lost(source: str, expected: str) -> None:
+    """Oracle: by hand: agents send several system messages, later ones too, and two of the user in a row."""
+    texts = [("system", "A"), ("system", "B"), ("user", "1"), ("user", "2"), ("assistant", "a"), ("system", "C")]
+    assert render(source, [{"role": role, "content": text} for role, text in texts]) == expected
+
+
+def test_what_the_user_says_to_a_tools_answer_is_not_lost() -> None:
+    """Oracle: by hand, for a template that wants the assistant behind a tool's answer; parts stay parts."""
+    calling = {"role": "assistant", "content": "", "tool_calls": CALLS[:1]}
+    shown = render(ALTERNATING, [USER, calling, RESULTS[0], {"role": "user", "content": parts("and", "this")}])
+    assert shown == "user: Hi <you> ;assistant:;tool:1 <b>\nand\nthis;"
+
+
 def test_parts_stay_parts_where_they_are_taken() -> None:
     """Oracle: by hand: a template that writes each part on its own, and one that takes texts only."""
     messages = [{"role": "user", "content": parts("a", "b")}]

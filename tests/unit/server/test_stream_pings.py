@@ -8,41 +8,57 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from tests.asgi import App, run_served, until
+from tests.asgi import App, Reply, run_served, until
 from tests.fake_engine import FakeEngine, echo
 from tests.gated_engine import GatedEngine
 from tests.tiny_server import chat_tokenizer
 from tp_engine.server.config import ServerConfig
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-PING = b": ping\n\n"
+COMMENT = b": ping\n\n"
 STREAMS: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/completions", {"prompt": "a"}),
-    ("/v1/completions", {"prompt": ["a", "b"]}),
+    ("/v1/completions", {"prompt": "abcdefgh"}),
+    ("/v1/completions", {"prompt": ["abcdefgh", "b"]}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
     ("/v1/responses", {"input": "a"}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9}),
 ]
+# Clients of these give up a stream on which only comments come: its pings are events.
+EVENTS = {"/v1/responses": "response.in_progress", "/v1/messages": "ping"}
 OFTEN = ServerConfig(sse_keep_alive_interval=0.005)
+
+
+def pings(path: str, parts: list[bytes]) -> list[bytes]:
+    """Those of the parts that are pings; the first may begin the stream too."""
+    sign = f"event: {EVENTS[path]}\n".encode() if path in EVENTS else COMMENT
+    return [one for one in parts if sign in one]
+
+
+def told(reply: Reply) -> list[Any]:
+    """The events that are no pings; the numbers of all go on."""
+    numbers = [one["sequence_number"] for one in reply.events if "sequence_number" in one]
+    assert numbers == list(range(len(numbers)))
+    return [one.keys() for one in reply.events if one.get("type") not in EVENTS.values()]
 
 
 @pytest.mark.parametrize(("path", "body"), STREAMS)
 def test_a_silent_stream_sends_its_status_and_pings(path: str, body: dict[str, Any]) -> None:
-    """Oracle: 200 and comments while no step has run; without the comments, the stream of a fast engine."""
+    """Oracle: 200 and pings while no step has run; without the pings, the stream of a fast engine."""
     engine = GatedEngine(FakeEngine(echo))
 
     async def scenario(app: App) -> None:
         exchange = app.start("POST", path, body | {"stream": True})
-        await until(lambda: exchange.parts.count(PING) >= 2, "two comments")
+        await until(lambda: len(pings(path, exchange.parts)) >= 3, "three pings")
         assert exchange.status == 200 and exchange.reply_headers["content-type"].startswith("text/event-stream")
-        assert engine.num_steps == 0 and set(exchange.parts) == {PING}
-        engine.allow(1)
-        await until(lambda: any(part != PING for part in exchange.parts), "an event")
+        assert engine.num_steps == 0 and (path in EVENTS or set(exchange.parts) == {COMMENT})
         num_parts = len(exchange.parts)
-        await until(lambda: PING in exchange.parts[num_parts:], "a comment between two tokens")
+        engine.allow(4)
+        await until(lambda: exchange.parts[num_parts:] != pings(path, exchange.parts[num_parts:]), "an event")
+        num_parts = len(exchange.parts)
+        await until(lambda: bool(pings(path, exchange.parts[num_parts:])), "a ping between two tokens")
         engine.open()
         silent = await exchange.reply()
-        fast = await app.post(path, body | {"stream": True})
-        assert [one.keys() for one in silent.events] == [one.keys() for one in fast.events]
+        assert told(silent) == told(await app.post(path, body | {"stream": True}))
 
     run_served(scenario, engine, chat_tokenizer(), OFTEN)
 
@@ -54,17 +70,19 @@ def test_an_error_after_a_ping_is_an_event(path: str, body: dict[str, Any]) -> N
 
     async def scenario(app: App) -> None:
         exchange = app.start("POST", path, body | {"stream": True})
-        await until(lambda: PING in exchange.parts, "a comment")
+        await until(lambda: bool(pings(path, exchange.parts)), "a ping")
         engine.open()
         reply = await exchange.reply()
         assert reply.status == 200
         if path == "/v1/responses":
             for one in reply.events:
                 EVENT.validate_python(one)
-            assert [one["type"] for one in reply.events] == [
-                "response.created", "response.in_progress", "response.failed",
-            ]  # fmt: skip
+            names = [one["type"] for one in reply.events if one["type"] != "response.in_progress"]
+            assert names == ["response.created", "response.failed"] and len(told(reply)) == 2
             assert "told to fail" in reply.events[-1]["response"]["error"]["message"]
+        elif path == "/v1/messages":
+            assert [one["type"] for one in reply.events if one["type"] != "ping"] == ["message_start", "error"]
+            assert "told to fail" in reply.events[-1]["error"]["message"]
         else:
             assert [one["error"]["code"] for one in reply.events] == ["engine_dead"]
             assert reply.content.endswith(b"data: [DONE]\n\n")
@@ -90,7 +108,7 @@ def test_a_client_that_leaves_a_silent_stream_ends_its_request() -> None:
 
     async def scenario(app: App) -> None:
         exchange = app.start("POST", "/v1/completions", {"prompt": "a", "stream": True})
-        await until(lambda: PING in exchange.parts and bool(engine.added), "a comment, and a request that runs")
+        await until(lambda: COMMENT in exchange.parts and bool(engine.added), "a comment, and a request that runs")
         exchange.leave()
         await exchange.ended()
         await until(lambda: bool(engine.aborted), "the abort")

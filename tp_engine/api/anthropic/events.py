@@ -45,6 +45,9 @@ class MessageWriter(ChatEventWriter):
     def begin(self, usage: Mapping[str, Any]) -> list[JsonObject]:
         return [{"type": "message_start", "message": self._whole([], usage)}]
 
+    def ping(self) -> list[JsonObject]:
+        return [{"type": "ping"}]
+
     def fail(self, status: int, message: str) -> list[JsonObject]:
         return [anthropic_error(status, message)]
 

@@ -57,6 +57,10 @@ class ChatEventWriter(ABC):
         return events + self._close(is_last=True) + self._end(usage)
 
     @abstractmethod
+    def ping(self) -> list[JsonObject]:
+        """Return an event that says only that the answer is still being made, after ``begin``."""
+
+    @abstractmethod
     def fail(self, status: int, message: str) -> list[JsonObject]:
         """Return the last events after an error that came after ``begin``; ``status`` is what HTTP would have said."""
 

@@ -7,6 +7,7 @@
 | role developer | its sentinel shows where the template has the word, or that of the system does not show either |
 | arguments of calls as an object | the sentinel in an object: the template shows it, and no Python object |
 | null beside calls | calls that show beside null only |
+| system messages behind the first, two messages of a role | they show where the conversation without them does |
 
 Contents are probed in several places, since templates treat the first message, the last one and those beside tools or
 calls on their own; places where neither form shows do not count.  A template that needs parts (it shows nothing of a
@@ -87,6 +88,8 @@ class TemplateCapabilities:
     """What a template takes.  ``contents`` has the form of each role; other roles have that of the user.
 
     ``takes_thinking``: reasoning is called ``thinking``.  ``shows_tools``: the prompt tells of the request's tools.
+    ``one_system``: it shows a system message in the first place only.  ``joins``: pairs of roles whose messages can not
+    follow each other.
     """
 
     contents: Mapping[str, ContentForm] = field(default_factory=dict)
@@ -94,6 +97,8 @@ class TemplateCapabilities:
     knows_developer: bool = False
     takes_thinking: bool = False
     shows_tools: bool = True
+    one_system: bool = False
+    joins: frozenset[tuple[str, str]] = frozenset()
 
     @classmethod
     def of(
@@ -117,6 +122,8 @@ class TemplateCapabilities:
             and (probes.shows("developer") or not probes.shows("system")),
             takes_thinking=template.mentions("message.thinking") and not template.mentions("reasoning_content"),
             shows_tools=probes.shows_tools(),
+            one_system=probes.one_system(),
+            joins=probes.joins(),
         )
         if probes.is_late:
             logger.warning(
@@ -184,9 +191,33 @@ class _Probes:
         probes = [(self._render(some, [_TOOL]), self._render(some, None)) for some in (messages, messages[1:])]
         return self.is_late or any(shown != plain for shown, plain in probes) or not any(shown for shown, _ in probes)
 
+    def one_system(self) -> bool:
+        """Return whether the template shows no system message but the first."""
+        system, question, said = self._message("system", _SECOND), self._message("user", "hi"), self._said()
+        conversations = ([system], [question]), ([system, question, said], [question])
+        return any(self._loses("system", before, behind) for before, behind in conversations)
+
+    def joins(self) -> frozenset[tuple[str, str]]:
+        """Return the pairs of roles whose messages do not both show if one follows the other."""
+        question = self._message("user", _SECOND)
+        answered = [question, *self._call({}, False)[1:]]
+        before = {"user": [question], "assistant": [question, self._said()], "tool": answered}
+        pairs = (("user", "user"), ("assistant", "assistant"), ("tool", "user"))
+        return frozenset(pair for pair in pairs if self._loses(pair[1], before[pair[0]], []))
+
+    def _loses(self, role: str, before: list[Message], behind: list[Message]) -> bool:
+        """Whether the template, which shows the second sentinel, does not show both with a message of ``role`` in
+        between."""
+        for tools in (None, [_TOOL]):
+            plain = self._render([*before, *behind], tools)
+            shown = self._render([*before, self._message(role, _FIRST), *behind], tools)
+            if _SECOND in plain and not (_FIRST in shown and _SECOND in shown):
+                return not self.is_late
+        return False
+
     def _places(self, role: str) -> list[_Place]:
         """The places of a content of ``role`` that templates treat on their own."""
-        question, said = self._message("user", "hi"), self._message("assistant", "ok")
+        question, said = self._message("user", "hi"), self._said()
         match role:
             case "user":
                 return [([], {}, []), ([question, said], {}, [])]
@@ -205,6 +236,9 @@ class _Probes:
 
     def _answer(self) -> Message:
         return self._message("tool", "ok") | {"name": "probe", "tool_call_id": _CALL_ID}
+
+    def _said(self) -> Message:
+        return self._message("assistant", "ok")
 
     def _message(self, role: str, text: str) -> Message:
         return {"role": role, "content": self.forms.get(role, ContentForm()).content(text)}

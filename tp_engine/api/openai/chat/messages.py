@@ -16,6 +16,8 @@
 | ids of calls | the same, or numbered ones, if the model knows those alone |
 | calls that the template does not show | their text in the content, as the model writes it |
 | role developer | system, if the template does not know developer |
+| a system message behind others | one of the user in its place, or a part of the first, if the template shows no other |
+| two messages in a row that the template does not take, such as two of the user | one |
 """
 
 import json
@@ -64,10 +66,9 @@ def normal_messages(
     _name_tools(normal)
     if calls_format is not None and calls_format.numbered_id:
         _number_calls(normal, calls_format.numbered_id)
+    normal = _placed(normal, takes)
     for message in normal:
         given, has_calls = message["content"], "tool_calls" in message
-        if message["role"] == "developer" and not takes.knows_developer:
-            message["role"] = "system"
         # the template of gpt-oss refuses thinking in a message with both content and calls
         if takes.takes_thinking and "reasoning_content" in message and not (has_calls and any(given or "")):
             message.setdefault("thinking", message["reasoning_content"])
@@ -79,6 +80,34 @@ def normal_messages(
     if calls_format is not None and not takes.calls.are_shown:
         _write_calls(normal, takes, calls_format)
     return normal
+
+
+def _placed(messages: Sequence[dict[str, Any]], takes: TemplateCapabilities) -> list[dict[str, Any]]:
+    """The messages in roles and an order that the template takes: agents add system messages as they go, and two
+    messages of the user in a row."""
+    placed: list[dict[str, Any]] = []
+    for message in messages:
+        last = placed[-1] if placed else {}
+        if message["role"] == "developer" and not takes.knows_developer:
+            message["role"] = "system"
+        if message["role"] == "system" and takes.one_system and last.get("role", "system") != "system":
+            message["role"] = "user"
+        pair = last.get("role"), message["role"]
+        is_joined = pair in takes.joins or (takes.one_system and pair == ("system", "system"))
+        if is_joined and "tool_calls" not in last:
+            placed[-1] = {**last, **message, **{name: last[name] for name in ("role", "name") if name in last}}
+            placed[-1]["content"] = _joined(last["content"], message["content"])
+        else:
+            placed.append(message)
+    return placed
+
+
+def _joined(first: Any, second: Any) -> Any:
+    """Two contents as one: a text if both are, else the parts of both."""
+    contents = [one for one in (first, second) if one]
+    if all(isinstance(one, str) for one in contents):
+        return "\n\n".join(contents)
+    return [part for one in contents for part in ([one] if isinstance(one, str) else one)]
 
 
 def images_behind_tools(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:

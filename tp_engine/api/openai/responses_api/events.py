@@ -49,8 +49,10 @@ class ResponseWriter(ChatEventWriter):
         self._response = _running(body, chat)
 
     def begin(self, usage: Mapping[str, Any]) -> list[JsonObject]:
-        names = ("response.created", "response.in_progress")
-        return self._numbered({"type": name, "response": self._response} for name in names)
+        return [*self._told("response.created"), *self.ping()]
+
+    def ping(self) -> list[JsonObject]:
+        return self._told("response.in_progress")
 
     def take(self, choice: Mapping[str, Any]) -> list[JsonObject]:
         self._logprobs += (choice.get("logprobs") or {}).get("content") or []
@@ -95,6 +97,9 @@ class ResponseWriter(ChatEventWriter):
     def _whole(self, events: list[JsonObject], usage: Mapping[str, Any]) -> JsonObject:
         response: JsonObject = events[-1]["response"]
         return response
+
+    def _told(self, name: str) -> list[JsonObject]:
+        return self._numbered([{"type": name, "response": self._response}])
 
     def _new_logprobs(self) -> list[Mapping[str, Any]]:
         """Those for the open item; a message alone has any."""
