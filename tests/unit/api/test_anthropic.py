@@ -109,6 +109,7 @@ def test_tools_are_functions() -> None:
         {"name": "f", "input_schema": {"properties": {}}, "cache_control": {"type": "ephemeral"}, "strict": True},
         {"type": "custom", "name": "g", "description": "d", "input_schema": {"type": "object"}},
         {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
+        {"type": "mcp_toolset", "mcp_server_name": "s"},
     ]
     made = chat([user("a")], tools=tools, tool_choice={"type": "any", "disable_parallel_tool_use": True})
     assert [one["function"] for one in made.tools] == [
@@ -123,7 +124,7 @@ def test_tools_are_functions() -> None:
     ("fields", "effort", "kwargs"),
     [
         ({}, None, None),
-        ({"thinking": {"type": "adaptive"}}, None, None),
+        ({"thinking": {"type": "adaptive", "display": "updates"}}, None, None),
         ({"thinking": {"type": "disabled"}}, "none", None),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, None, {"enable_thinking": True, "thinking": True}),
         ({"output_config": {"effort": "xhigh"}}, "high", None),
@@ -134,6 +135,12 @@ def test_thinking_is_switched_as_a_chat_switches_it(fields: Any, effort: str | N
     """Oracle: the chat's own fields."""
     made = chat([user("a")], **fields)
     assert (made.reasoning_effort, made.chat_template_kwargs) == (effort, kwargs)
+
+
+def test_a_function_without_a_name_is_refused_by_its_place() -> None:
+    """Oracle: the place of the fault in the client's own body."""
+    with pytest.raises(RequestError, match=r"tools\[1\].name is missing"):
+        chat([user("a")], tools=[{"name": "f"}, {"input_schema": {}}])
 
 
 @pytest.mark.parametrize(

@@ -162,10 +162,25 @@ def test_finish_reasons_and_fewer_calls() -> None:
 
     async def scenario(app: App) -> None:
         assert whole((await app.post(CHAT, body(max_tokens=110))).json())["finish_reason"] == "length"
+        cut = whole((await app.post(CHAT, body(tool_choice="required", stop=['"name']))).json())
+        assert (cut["content"].strip(), cut["calls"], cut["finish_reason"]) == ("I look.", [], "stop")  # no mark
         single = whole((await app.post(CHAT, body(parallel_tool_calls=False))).json())
         assert (single["calls"], single["finish_reason"]) == ([["get_weather", ARGUMENTS]], "tool_calls")
 
     serve(speaking(TEXT), scenario)
+
+
+def test_a_message_that_a_stop_sequence_ends_within_a_call_calls_nothing() -> None:
+    """Oracle: the reference: ``tool_use`` asks for the tool to be run, here it would be without its arguments."""
+    message = {"max_tokens": 500, "messages": [QUESTION], "tools": [{"name": one["function"]["name"]} for one in TOOLS]}
+
+    async def scenario(app: App) -> None:
+        for stop, reason, given in ((["😀"], "stop_sequence", {}), (["!"], "tool_use", {"city": "Köln 😀"})):
+            answer = (await app.post("/v1/messages", message | {"stop_sequences": stop})).json()
+            use = next(block for block in answer["content"] if block["type"] == "tool_use")
+            assert (answer["stop_reason"], use["input"]) == (reason, given)
+
+    serve(speaking(f"{CALL}!"), scenario)
 
 
 def test_llama_calls() -> None:

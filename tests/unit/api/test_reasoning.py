@@ -251,3 +251,19 @@ def test_tokens_are_counted_with_and_without_a_token_for_the_mark() -> None:
     thought = tokenizer.encode("<s>again and again</think>", add_special_tokens=False)
     assert counter.count([*thought, *tokenizer.encode("lazy dog")]) == len(thought)
     assert counter.count(thought[:-1]) == len(thought) - 1
+
+
+def test_a_long_thought_is_counted_in_pieces() -> None:
+    """Oracle: the tokens up to the mark, wherever it stands; decoding a whole thought again and again would hold up
+    other requests."""
+    sizes: list[int] = []
+
+    def decode(token_ids: list[int]) -> str:
+        sizes.append(len(token_ids))
+        return bytes(token_ids).decode()
+
+    counter = ReasoningTokens(("</think>", "[END]"), None, decode)
+    for length in (0, 500, 508, 512, 2040, 5000):
+        for mark in (b"</think>", b"[END]"):
+            assert counter.count([*b"x" * length, *mark, *b" and </think> more" * 100]) == length + len(mark)
+    assert max(sizes) < 1000 and sum(sizes) < 100_000

@@ -283,6 +283,15 @@ def test_cut_off_by_a_limit(parser: Maker, text: str, content: str, calls: list[
             assert whole.startswith(part)
 
 
+def test_half_an_escape_is_not_lost() -> None:
+    """Oracle: the arguments as the model wrote them, up to any cut."""
+    head, arguments = '<tool_call>{"name": "f", "arguments": ', r'{"a": "C:\\x \" \u00e9"'
+    for end in range(1, len(arguments)):
+        for pieces in (head + arguments[:end], [head + arguments[:end]]):
+            ((_, part),) = find(hermes(), pieces, cut_off=True).calls
+            assert part == arguments[:end]
+
+
 @pytest.mark.parametrize("parser", TEXTS)
 def test_random_splits_of_random_conversations(parser: Maker) -> None:
     """Oracle: the text in one piece; the JSON arguments that the test put in."""

@@ -41,6 +41,7 @@ class MessageWriter(ChatEventWriter):
         self._ending: JsonObject = {"stop_reason": None, "stop_sequence": None}
         self._block: JsonObject = {}  # the open one, as it began
         self._pieces: list[str] = []
+        self._ends_in_call = False  # whose arguments are no object
 
     def begin(self, usage: Mapping[str, Any]) -> list[JsonObject]:
         return [{"type": "message_start", "message": self._whole([], usage)}]
@@ -63,12 +64,14 @@ class MessageWriter(ChatEventWriter):
 
     def _done(self, *, is_last: bool) -> tuple[JsonObject, list[JsonObject]]:
         text = "".join(self._pieces)
-        grown = {"input": _arguments(text)} if self.kind == "call" else {self._block["type"]: text}
+        arguments = _arguments(text) if self.kind == "call" else None
+        self._ends_in_call = self.kind == "call" and arguments is None
+        grown = {"input": arguments or {}} if self.kind == "call" else {self._block["type"]: text}
         return self._block | grown, [{"type": "content_block_stop", "index": len(self.items)}]
 
     def _end(self, usage: Mapping[str, Any]) -> list[JsonObject]:
         reason, stop = self.last.get("finish_reason"), self.last.get("stop_reason")
-        if reason == "stop" and stop in self._stop_sequences:
+        if stop in self._stop_sequences and (reason == "stop" or self._ends_in_call):
             self._ending = {"stop_reason": "stop_sequence", "stop_sequence": stop}
         else:
             has_calls = reason == "stop" and any(block["type"] == "tool_use" for block in self.items)
@@ -92,10 +95,10 @@ def _usage(usage: Mapping[str, Any]) -> JsonObject:
     }
 
 
-def _arguments(text: str) -> JsonObject:
-    """The object that arguments are; empty for a text that a limit cut off, or that is no object."""
+def _arguments(text: str) -> JsonObject | None:
+    """The object that arguments are; None for a text that was cut off, or that is no object."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return None
+    return found if isinstance(found, dict) else None

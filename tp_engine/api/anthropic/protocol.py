@@ -29,10 +29,13 @@ class Message(RequestBody):
 
 
 class Tool(RequestBody):
-    """A function that the client runs, or by its ``type`` a tool that only Anthropic's servers could run."""
+    """A function that the client runs, or by its ``type`` a tool that only Anthropic's servers could run.
+
+    Toolsets of those servers have no name.
+    """
 
     type: str | None = None
-    name: str
+    name: str = ""
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
@@ -51,7 +54,7 @@ class Thinking(RequestBody):
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(None, ge=1)
-    display: Literal["summarized", "omitted"] | None = None
+    display: str | None = None
 
 
 class OutputConfig(RequestBody):

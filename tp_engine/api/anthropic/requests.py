@@ -118,10 +118,12 @@ def _offered(body: CountTokensBody) -> list[Tool]:
 
 def _tools(tools: list[Tool]) -> list[dict[str, Any]] | None:
     found = []
-    for tool in tools:
+    for number, tool in enumerate(tools):
         if tool.type not in (None, "custom"):
             warn_once(logger, "tools of the type %s are left out of messages: this server runs none", tool.type[:80])
             continue
+        if not tool.name:
+            raise RequestError(f"tools[{number}].name is missing; a function must have one", param="tools")
         function: dict[str, Any] = {"name": tool.name, "parameters": {"type": "object", **(tool.input_schema or {})}}
         function |= {name: value for name in ("description", "strict") if (value := getattr(tool, name)) is not None}
         found.append({"type": "function", "function": function})

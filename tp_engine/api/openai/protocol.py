@@ -186,7 +186,8 @@ def request_error(error: ValidationError, *, shows_value: bool = True) -> Reques
         return RequestError(f"the body must be a JSON object: {first['msg']}")
     name = str(location[0])
     if first["type"] == "missing":
-        return RequestError(f"{name} is missing; it is required", param=name)
+        place = name + "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in location[1:])
+        return RequestError(f"{place} is missing; it is required", param=name)
     messages = dict.fromkeys(item["msg"] for item in complaints if item["loc"][:1] == location[:1])
     value = f" is {shown(first['input'])}" if shows_value else ""
     return RequestError(f"{name}{value}: {'; or '.join(messages)}", param=name)

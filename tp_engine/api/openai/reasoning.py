@@ -333,6 +333,10 @@ def _content(events: Sequence[ChatEvent]) -> str:
     return "".join(event.text for event in events if isinstance(event, ContentText))
 
 
+# Tokens in which a mark is looked for at once, and those that a mark has at most.
+_WINDOW, _LONGEST_MARK = 512, 64
+
+
 @dataclass(frozen=True, slots=True)
 class ReasoningTokens:
     """Counts the tokens of reasoning, its marks included: all that come before the answer.
@@ -354,8 +358,15 @@ class ReasoningTokens:
         if num_characters is None and self.close_id is not None:
             return ids.index(self.close_id) + 1 if self.close_id in ids else len(ids)
 
-        def has_ended(end: int) -> bool:
-            text = self.decode(ids[:end])
-            return any(mark in text for mark in self.closes) if num_characters is None else len(text) >= num_characters
+        if num_characters is not None:
+            return bisect.bisect_left(range(len(ids)), True, key=lambda end: len(self.decode(ids[:end])) >= num_characters)
+        for start in range(0, len(ids), _WINDOW):
+            window = ids[max(0, start - _LONGEST_MARK) : start + _WINDOW]
+            if self._has_close(window):
+                size = bisect.bisect_left(range(len(window)), True, key=lambda end: self._has_close(window[:end]))
+                return max(0, start - _LONGEST_MARK) + size
+        return len(ids)
 
-        return bisect.bisect_left(range(len(ids)), True, key=has_ended)
+    def _has_close(self, token_ids: list[int]) -> bool:
+        text = self.decode(token_ids)
+        return any(mark in text for mark in self.closes)

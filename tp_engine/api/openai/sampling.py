@@ -129,7 +129,7 @@ def num_top_logprobs(body: CompletionBody | ChatBody) -> int | None:
     """Alternatives per generated token; None if the body asks for no log-probabilities."""
     if not isinstance(body, ChatBody):
         return body.logprobs
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     return (body.top_logprobs or 0) if body.logprobs else None
 

@@ -156,8 +156,11 @@ class ChatParser:
         self._counts_tokens = not in_answer
 
     def finish(self, finish_reason: str | None) -> list[ChatEvent]:
-        """End the text for this reason; returns the events that were held back."""
-        events = self.message.finish(cut_off=finish_reason in _CUT_OFF)
+        """End the text for this reason; returns the events that were held back.
+
+        A grammar completes forced calls, so what has not become one by its end was cut off, by a stop string perhaps.
+        """
+        events = self.message.finish(cut_off=finish_reason in _CUT_OFF or self._parsing.forced is not None)
         if self._counts_tokens:
             self._count(self.message.in_answer or False)
         return self._allowed(events)

@@ -195,7 +195,13 @@ class ObjectsParser(TextParser):
                 self._at += 1
                 give('"')
                 return
-            yield from self._more()
+            if self._at < len(self._pending):  # half an escape, with which the text may be cut off
+                self._at += 1
+                give("\\")
+                give((yield from self._next(NO_SPACE)))
+                self._at += 1
+            else:
+                yield from self._more()
 
     def _read_value(self, give: Callable[[str], None]) -> Reading[None]:
         """Read a value up to its end, which its brackets tell, and pass it on."""

@@ -101,7 +101,7 @@ class ToolRequest:
 
 def _tool(where: str, tool: object) -> Mapping[str, Any]:
     function = tool.get("function") if isinstance(tool, Mapping) else None
-    if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(function, Mapping):
+    if not isinstance(tool, Mapping) or tool.get("type", "function") != "function" or not isinstance(function, Mapping):
         raise RequestError(f"{where} must be {{'type': 'function', 'function': {{'name': ...}}}}", param="tools")
     name = function.get("name")
     if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME:
