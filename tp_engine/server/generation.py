@@ -48,9 +48,7 @@ async def answer_body(state: ServerState, request: Request, body: Body) -> Respo
         writer = ChatEventStream(prepared) if isinstance(prepared, PreparedFromChat) else ChunkWriter(prepared)
         batches = _batches(state, prepared)
         ping_s = state.config.sse_keep_alive_interval
-        return EventStream(
-            writer.events(batches), writer.failure, held.pop_all(), ping=writer.ping, ping_s=ping_s
-        )
+        return EventStream(writer.events(batches), writer.failure, held.pop_all(), ping=writer.ping, ping_s=ping_s)
 
 
 async def whole_outputs(state: ServerState, prepared: PreparedBody) -> list[RequestOutput]:

@@ -96,7 +96,8 @@ class EventStream(Response):
     The status line waits for the first event, so an error before it becomes an error answer.  After ``ping_s`` seconds
     of silence (0: never) it is sent nevertheless, with what ``ping`` makes, and so it goes on after each further
     silence: proxies and clients close connections on which nothing comes.  An error after the status line becomes the
-    last events, which ``failure`` makes of it.  A client's leaving closes the generator before the connection's task ends.
+    last events, which ``failure`` makes of it.  A client's leaving closes the generator before the connection's task
+    ends.
     """
 
     def __init__(

@@ -355,11 +355,10 @@ class ReasoningTokens:
         ``num_characters``: a call has ended the reasoning, which has so many with the call's opening mark.
         """
         ids = list(token_ids)
-        if num_characters is None and self.close_id is not None:
-            return ids.index(self.close_id) + 1 if self.close_id in ids else len(ids)
-
         if num_characters is not None:
-            return bisect.bisect_left(range(len(ids)), True, key=lambda end: len(self.decode(ids[:end])) >= num_characters)
+            return bisect.bisect_left(range(len(ids)), num_characters, key=lambda end: len(self.decode(ids[:end])))
+        if self.close_id is not None:
+            return ids.index(self.close_id) + 1 if self.close_id in ids else len(ids)
         for start in range(0, len(ids), _WINDOW):
             window = ids[max(0, start - _LONGEST_MARK) : start + _WINDOW]
             if self._has_close(window):

@@ -16,7 +16,7 @@
 | ids of calls | the same, or numbered ones, if the model knows those alone |
 | calls that the template does not show | their text in the content, as the model writes it |
 | role developer | system, if the template does not know developer |
-| a system message behind others | one of the user in its place, or a part of the first, if the template shows no other |
+| a system message behind others | one of the user, or a part of the first, where the template shows no other |
 | two messages in a row that the template does not take, such as two of the user | one |
 """
 
