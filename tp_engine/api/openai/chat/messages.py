@@ -95,8 +95,7 @@ def _placed(messages: Sequence[dict[str, Any]], takes: TemplateCapabilities) -> 
         pair = last.get("role"), message["role"]
         is_joined = pair in takes.joins or (takes.one_system and pair == ("system", "system"))
         if is_joined and "tool_calls" not in last:
-            placed[-1] = {**last, **message, **{name: last[name] for name in ("role", "name") if name in last}}
-            placed[-1]["content"] = _joined(last["content"], message["content"])
+            placed[-1] = {**message, **last, "content": _joined(last["content"], message["content"])}
         else:
             placed.append(message)
     return placed
