@@ -172,7 +172,7 @@ def test_finish_reasons_and_fewer_calls() -> None:
 
 def test_a_message_that_a_stop_sequence_ends_within_a_call_calls_nothing() -> None:
     """Oracle: the reference: ``tool_use`` asks for the tool to be run, here it would be without its arguments."""
-    message = {"max_tokens": 500, "messages": [QUESTION], "tools": [{"name": one["function"]["name"]} for one in TOOLS]}
+    message = {"max_tokens": 500, "messages": [QUESTION], "tools": [{"name": "get_weather"}, {"name": "get_time"}]}
 
     async def scenario(app: App) -> None:
         for stop, reason, given in ((["😀"], "stop_sequence", {}), (["!"], "tool_use", {"city": "Köln 😀"})):
