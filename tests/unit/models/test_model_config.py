@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tp_engine.errors import ConfigError
 from tp_engine.kv_layout import local_num_kv_heads
+from tp_engine.layers.rotary import inverse_frequencies
 from tp_engine.model_config import (
     check_tensor_parallel,
     load_model_config,
@@ -123,7 +125,9 @@ def test_rope_spellings_agree() -> None:
     ("changes", "named"),
     [
         ({"rope_scaling": {"rope_type": "yarn", "factor": -4.0}}, "factor -4.0"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0, "alpha": 1000.0}}, "alpha=1000.0"),
+        ({"rope_scaling": {"type": "dynamic"}}, "factor"),
+        ({"rope_scaling": {"type": "ntk", "factor": 4.0}}, "ntk"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"rope_scaling": {"rope_type": "default", "mrope_section": [16, 24, 24]}}, "mrope_section"),
@@ -322,6 +326,20 @@ def test_other_formats_are_named(file: str, what: str, tmp_path: Path) -> None:
         load_model_config(str(tmp_path))
     with pytest.raises(ConfigError, match=rf"holds no \*\.safetensors of a whole model, but {file}, {what}"):
         weight_files(tmp_path)
+
+
+def test_dynamic_rotations_are_plain_ones_up_to_the_models_positions() -> None:
+    """Oracle: transformers' own frequencies of a sequence that has all of the model's positions."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = {"rope_type": "dynamic", "factor": 4.0}
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=128, rope_scaling=scaling)
+    expected, factor = ROPE_INIT_FUNCTIONS["dynamic"](config, torch.device("cpu"), seq_len=128)
+    spec = read_model(llama(hidden_size=64, num_attention_heads=4, num_key_value_heads=4, head_dim=16,
+                            max_position_embeddings=128, rope_theta=10_000.0, rope_scaling=scaling))  # fmt: skip
+    assert (spec.max_position, spec.ropes[0].attention_factor) == (128, factor)
+    torch.testing.assert_close(inverse_frequencies(spec.ropes[0], 128), expected)
 
 
 def test_decoders_without_a_head_are_read() -> None:
