@@ -220,6 +220,15 @@ def test_death_of_the_frontend_ends_the_job() -> None:
         job.ends_with(1)
 
 
+def test_death_of_the_frontend_while_loading_ends_the_job() -> None:
+    """Oracle: exit code 1 long before the engine has started."""
+    with started("--port", "0", delay_s=LONG_START_S) as job:
+        job.wait_for("loading")
+        job.frontend().kill()
+        job.ends_with(1)
+        job.wait_for("while the model loads")
+
+
 def test_death_of_rank_0_ends_the_frontend() -> None:
     """Oracle: the frontend is gone after a SIGKILL, which no process can catch."""
     with started("--port", "0") as job:

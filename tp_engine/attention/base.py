@@ -131,7 +131,7 @@ class AttentionNeeds:
     """What a configuration asks of a backend, known before any device is touched.
 
     ``dtype`` is that of queries, ``kv_cache_dtype`` that of the cache.  ``head_dims`` are those of the model's layers,
-    each once.  ``has_softcap``: some layer caps its scores; ``has_sinks``: some layer has attention sinks.
+    each once.  ``has_sinks``: some layer has attention sinks.
     ``has_latents``: the layers have latent attention, and with ``index_topk`` a query attends to so many keys at most.
     ``is_invariant``: a request's result must not depend on the size of the batch.  ``capability`` is the GPU's compute
     capability, such as (9, 0); None without a GPU, or if it is unknown.
@@ -142,7 +142,6 @@ class AttentionNeeds:
     kv_cache_dtype: torch.dtype
     block_size: int
     head_dims: tuple[int, ...]
-    has_softcap: bool = False
     has_sinks: bool = False
     has_latents: bool = False
     index_topk: int | None = None

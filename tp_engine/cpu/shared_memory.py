@@ -56,7 +56,7 @@ def with_shared_memory(
     info = host.info
     is_one_host = info.topology.num_hosts == 1
     local = host if is_one_host else LocalRanks(host)
-    compiled = together(_compiled_kernels)
+    compiled = together(partial(_compiled_kernels, local.info.world_size))
     slots = None if compiled is None else _shared_slots(local, slot_bytes, together)
     if compiled is None or slots is None:
         return library
@@ -91,14 +91,15 @@ def _shared_slots(
     return found if isinstance(found, TensorSlots) else None
 
 
-def _compiled_kernels() -> ctypes.CDLL:
+def _compiled_kernels(num_ranks: int) -> ctypes.CDLL:
+    if num_ranks > native.MAX_RANKS:
+        raise RuntimeError(f"{num_ranks} ranks are on one host, and it takes at most {native.MAX_RANKS}")
     if (compiled := native_library()) is None:
         raise RuntimeError("there are no compiled kernels here (the log says why)")
     return compiled
 
 
 def _layout(slots: TensorSlots, host: Agreeing) -> native.ExchangeLayout:
-    assert slots.num_ranks <= native.MAX_RANKS
     return native.ExchangeLayout(
         slots=slots.base + slots.slots_offset, results=slots.base + slots.results_offset,
         semaphores=slots.base + SEMAPHORES_OFFSET, rank=host.info.rank, num_ranks=slots.num_ranks,

@@ -41,9 +41,8 @@ class JobBoard(Segment):
         super().__init__(memory, descriptor)
         words = memoryview(memory).cast("q")
         table = np.frombuffer(memory, np.int64)
-        self.created_wall_ns, self.created_ns = words[2], words[3]
-        self.world_size, self.host = words[1], words[5]
-        self.topology = Topology(world_size=words[1], local_world_size=words[4])
+        self.world_size, self.created_ns, self.host = words[1], words[2], words[4]
+        self.topology = Topology(world_size=words[1], local_world_size=words[3])
         starts = [_HEADER_WORDS + rank * SLOT_WORDS for rank in range(self.world_size)]
         self.slots = tuple(
             RankSlot(rank, words[start : start + SLOT_WORDS], table[start : start + SLOT_WORDS])
@@ -60,8 +59,8 @@ class JobBoard(Segment):
             8 * (_HEADER_WORDS + world_size * SLOT_WORDS), num_ranks=local_world_size or world_size
         )
         header = memoryview(memory).cast("q")
-        header[1], header[2], header[3] = world_size, time.time_ns(), time.monotonic_ns()
-        header[4], header[5] = local_world_size or world_size, host
+        header[1], header[2] = world_size, time.monotonic_ns()
+        header[3], header[4] = local_world_size or world_size, host
         header[0] = _MAGIC
         return cls(memory, descriptor)
 

@@ -40,7 +40,7 @@ from tp_engine.server.access import warn_of_exposure
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.frontend_process import FrontendSettings, check_frontend, end_frontend, start_frontend
 from tp_engine.server.listener import close_listener, is_listened_on, open_listener, write_port_file
-from tp_engine.server.signals import StopRequested, StopSignals, end_process_after
+from tp_engine.server.signals import StopRequested, StopSignals, end_process, end_process_after
 from tp_engine.server.tracing import check_tracing
 
 if TYPE_CHECKING:
@@ -179,10 +179,31 @@ def _start(
         )
         frontend = start_frontend(settings)
         stack.callback(end_frontend, frontend)
-    with hearing_progress(pulse.say):
+    with _ending_with(frontend, leftovers), hearing_progress(pulse.say):
         engine = start_engine(config, ends_process=True, pulse=pulse)
     stack.callback(engine.close)
     return engine, frontend, address
+
+
+@contextlib.contextmanager
+def _ending_with(frontend: subprocess.Popen[bytes], leftovers: _Leftovers) -> Iterator[None]:
+    """End this process at once if the HTTP process ends within: a model may take minutes to load."""
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(_POLL_S):
+            try:
+                check_frontend(frontend)
+            except ChildProcessError as error:
+                if not is_over.is_set():
+                    logger.error("%s while the model loads", error)
+                    end_process(1, leftovers.leave)
+
+    threading.Thread(target=watch, name="frontend-watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
 
 
 def _run(

@@ -35,7 +35,7 @@ _NOT_COUNTED = ("/metrics", "/live", "/health", "/ready", "/ping", "/load", "/ve
 _METHODS = ("GET", "POST", "DELETE", "HEAD", "OPTIONS", "PUT", "PATCH")
 _NO_ROUTE = "none"
 _CLIENT_GONE = 499
-_ID_HEADER = "x-request-id"
+_ID_HEADER, _ANTHROPIC_ID_HEADER = "x-request-id", "request-id"
 _VALID_ID = re.compile(REQUEST_ID)
 _TRACE_PARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}\b")
 _CARRIER: ContextVar[Mapping[str, str]] = ContextVar("trace_carrier", default={})  # noqa: B039 (never changed)
@@ -45,6 +45,7 @@ class Entrance:
     """Counts requests by route, names them, and begins a few of them at a time.
 
     ``X-Request-Id`` of every answer is the client's own, if valid, or a fresh one; log lines and spans have it too.
+    ``Request-Id`` is the same, for Anthropic's clients.
     ``scope["state"]["request_id"]`` is the id; ``name_request`` replaces it by the body's.
     ``scope["state"]["client_request_id"]`` is the header's id, or None.  Spans belong to the caller's trace.
 
@@ -72,7 +73,8 @@ class Entrance:
             nonlocal status, num_bytes
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)[_ID_HEADER] = state["request_id"]
+                headers = MutableHeaders(scope=message)
+                headers[_ID_HEADER] = headers[_ANTHROPIC_ID_HEADER] = state["request_id"]
             elif is_head:
                 message = {**message, "body": b""}
             else:

@@ -303,7 +303,6 @@ def _attention_needs(config: EngineConfig, model: ModelSpec, devices: DeviceMap)
         kv_cache_dtype=_KV_CACHE_DTYPES[config.kv_cache_dtype],
         block_size=config.block_size,
         head_dims=tuple(sorted({kind.head_dim for kind in kinds})),
-        has_softcap=any(attention.softcap is not None for attention in attentions),
         has_sinks=any(attention.has_sinks for attention in attentions),
         has_latents=any(attention.latent is not None for attention in attentions),
         index_topk=model.index_topk,

@@ -301,10 +301,8 @@ class Worker:
 
     def _make_parts(self, device: Device, model: CausalLM, head: DraftHead | None) -> RunnerFeatureParts:
         config = self.effective.config
-        draft_rows = simd_width(self._backends[0], config.block_size)
-        codec = (
-            make_codec(config.kv_offloading_codec, self._kv_shape, draft_rows) if config.kv_offloading_size else None
-        )
+        width = simd_width(self._backends[0], config.block_size)
+        codec = make_codec(config.kv_offloading_codec, self._kv_shape, width) if config.kv_offloading_size else None
         return RunnerFeatureParts(
             effective=self.effective,
             groups=self.groups,

@@ -72,9 +72,9 @@ def none_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         (ON_CUDA | {"head_dims": (128, 576)}, "torch"),
         (ON_CUDA | {"head_dims": (256, 512)}, "triton"),
         (ON_CPU | {"head_dims": (256, 512)}, "native"),
-        (ON_CUDA | {"head_dims": (256, 128), "has_softcap": True}, "triton"),
+        (ON_CUDA | {"head_dims": (256, 128)}, "triton"),
         (ON_CUDA | {"has_sinks": True}, "triton"),
-        (ON_CPU | {"has_softcap": True, "has_sinks": True}, "native"),
+        (ON_CPU | {"has_sinks": True}, "native"),
     ],
 )
 def test_auto(facts: dict[str, Any], chosen: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -128,6 +128,14 @@ def test_without_compiled_kernels_all_use_the_library(
     assert f"rank {has_kernels.index(False)}: RuntimeError: there are no compiled kernels here" in caplog.text
 
 
+def test_more_ranks_than_fit_use_the_library(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Oracle: the library itself on every rank, and the number in the log."""
+    monkeypatch.setattr("tp_engine.cpu.kernels.exchange.MAX_RANKS", 1)
+    caplog.set_level(logging.WARNING)
+    assert all(run_ranks(2, lambda library: setup(library) is library))
+    assert "2 ranks are on one host, and it takes at most 1" in caplog.text
+
+
 @needs_c
 @pytest.mark.parametrize("fails", ["create", "attach"])
 def test_where_a_rank_can_not_all_use_the_library(
