@@ -2,7 +2,7 @@
 
 ::
 
-    byte 0    | magic | world size | created, wall clock ns | created, monotonic ns | ranks per host | host | ... 64
+    byte 0    | magic | world size | created, monotonic ns | ranks per host | host | ... 64
     byte 64   | slot of rank 0 | slot of rank 1 | ... | slot of rank N-1 |                  see ``rank_slot.py``
 
 Every host has a board of its own, with slots for the ranks of all hosts: those of its own ranks are shared memory as
