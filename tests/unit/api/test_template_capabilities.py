@@ -179,6 +179,15 @@ def test_what_the_user_says_to_a_tools_answer_is_not_lost() -> None:
     assert shown == "user: Hi <you> ;assistant:;tool:1 <b>\nand\nthis;"
 
 
+@pytest.mark.parametrize("content", ["hello", parts("hello")], ids=["text", "parts"])
+def test_many_messages_in_a_row_are_joined_in_linear_time(content: Any) -> None:
+    """Oracle: by hand.  A stranger's body holds so many; joined one by one they took half a minute and more."""
+    began_s = time.thread_time()
+    shown = render(ALTERNATING, [{"role": "user", "content": content}] * 100_000)
+    assert shown.count("hello") == 100_000
+    assert time.thread_time() - began_s < 10
+
+
 def test_parts_stay_parts_where_they_are_taken() -> None:
     """Oracle: by hand: a template that writes each part on its own, and one that takes texts only."""
     messages = [{"role": "user", "content": parts("a", "b")}]

@@ -86,6 +86,7 @@ def _placed(messages: Sequence[dict[str, Any]], takes: TemplateCapabilities) -> 
     """The messages in roles and an order that the template takes: agents add system messages as they go, and two
     messages of the user in a row."""
     placed: list[dict[str, Any]] = []
+    contents: list[list[Any]] = []  # of each that is placed
     for message in messages:
         last = placed[-1] if placed else {}
         if message["role"] == "developer" and not takes.knows_developer:
@@ -95,15 +96,20 @@ def _placed(messages: Sequence[dict[str, Any]], takes: TemplateCapabilities) -> 
         pair = last.get("role"), message["role"]
         is_joined = pair in takes.joins or (takes.one_system and pair == ("system", "system"))
         if is_joined and "tool_calls" not in last:
-            placed[-1] = {**message, **last, "content": _joined(last["content"], message["content"])}
+            placed[-1] = {**message, **last}
+            contents[-1].append(message["content"])
         else:
             placed.append(message)
+            contents.append([message["content"]])
+    for message, given in zip(placed, contents, strict=True):
+        if len(given) > 1:
+            message["content"] = _joined(given)
     return placed
 
 
-def _joined(first: Any, second: Any) -> Any:
-    """Two contents as one: a text if both are, else the parts of both."""
-    contents = [one for one in (first, second) if one]
+def _joined(contents: Sequence[Any]) -> Any:
+    """Several contents as one: a text if all are, else the parts of all."""
+    contents = [one for one in contents if one]
     if all(isinstance(one, str) for one in contents):
         return "\n\n".join(contents)
     return [part for one in contents for part in ([one] if isinstance(one, str) else one)]
