@@ -155,6 +155,8 @@ def test_what_can_not_be_served_changes_nothing(files: Files, llm: LLM) -> None:
         folder = make_adapter(files.folder / f"bad-{name}", checkpoint, **config)
         with pytest.raises(RequestError, match=message):
             llm.load_lora_adapter("linears", str(folder), load_inplace=True)
+    with pytest.raises(RequestError, match="has half a surrogate pair"):  # os.fsdecode makes such
+        llm.load_lora_adapter("linears", "/adapter\udcff", load_inplace=True)
     assert answer(run(llm, files.prompts[:1], ["linears"])[0]) == before
 
 

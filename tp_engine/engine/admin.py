@@ -9,7 +9,7 @@ import msgspec
 
 from tp_engine.engine.grammar_queue import GrammarQueue
 from tp_engine.engine.job import Job
-from tp_engine.errors import RequestError
+from tp_engine.errors import RequestError, shown
 from tp_engine.plan import Order, StepPlan
 from tp_engine.request import StepOutput
 from tp_engine.sched.lora import LoRASlots
@@ -63,8 +63,11 @@ class EngineAdmin:
     def order(self, kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Let all ranks follow an order (``worker/orders.py``) when nothing is in flight; what rank 0 made of it.
         ``RequestError`` if a rank can not: then nothing has changed on any."""
-        with self._standstill():
+        try:
             order = msgspec.json.encode(Order(kind, dict(arguments)))
+        except UnicodeEncodeError as error:
+            raise RequestError(f"{kind}: {shown(error.object)} has half a surrogate pair; use Unicode") from error
+        with self._standstill():
             plan = StepPlan(step_id=self._scheduler.skip_step(), order=order)
             outcome = self._execute_command(plan)
             self._job.wait_step(plan.step_id, timeout_s=self.configuration()["startup_timeout_s"])
