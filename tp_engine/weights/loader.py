@@ -22,6 +22,7 @@ Stored: TypeAlias = Checkpoint | DummyWeights
 
 # These types are converted into one another; a tensor of any other type must have the parameter's type.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_POWERS = torch.float8_e8m0fnu  # scales that are powers of two; they become float32
 _NEVER_NEEDED = re.compile(r"\.rotary_emb\.inv_freq$")
 _EMBEDDING = "model.embed_tokens.weight"
 _COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
@@ -176,16 +177,17 @@ def _wanted_type(item: _Item) -> torch.dtype:
 
 def _converts(stored: torch.dtype | str, item: _Item) -> bool:
     wanted = _wanted_type(item)
-    return stored == wanted or (item.source.dtype is None and stored in FLOATS and wanted in FLOATS)
+    readable = (*FLOATS, _POWERS) if keeps_stored_type(item.parameter) else FLOATS
+    return stored == wanted or (item.source.dtype is None and stored in readable and wanted in FLOATS)
 
 
 def _take_stored_types(stored: Stored, items: list[_Item]) -> None:
-    """Give the parameters that keep their tensors' type that type; float32 if their tensors differ."""
+    """Give the parameters that keep their tensors' type that type; float32 if it is not one, or is eight bits."""
     types: dict[torch.Tensor, set[torch.dtype]] = {}
     for item in items:
         dtype = stored.dtype(item.name)
         if keeps_stored_type(item.parameter) and isinstance(dtype, torch.dtype):
-            types.setdefault(item.parameter, set()).add(dtype)
+            types.setdefault(item.parameter, set()).add(torch.float32 if dtype is _POWERS else dtype)
     for parameter, found in types.items():
         parameter.data = torch.empty_like(parameter, dtype=found.pop() if len(found) == 1 else torch.float32)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,21 @@ def test_shards_of_experts(
     group: dict[str, Any] = {"group": 32} if FORMATS[name].group == 128 and "fp8" not in name else {}
     compress(folder, tmp_path / "target", tmp_path / "twin", name, **group)
     assert_equal_twin(tmp_path / "target", tmp_path / "twin", world_size, least=6, enable_expert_parallel=not splits)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3-moe"])
+def test_scales_that_are_powers_of_two(architecture: str, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Oracle: the same scales in float32.  With the ``scale_fmt`` ue8m0 transformers stores them in eight bits."""
+    folder = checkpoint(architecture, **SHAPE, **(EXPERTS if architecture == "qwen3-moe" else {}))
+    compress(folder, tmp_path / "powers", tmp_path / "twin", "fp8-block")
+    stored = load_file(tmp_path / "powers" / "model.safetensors")
+    scales = {name: value.to(torch.float8_e8m0fnu) for name, value in stored.items() if name.endswith("scale_inv")}
+    shutil.copytree(tmp_path / "powers", tmp_path / "floats")
+    save_file(stored | scales, tmp_path / "powers" / "model.safetensors")
+    save_file(stored | {name: value.float() for name, value in scales.items()}, tmp_path / "floats/model.safetensors")
+    models = (load(tmp_path / name, 0, 2) for name in ("powers", "floats"))
+    pairs = list(zip(*map(weights, models), strict=True))
+    assert scales and all(found[0] == other[0] and torch.equal(found[1], other[1]) for found, other in pairs)
 
 
 @pytest.mark.parametrize("tail", [(), (1,)])

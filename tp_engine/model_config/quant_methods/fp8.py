@@ -7,7 +7,7 @@ from tp_engine.model_config.quantization import EVERY_MODULE, QuantizationSpec, 
 METHODS = ("fp8",)
 _CHOICES = {
     "fmt": ("e4m3", "float8_e4m3fn"),
-    "scale_fmt": ("float32", "float", "ue8m0"),  # powers of two, stored in float32 all the same (DeepSeek-V3.1)
+    "scale_fmt": ("float32", "float", "ue8m0"),  # ue8m0: in float32 (DeepSeek-V3.1) or 8 bits
     "expert_dtype": ("fp8",),
     "activation_scheme": ("dynamic", "static"),
 }
