@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from tests.faults.client import Asking
 from tests.faults.gate import Gate
 from tests.host_jobs import HostsJob, hosts_job
 from tests.host_tokens import differences
+from tests.patience import on_this_machine
 
 KILL_NOTICED_S, DOWN_NOTICED_S = 1.0, 5.0
 _LAST_WORDS_S = 4.0
@@ -211,7 +211,7 @@ def _noticed_s(part: Job, struck_s: float) -> float:
 def _judge(case: HostCase, running: HostsJob, codes: tuple[int | None, ...], noticed_s: float) -> list[str]:
     problems = [f"host {host} ended with 0" for host, code in enumerate(codes) if code == 0]
     limit_s = case.limit_s + (0.5 if case.what == "kill" else 0.0)  # starting the signal and writing the line
-    limit_s *= max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))  # as much longer as the machine is busier
+    limit_s = on_this_machine(limit_s)
     if noticed_s > limit_s:
         problems.append(f"noticed after {noticed_s:.1f} s, not within {limit_s:g} s")
     words = {"down": ["does not answer"], "kill": [], "stop": []}[case.what]

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.patience import on_this_machine
 from tests.ranks.launch import ROOT, TWO_RANKS, torchrun
 from tests.ranks.warm_children import warm_start
 from tp_engine import LLM, AsyncLLM, SamplingParams
@@ -130,14 +131,14 @@ def test_a_fault_of_rank_0_blames_no_other_rank(folder: Path, fault: str, monkey
 
 @pytest.mark.slow
 def test_ranks_die_with_a_script_that_is_killed(folder: Path) -> None:
-    """Oracle: after kill -9 of the script its rank is gone (promise 3)."""
+    """Oracle: after kill -9 of the script its rank is gone within 10 s (promise 3)."""
     with started_script(folder, "import time; time.sleep(60)") as script:
         assert script.stdout is not None
         assert script.stdout.readline() == "script runs\n" and script.stdout.readline().startswith("tokens")
         children = psutil.Process(script.pid).children(recursive=True)
         assert len(children) == 1
         script.kill()
-        _, alive = psutil.wait_procs(children, timeout=60)
+        _, alive = psutil.wait_procs(children, timeout=on_this_machine(10))
         assert not alive
 
 
@@ -150,7 +151,7 @@ def test_a_killed_rank_is_named_and_the_engine_stops(folder: Path) -> None:
         started = time.monotonic()
         with pytest.raises(RuntimeError, match=r"rank 1: process \d+ ended with signal 9"):
             answer(llm)
-        assert time.monotonic() - started < 60  # far below the limits of a hang
+        assert time.monotonic() - started < on_this_machine(10)
         with pytest.raises(EngineDeadError):
             answer(llm)
 
@@ -210,7 +211,7 @@ def test_a_stopped_rank_0_of_an_async_llm_is_ended(folder: Path) -> None:
             with pytest.raises(EngineDeadError, match=r"no sign of life|went away"):
                 async for _ in stream:
                     pass
-            _, alive = psutil.wait_procs([rank0], timeout=60)
+            _, alive = psutil.wait_procs([rank0], timeout=on_this_machine(10))
             assert not alive
 
     asyncio.run(asyncio.wait_for(run(), timeout=120))
