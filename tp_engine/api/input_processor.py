@@ -103,7 +103,7 @@ class InputProcessor:
 
         A prompt is text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; these two may also
         have ``multi_modal_data``: ``{"image": one image, or a list}``.  ``max_tokens``
-        None becomes the rest of the model's context.  ``arrival_s`` (time.monotonic()) is now unless given.  Text is
+        becomes at most the rest of the model's context.  ``arrival_s`` (time.monotonic()) is now unless given.  Text is
         tokenized with ``add_special_tokens``.  ``truncate_prompt_tokens`` keeps so many of the prompt's last tokens, or
         with ``truncation_side`` right of its first ones; -1 keeps as many as leave room for ``max_tokens``; None does
         as ``params`` say.  A request with ``pooling`` generates nothing.  ``adapter`` names a loaded one.  Errors name
@@ -140,8 +140,9 @@ class InputProcessor:
                 keeps_end = add_special_tokens and prompt_text(prompt) is not None
                 token_ids = self._first(token_ids, num_kept, keeps_end)
         self.check_length(len(token_ids), params, pooling, prompt_field)
-        if params.max_tokens is None:
-            params = dataclasses.replace(params, max_tokens=self.model.max_model_len - len(token_ids))
+        room = self.model.max_model_len - len(token_ids)
+        if params.max_tokens is None or (pooling is None and params.max_tokens > room):
+            params = dataclasses.replace(params, max_tokens=room)
         return EngineRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,

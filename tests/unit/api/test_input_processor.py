@@ -125,8 +125,10 @@ def test_priority_is_a_whole_number(priority: Any) -> None:
 
 
 def test_context_length() -> None:
-    """Oracle: 31 tokens leave room for one, 32 for none; the message has both numbers, the code is OpenAI's."""
-    assert process([5] * 31, max_tokens=None).params.max_tokens == 1
+    """Oracle: 31 tokens leave room for one, 32 for none; the message has both numbers, the code is OpenAI's.  As in
+    vLLM's Python API any number is a limit, also one above the whole context."""
+    for asked in (None, 1, 2, 1_000_000):
+        assert process([5] * 31, max_tokens=asked).params.max_tokens == 1
     with pytest.raises(RequestError, match=r"maximum context length is 32 tokens.*prompt has 32") as caught:
         process([5] * 32)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")

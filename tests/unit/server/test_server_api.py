@@ -327,22 +327,42 @@ def test_prompts_are_truncated_and_special_tokens_added_as_asked() -> None:
     serve(scenario)
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_max_tokens_beyond_the_context(name: str) -> None:
-    """Oracle: OpenAI's error, only for an explicit max_tokens; a request that fits exactly is served."""
+@pytest.mark.parametrize(
+    ("path", "name", "prompt"),
+    [
+        ("/v1/chat/completions", "max_tokens", {"messages": MESSAGES}),
+        ("/v1/chat/completions", "max_completion_tokens", {"messages": MESSAGES}),
+        ("/v1/completions", "max_tokens", {"prompt": [5] * 40}),
+        ("/v1/responses", "max_output_tokens", {"input": "Hello"}),
+        ("/v1/messages", "max_tokens", {"messages": MESSAGES}),
+    ],
+)
+def test_max_tokens_is_a_limit_and_no_reservation(path: str, name: str, prompt: dict[str, Any]) -> None:
+    """Oracle: vLLM 0.32: the answer ends when the context is full; only more than the whole context is refused."""
+    engine = FakeEngine(echo)
 
     async def scenario(app: App) -> None:
-        path, prompt = "/v1/chat/completions", {"messages": MESSAGES}
-        num_prompt = (await app.post("/tokenize", prompt)).json()["count"]
-        fits = await app.post(path, {**prompt, name: CONTEXT - num_prompt})
-        assert fits.status == 200
-        refused = await app.post(path, {**prompt, name: CONTEXT - num_prompt + 1, "stream": True})
-        error = error_of(refused)
-        assert (refused.status, error["code"]) == (400, "context_length_exceeded")
-        assert f"maximum context length is {CONTEXT} tokens" in error["message"]
+        for asked in (CONTEXT - 1, CONTEXT):
+            answer = await app.post(path, {**prompt, name: asked})
+            assert answer.status == 200, answer.json()
+            request = engine.added[-1]
+            assert request.params.max_tokens == CONTEXT - len(request.prompt_token_ids)
+        for stream in (False, True):
+            refused = await app.post(path, {**prompt, name: CONTEXT + 1, "stream": stream})
+            message = refused.json()["error"]["message"]
+            assert refused.status == 400 and str(CONTEXT) in message and name in message
+
+    serve(scenario, engine)
+
+
+def test_a_prompt_that_fills_the_context_is_refused() -> None:
+    """Oracle: one token must be generated; OpenAI's code.  A default of max_tokens that does not fit is no fault."""
+
+    async def scenario(app: App) -> None:
         nearly_full = await app.post("/v1/completions", {"prompt": [5] * (CONTEXT - 3)})
-        assert nearly_full.status == 200  # the request did not ask for the 16 tokens that do not fit
-        assert error_of(await app.post("/v1/completions", {"prompt": [5] * CONTEXT}))["code"] == error["code"]
+        assert nearly_full.status == 200
+        refused = await app.post("/v1/completions", {"prompt": [5] * CONTEXT, "max_tokens": 1})
+        assert error_of(refused)["code"] == "context_length_exceeded"
 
     serve(scenario)
 

@@ -141,7 +141,8 @@ def _engine_request(
     request_id: str,
     arrival_s: float,
 ) -> EngineRequest:
-    """One checked request; refuses a ``max_tokens`` that the context can not hold, which ``LLM`` would reduce."""
+    """One checked request.  ``max_tokens`` is a limit, before which the context may be full; only more than the whole
+    context is refused, as in vLLM."""
     with fields_of(body):
         request = processor.process(
             prompt,
@@ -155,14 +156,13 @@ def _engine_request(
             adapter=body.model if body.model in processor.adapters else "",
             prompt_field="messages" if isinstance(body, ChatBody) else "prompt",
         )
-        asked, num_prompt, longest = max_output_tokens(body), len(request.prompt_token_ids), processor.max_model_len
-        if asked is not None and num_prompt + asked > longest:
+        asked, longest = max_output_tokens(body), processor.max_model_len
+        if asked is not None and asked > longest:
             raise ContextLengthError(
-                f"This model's maximum context length is {longest} tokens. However, you requested {num_prompt + asked} "
-                f"tokens ({num_prompt} in the prompt, {asked} in the completion). Please reduce the length of the "
-                f"prompt or max_tokens.",
+                f"max_tokens is {asked}; this model's maximum context length is {longest} tokens, prompt and answer "
+                f"together. Leave max_tokens out, or set at most {longest}.",
                 param="max_tokens",
-                num_prompt=num_prompt,
+                num_prompt=len(request.prompt_token_ids),
                 num_asked=asked,
                 longest=longest,
             )
