@@ -17,6 +17,7 @@ from tests.e2e.frontend import wait_until
 from tests.e2e.serving import ROOT, launch
 from tests.ranks.launch import torchrun
 from tp_engine import run_batch
+from tp_engine.api.batch_job.lines import line_number
 
 SMALL = ("--device", "cpu", "--num-gpu-blocks-override", "256", "--max-num-seqs", "4")
 
@@ -106,9 +107,9 @@ def test_pipes_and_signals(tmp_path: Path) -> None:
             [*command, "-i", "-", "-o", "-"], stdin=lines, capture_output=True, cwd=ROOT, timeout=170, check=False
         )
     assert second.returncode == 3, second.stderr
-    ids = [json.loads(line)["id"] for line in second.stdout.splitlines()]
-    assert ids == [f"batch_req_{number}" for number in range(1, 202)]
-    assert [json.loads(line)["id"] for line in target.read_text().splitlines()] == ids[:num_results]
+    numbers = [line_number(json.loads(line)["id"]) for line in second.stdout.splitlines()]
+    assert numbers == [*range(1, 202)]
+    assert [line_number(json.loads(line)["id"]) for line in target.read_text().splitlines()] == numbers[:num_results]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import re
 import time
@@ -15,15 +16,20 @@ import httpx
 import openai
 import psutil
 import pytest
-from openai.types import Batch, FileObject
+from openai.types import Batch as BatchType
+from openai.types import FileObject
 
 from tests.e2e.frontend import DEADLINE_S, RunningServer, running_server, wait_until
 from tests.e2e.scripted import scripted_engine
-from tp_engine.api.batches.store import BatchStore
+from tp_engine.api.batches.lines import count_results
+from tp_engine.api.batches.objects import Batch, new_id
+from tp_engine.api.batches.store import BatchStore, page
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.errors import ConfigError
+from tp_engine.server.access import Caller
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.frontend_process import end_frontend
+from tp_engine.server.main import open_store
 
 CHAT: Any = "/v1/chat/completions"
 
@@ -35,9 +41,8 @@ def config(folder: Path, **options: Any) -> ServerConfig:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("batches")
-    with running_server(
-        scripted_engine(), config(folder, api_key=("sesame",), batch_max_file_bytes=100_000)
-    ) as running:
+    keys = {"api_key": ("sesame", "other"), "admin_api_key": ("operator",)}
+    with running_server(scripted_engine(), config(folder, **keys, batch_max_file_bytes=100_000)) as running:
         yield running
 
 
@@ -47,8 +52,8 @@ def client(server: RunningServer) -> Iterator[openai.OpenAI]:
         yield made
 
 
-def openai_client(server: RunningServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url + "/v1", api_key="sesame", timeout=DEADLINE_S, max_retries=0)
+def openai_client(server: RunningServer, key: str = "sesame") -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key=key, timeout=DEADLINE_S, max_retries=0)
 
 
 def line(custom_id: str, text: str = "hi", url: str = CHAT, **body: Any) -> dict[str, Any]:
@@ -60,17 +65,17 @@ def text_of(lines: list[Any]) -> bytes:
     return b"".join(json.dumps(one).encode() + b"\n" for one in lines)
 
 
-def sent(client: openai.OpenAI, lines: list[Any], **options: Any) -> Batch:
+def sent(client: openai.OpenAI, lines: list[Any], **options: Any) -> BatchType:
     file = client.files.create(file=("in.jsonl", text_of(lines)), purpose="batch")
     return client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h", **options)
 
 
-def ended(client: openai.OpenAI, batch: Batch) -> Batch:
+def ended(client: openai.OpenAI, batch: BatchType) -> BatchType:
     """The batch when it has ended, checked against the client's own types."""
     states = ("completed", "failed", "expired", "cancelled")
     wait_until(lambda: client.batches.retrieve(batch.id).status in states, "the batch to end")
     found = client.batches.retrieve(batch.id)
-    return Batch.model_validate(found.model_dump(mode="json"))
+    return BatchType.model_validate(found.model_dump(mode="json"))
 
 
 def metrics(server: RunningServer) -> dict[str, float]:
@@ -113,9 +118,109 @@ def test_a_batch_from_its_file_to_its_results(server: RunningServer, client: ope
     usage = [one["response"]["body"]["usage"] for one in answers.values()]
     assert done.usage is not None
     assert done.usage.output_tokens == sum(one["completion_tokens"] for one in usage)
+    assert len({one[name] for one in answers.values() for name in ("id", "custom_id")}) == 40
     assert done.completed_at is not None and done.in_progress_at is not None
     with pytest.raises(openai.BadRequestError, match="is completed"):
         client.batches.cancel(batch.id)
+
+
+def test_files_and_batches_belong_to_their_key(server: RunningServer, client: openai.OpenAI) -> None:
+    """Oracle: for another key they are as unknown ones, word for word, on every route; an operator's sees all."""
+    done = ended(client, sent(client, [line("a")]))
+    assert done.output_file_id is not None
+    with openai_client(server, "other") as stranger, openai_client(server, "operator") as operator:
+        own = stranger.files.create(file=("own.jsonl", text_of([line("b")])), purpose="batch")
+        assert [one.id for one in stranger.files.list()] == [own.id] and not [*stranger.batches.list()]
+        for file_id in (done.input_file_id, done.output_file_id):
+            for call in (stranger.files.retrieve, stranger.files.content, stranger.files.delete):
+                with pytest.raises(openai.NotFoundError, match=f"there is no file '{file_id}'"):
+                    call(file_id)
+        with pytest.raises(openai.NotFoundError, match="there is no file"):
+            stranger.batches.create(input_file_id=done.input_file_id, endpoint=CHAT, completion_window="24h")
+        for change in (stranger.batches.retrieve, stranger.batches.cancel):
+            with pytest.raises(openai.NotFoundError, match=f"there is no batch '{done.id}'"):
+                change(done.id)
+        for page_of in (stranger.files.list, stranger.batches.list):
+            with pytest.raises(openai.BadRequestError, match="is no id of this list"):
+                page_of(after=done.id)
+        assert operator.batches.retrieve(done.id).id == done.id
+        assert operator.files.content(done.output_file_id).read() == client.files.content(done.output_file_id).read()
+        assert {own.id, done.input_file_id} <= {one.id for one in operator.files.list()}
+        assert "owner" not in operator.files.with_raw_response.retrieve(own.id).text
+        assert operator.files.delete(own.id).deleted
+
+
+def test_the_order_of_lists(tmp_path: Path) -> None:
+    """Oracle: the order in which files were made, within one second and after a restart; the newest comes first."""
+    made: list[str] = []
+    for _ in range(2):
+        with BatchStore(tmp_path, retention_s=9, max_bytes=9) as store:
+            for _ in range(8):
+                with store.incoming() as copy:
+                    made.append(store.add_file(copy, "f", "batch", None).id)
+            found = page(store.files.values(), after=None, limit=100)
+            assert [one["id"] for one in found["data"]] == made[::-1]  # type: ignore[attr-defined]
+            found = page(store.files.values(), after=made[2], limit=2, newest_first=False)
+            assert [one["id"] for one in found["data"]] == made[3:5]  # type: ignore[attr-defined]
+
+
+def test_an_owner_survives_a_restart(tmp_path: Path) -> None:
+    """Oracle: what was given, in the store and among the results of a batch; the key itself is in no file."""
+    caller = Caller(owner=hashlib.sha256(b"a secret key").digest())
+    with BatchStore(tmp_path, retention_s=9, max_bytes=9) as store, store.incoming() as copy:
+        file = store.add_file(copy, "f", "batch", None, caller.stored_owner)
+        times: Any = {"created_at": 1, "expires_at": 2, "retention_s": 9}
+        batch = Batch(
+            id=new_id("batch_"), endpoint=CHAT, input_file_id=file.id, completion_window="1h",
+            owner=caller.stored_owner, **times,
+        )  # fmt: skip
+        store.add_batch(batch, file)
+        (store.batch_folder(batch) / "output").write_text("{}")
+    with BatchStore(tmp_path, retention_s=9, max_bytes=9) as store:
+        again = store.batch(batch.id, caller.may_see)
+        store.keep_results(again)
+        assert store.file(file.id, caller.may_see) and store.file(again.output_file_id or "", caller.may_see)
+        for stranger in (Caller(), Caller(owner=b"x" * 32)):
+            for name in (file.id, again.output_file_id or ""):
+                with pytest.raises(HttpError, match="there is no file"):
+                    store.file(name, stranger.may_see)
+    texts = [one.read_bytes() for one in tmp_path.rglob("*") if one.is_file()]
+    assert not any(b"a secret key" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("usage", "counted"),
+    [
+        (
+            {
+                "prompt_tokens": 5, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 2},
+                "completion_tokens_details": {"reasoning_tokens": 3},
+            },
+            (5, 2, 7, 3),
+        ),
+        (
+            {
+                "input_tokens": 5, "output_tokens": 7, "input_tokens_details": {"cached_tokens": 2},
+                "output_tokens_details": {"reasoning_tokens": 3},
+            },
+            (5, 2, 7, 3),
+        ),
+        ({"input_tokens": 3, "cache_read_input_tokens": 2, "output_tokens": 7}, (5, 2, 7, 0)),
+        ({"prompt_tokens": 5, "prompt_tokens_details": None}, (5, 0, 0, 0)),
+        (None, (0, 0, 0, 0)),
+    ],
+)  # fmt: skip
+def test_usage_of_a_batch(tmp_path: Path, usage: Any, counted: tuple[int, ...]) -> None:
+    """Oracle: twice what one answer of a chat, a response, a message or an embedding says."""
+    output, errors = tmp_path / "output", tmp_path / "errors"
+    errors.touch()
+    output.write_bytes(text_of([{"response": {"body": {"model": "m", "usage": usage}}}] * 2))
+    _, _, _, found = count_results(output, errors)
+    num_in, num_cached, num_out, num_reasoning = (2 * one for one in counted)
+    assert found == {
+        "input_tokens": num_in, "input_tokens_details": {"cached_tokens": num_cached}, "output_tokens": num_out,
+        "output_tokens_details": {"reasoning_tokens": num_reasoning}, "total_tokens": num_in + num_out,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -305,13 +410,13 @@ def one_short_line(count: int) -> list[dict[str, Any]]:
     return [line("c0", "x"), *(line(f"c{number}", "x" * 400, max_tokens=400) for number in range(1, count))]
 
 
-def has_done(client: openai.OpenAI, batch: Batch, least: int) -> bool:
+def has_done(client: openai.OpenAI, batch: BatchType, least: int) -> bool:
     counts = client.batches.retrieve(batch.id).request_counts
     return counts is not None and counts.completed >= least
 
 
 def test_a_folder_is_one_servers(tmp_path: Path) -> None:
-    """Oracle: the second server says whose folder it is, and ends; without a folder all routes are 404."""
+    """Oracle: the second server says whose folder it is, and ends."""
     with BatchStore(tmp_path, retention_s=1, max_bytes=1), pytest.raises(ConfigError, match="another server uses"):
         BatchStore(tmp_path, retention_s=1, max_bytes=1)
 
@@ -335,9 +440,26 @@ def test_a_file_beyond_the_storage_is_refused(tmp_path: Path) -> None:
         assert not store.files and not [*(tmp_path / "files").iterdir()]
 
 
-def test_without_a_folder_there_are_no_files() -> None:
+def test_without_a_folder_the_server_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: a private folder of temporary files, gone with the server; the one of a killed server goes too, and one
+    in use stays."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    killed, in_use = tmp_path / "tp_engine-batches-killed", tmp_path / "tp_engine-batches-used"
+    BatchStore(killed, retention_s=9, max_bytes=9).close()
+    with BatchStore(in_use, retention_s=9, max_bytes=9):
+        store = open_store(ServerConfig())
+        assert store is not None and 0 < store.free_bytes <= 1 << 30
+        (own,) = set(tmp_path.iterdir()) - {in_use}
+        assert own.name.startswith("tp_engine-batches-") and own != killed and own.stat().st_mode & 0o777 == 0o700
+        store.close()
+        assert [*tmp_path.iterdir()] == [in_use]
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+        assert open_store(ServerConfig()) is None
+
+
+def test_a_server_without_files() -> None:
     """Oracle: 404, by which LiteLLM knows that it has to run the lines itself."""
-    with running_server(scripted_engine(), ServerConfig(port=0)) as server:
+    with running_server(scripted_engine(), ServerConfig(port=0, batch_storage_dir="none")) as server:
         for path in ("/v1/files", "/v1/batches"):
             reply = server.client.get(path)
             assert reply.status_code == 404 and "--batch-storage-dir" in reply.json()["error"]["message"]

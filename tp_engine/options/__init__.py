@@ -128,9 +128,13 @@ def _yaml(text: str) -> dict[Any, Any]:
     import yaml  # a start without such a file does not need it
 
     try:
-        document = yaml.safe_load(text)
+        node, document = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
+    fields = node.value if isinstance(node, yaml.MappingNode) else []
+    names = [str(name.value).replace("-", "_") for name, _ in fields]
+    if again := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"it has {again!r} twice; give several values as a list")  # the library keeps the last one
     if not isinstance(document, dict):
         raise ValueError("it must be a mapping of flags to values")
     return document

@@ -110,6 +110,16 @@ class _Value(argparse.Action):
         setattr(namespace, self.dest, {**earlier, **later} if both else values)
 
 
+class _Values(argparse.Action):
+    """Several values, also as a JSON list; a flag that comes again adds its values."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """Note the values."""
+        listed = parsed_text(values[0]) if len(values) == 1 else values
+        more = listed if isinstance(listed, list) else values
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest, ()), *more])
+
+
 class _HelpFormatter(argparse.HelpFormatter):
     """Flags in a wide column, each with its value named once."""
 
@@ -213,9 +223,9 @@ def _value_settings(spec: dataclasses.Field[Any]) -> dict[str, Any]:
     if spec.metadata.get("json"):
         return {"action": _Value, "metavar": "JSON"}
     if base.startswith("tuple"):
-        return {"nargs": "+", "metavar": "NAME"}
+        return {"action": _Values, "nargs": "+", "metavar": "NAME"}
     if spec.metadata.get("numbers"):
-        return {"nargs": "+", "metavar": "N"}
+        return {"action": _Values, "nargs": "+", "metavar": "N"}
     return {
         "type": {"int": int, "float": float}.get(base, str),
         "metavar": {"int": "N", "float": "X"}.get(base, "TEXT"),
@@ -265,5 +275,7 @@ def _add_foreign_flags(parser: OptionsParser) -> None:
         flags = [flag for flag in (flag_of(name), *row.short_flags) if flag not in known and "." not in flag]
         if not flags:
             continue
-        settings: dict[str, Any] = {"nargs": "+"} if row.arity == "=*" else {"action": _Value if row.arity else Switch}
+        settings: dict[str, Any] = {"action": _Value if row.arity else Switch}
+        if row.arity == "=*":
+            settings = {"action": _Values, "nargs": "+"}
         parser.add_argument(*flags, dest=name, help=argparse.SUPPRESS, **settings)

@@ -2,13 +2,14 @@
 
 ::
 
-    who                                       generate, read   abort            see others' requests   act on the engine
+    who                                       generate, read   abort            see what others have   act on the engine
     no key configured, on this machine        yes              all              yes                    yes
     no key configured, from other machines    yes              by id            yes                    no
     a key of api_key                          yes              its own          no                     no
     a key of admin_api_key                    yes              all              yes                    yes
     no key where only admin_api_key is set    yes              by id            no                     no
 
+*What others have* are requests that run, files and batches.  Those without a key have one set of files and batches.
 *To act on the engine* is to pause, reload, profile or empty it: what ``admins_only`` guards.
 """
 
@@ -50,6 +51,15 @@ class Caller:
         """Return whether the caller may end a request of ``owner``."""
         return self.acts or self.owner == owner
 
+    @property
+    def stored_owner(self) -> str | None:
+        """What is stored with the files and batches of the caller: a digest, never the key."""
+        return None if self.owner is None else self.owner.hex()
+
+    def may_see(self, owner: str | None) -> bool:
+        """Return whether the caller may see what ``owner`` has stored."""
+        return self.sees_all or owner == self.stored_owner
+
     def check_admin(self, what: str) -> None:
         """``HttpError`` 403 unless the caller may act on the engine."""
         if not self.acts:
@@ -62,6 +72,11 @@ _CALLER: ContextVar[Caller] = ContextVar("caller", default=Caller())  # noqa: B0
 def current_caller() -> Caller:
     """Whom the request of this task comes from."""
     return _CALLER.get()
+
+
+def act_for(owner: str | None) -> None:
+    """Do the rest of this task in the name of an owner, as ``stored_owner`` has it."""
+    _CALLER.set(Caller(owner=None if owner is None else bytes.fromhex(owner)))
 
 
 async def admins_only(request: Request) -> None:

@@ -1,10 +1,10 @@
-"""The routes of OpenAI's files and batches."""
+"""The routes of OpenAI's files and batches; those of another key are as unknown ones."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import msgspec
@@ -13,13 +13,23 @@ from pydantic import ValidationError
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.responses import FileResponse, Response
 
-from tp_engine.api.batches.objects import PURPOSES, Batch, BatchBody, ExpiresAfter, check_batch_body, new_id
-from tp_engine.api.batches.store import page
+from tp_engine.api.batches.objects import (
+    PURPOSES,
+    Batch,
+    BatchBody,
+    ExpiresAfter,
+    StoredFile,
+    check_batch_body,
+    new_id,
+)
+from tp_engine.api.batches.store import Stored, page
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.api.openai.protocol import request_error
 from tp_engine.errors import RequestError, shown
+from tp_engine.server.access import current_caller
 from tp_engine.server.batch_worker import BatchWorker
 from tp_engine.server.bodies import read_body
+from tp_engine.server.config import NO_BATCHES
 from tp_engine.server.openapi import ANSWERS, takes
 from tp_engine.server.state import ServerState
 
@@ -30,7 +40,7 @@ _MOST_FILES, _MOST_BATCHES = 10_000, 100
 
 
 def add_batch_routes(app: FastAPI, state: ServerState) -> None:
-    """Add files and batches; all are 404 without ``--batch-storage-dir``."""
+    """Add files and batches; all are 404 without a folder for them."""
     _add_files(app, state)
     _add_batches(app, state)
 
@@ -49,7 +59,7 @@ def _add_files(app: FastAPI, state: ServerState) -> None:
             raise HttpError(429, text, code="too_many_uploads", retry_after_s=_RETRY_AFTER_S)
         async with uploads:
             form = await _form(request, limit, state.config.batch_upload_timeout_s)
-        sent, purpose = form.get("file"), form.get("purpose")
+        sent, purpose, owner = form.get("file"), form.get("purpose"), current_caller().stored_owner
         if sent is None or isinstance(sent, str):
             raise RequestError("the form has no file; send it as the field 'file', with a name", param="file")
         if purpose not in PURPOSES:
@@ -60,9 +70,9 @@ def _add_files(app: FastAPI, state: ServerState) -> None:
             with store.incoming() as copy:
                 while piece := sent.file.read(1 << 20):
                     copy.write(piece)
-                return store.add_file(copy, name, purpose, expires_s)
+                return store.add_file(copy, name, purpose, expires_s, owner)
 
-        return _json(await asyncio.to_thread(keep))
+        return _json((await asyncio.to_thread(keep)).shown())
 
     @app.get("/v1/files", responses=ANSWERS)
     async def files(request: Request) -> Response:
@@ -70,32 +80,26 @@ def _add_files(app: FastAPI, state: ServerState) -> None:
         purpose, order = request.query_params.get("purpose"), request.query_params.get("order", "desc")
         if order not in ("asc", "desc"):
             raise RequestError(f"order is {shown(order)}; it must be asc or desc", param="order")
-        entries = _worker(request, state).store.files.values()
+        seen = [one for one in _seen(_worker(request, state).store.files) if purpose in (None, one.purpose)]
         after, limit = _place(request, _MOST_FILES, _MOST_FILES)
-        return _json(
-            page(
-                entries,
-                after=after,
-                limit=limit,
-                newest_first=order == "desc",
-                keep=lambda one: purpose in (None, one.purpose),
-            )
-        )
+        return _json(page(seen, after=after, limit=limit, newest_first=order == "desc"))
 
     @app.get("/v1/files/{file_id}", responses=ANSWERS)
     async def file(request: Request, file_id: str) -> Response:
         """What is known of a file."""
-        return _json(_worker(request, state).store.file(file_id))
+        return _json(_file(_worker(request, state), file_id).shown())
 
     @app.get("/v1/files/{file_id}/content", responses=ANSWERS)
     async def content(request: Request, file_id: str) -> Response:
         """The bytes of a file."""
-        return FileResponse(_worker(request, state).store.content(file_id), media_type="application/octet-stream")
+        worker = _worker(request, state)
+        return FileResponse(worker.store.content(_file(worker, file_id)), media_type="application/octet-stream")
 
     @app.delete("/v1/files/{file_id}", responses=ANSWERS)
     async def delete_file(request: Request, file_id: str) -> Response:
         """Delete a file; a batch that reads it goes on."""
-        await asyncio.to_thread(_worker(request, state).store.delete_file, file_id)
+        worker = _worker(request, state)
+        await asyncio.to_thread(worker.store.delete_file, _file(worker, file_id))
         return _json({"id": file_id, "object": "file", "deleted": True})
 
 
@@ -106,9 +110,10 @@ def _add_batches(app: FastAPI, state: ServerState) -> None:
         worker = _worker(request, state)
         body = await read_body(BatchBody, request, state)
         window_s, now = check_batch_body(body), int(time.time())
-        if (purpose := worker.store.file(body.input_file_id).purpose) != "batch":
+        source = _file(worker, body.input_file_id)
+        if source.purpose != "batch":
             raise RequestError(
-                f"the file {body.input_file_id} has the purpose {purpose}; send it with the purpose batch",
+                f"the file {source.id} has the purpose {source.purpose}; send it with the purpose batch",
                 param="input_file_id",
             )
         worker.check_room()
@@ -116,43 +121,44 @@ def _add_batches(app: FastAPI, state: ServerState) -> None:
         batch = Batch(
             id=new_id("batch_"),
             endpoint=body.endpoint,
-            input_file_id=body.input_file_id,
+            input_file_id=source.id,
             completion_window=body.completion_window,
             created_at=now,
             expires_at=now + window_s,
             metadata=body.metadata,
             retention_s=worker.store.retention_s if expires is None else expires.seconds,
+            owner=current_caller().stored_owner,
         )
-        await worker.add(batch)
-        return _batch_json(batch)
+        await worker.add(batch, source)
+        return _json(batch.shown())
 
     @app.get("/v1/batches", responses=ANSWERS)
     async def batches(request: Request) -> Response:
         """A list of batches, the newest first; ``after``, ``limit``."""
         after, limit = _place(request, 20, _MOST_BATCHES)
-        found = page(_worker(request, state).store.batches.values(), after=after, limit=limit, keep=lambda _: True)
-        return _json(found | {"data": [_shown(one) for one in found["data"]]})  # type: ignore[attr-defined]
+        return _json(page(_seen(_worker(request, state).store.batches), after=after, limit=limit))
 
     @app.get("/v1/batches/{batch_id}", responses=ANSWERS)
     async def batch(request: Request, batch_id: str) -> Response:
         """The state of a batch."""
-        return _batch_json(_worker(request, state).store.batch(batch_id))
+        return _json(_batch(_worker(request, state), batch_id).shown())
 
     @app.post("/v1/batches/{batch_id}/cancel", responses=ANSWERS)
     async def cancel(request: Request, batch_id: str) -> Response:
         """Stop a batch; what is finished is kept."""
         worker = _worker(request, state)
-        return _batch_json(await worker.cancel(worker.store.batch(batch_id)))
+        return _json((await worker.cancel(_batch(worker, batch_id))).shown())
 
 
 def _worker(request: Request, state: ServerState) -> BatchWorker:
     """``HttpError`` 404 if this server keeps no files, 503 while the engine loads."""
-    if state.config.batch_storage_dir is None:
+    if state.config.batch_storage_dir != NO_BATCHES:
+        _ = state.healthy_llm()
+    worker: BatchWorker | None = getattr(request.app.state, "batches", None)
+    if worker is None:
         raise HttpError(
             404, "this server keeps no files and batches; start it with --batch-storage-dir FOLDER", code="not_found"
         )
-    _ = state.healthy_llm()
-    worker: BatchWorker = request.app.state.batches
     return worker
 
 
@@ -160,14 +166,18 @@ def _json(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-def _shown(batch: Batch) -> dict[str, Any]:
-    found: dict[str, Any] = msgspec.to_builtins(batch)
-    del found["retention_s"]
-    return found
+def _seen(entries: Mapping[str, Stored]) -> list[Stored]:
+    """Those that the caller may see."""
+    caller = current_caller()
+    return [one for one in list(entries.values()) if caller.may_see(one.owner)]
 
 
-def _batch_json(batch: Batch) -> Response:
-    return _json(_shown(batch))
+def _file(worker: BatchWorker, file_id: str) -> StoredFile:
+    return worker.store.file(file_id, current_caller().may_see)
+
+
+def _batch(worker: BatchWorker, batch_id: str) -> Batch:
+    return worker.store.batch(batch_id, current_caller().may_see)
 
 
 def _place(request: Request, default: int, most: int) -> tuple[str | None, int]:

@@ -24,12 +24,13 @@ from tp_engine.api.batch_job.endpoints import prepare_request
 from tp_engine.api.batch_job.lines import BatchInput, BatchRequest, ResultLine
 from tp_engine.api.batch_job.results import Results
 from tp_engine.api.batches.lines import check_lines, count_results, open_requests
-from tp_engine.api.batches.objects import Batch, BatchErrors
+from tp_engine.api.batches.objects import Batch, BatchErrors, StoredFile
 from tp_engine.api.batches.store import BatchStore
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.log import get_logger
 from tp_engine.request import EngineRequest
+from tp_engine.server.access import act_for
 from tp_engine.server.generation import whole_outputs
 from tp_engine.server.state import ServerState
 
@@ -62,9 +63,9 @@ class BatchWorker:
         if len(self._tasks) >= _MAX_ACTIVE:
             raise HttpError(429, f"{_MAX_ACTIVE} batches are not finished; wait for one", code="too_many_batches")
 
-    async def add(self, batch: Batch) -> None:
-        """Keep a new batch, and run it."""
-        await asyncio.to_thread(self.store.add_batch, batch)
+    async def add(self, batch: Batch, source: StoredFile) -> None:
+        """Keep a new batch, whose lines ``source`` has, and run it."""
+        await asyncio.to_thread(self.store.add_batch, batch, source)
         self._start(batch)
 
     async def cancel(self, batch: Batch) -> Batch:
@@ -91,13 +92,13 @@ class BatchWorker:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.store.close()
 
     def _start(self, batch: Batch) -> None:
         task = self._tasks[batch.id] = asyncio.ensure_future(self._run(batch))
         task.add_done_callback(lambda _: self._tasks.pop(batch.id, None))
 
     async def _run(self, batch: Batch) -> None:
+        act_for(batch.owner)
         try:
             with contextlib.suppress(asyncio.CancelledError):  # by ``cancel``, or by ``stop``
                 if batch.status == "validating":

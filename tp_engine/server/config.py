@@ -15,6 +15,7 @@ from tp_engine.options.fields import option
 from tp_engine.units import MIB
 
 _PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+NO_BATCHES = "none"
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 
@@ -86,7 +87,10 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
         20.0, "time that running requests get to finish after the first signal", flags=("--shutdown-timeout",)
     )
     batch_storage_dir: str | None = option(
-        None, "folder of files and batches, which the server then offers and goes on with", section="Files and batches"
+        None,
+        "folder of files and batches, which the next server with it goes on with; none: no files and batches (default: "
+        "a temporary folder, which ends with the server)",
+        section="Files and batches",
     )
     batch_retention_hours: int = option(
         720, "how long files are kept, unless their sender says otherwise", positive=True

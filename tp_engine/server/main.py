@@ -17,7 +17,7 @@ from fastapi import FastAPI
 
 from tp_engine import env
 from tp_engine.api.async_llm import AsyncLLM
-from tp_engine.api.batches.store import BatchStore
+from tp_engine.api.batches.store import BatchStore, new_temporary_folder
 from tp_engine.engine.processes import die_with_parent
 from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.errors import ConfigError, EngineDeadError
@@ -25,7 +25,7 @@ from tp_engine.ipc.pulse import Pulse
 from tp_engine.log import configure_logging, get_logger
 from tp_engine.server.app import create_app
 from tp_engine.server.batch_worker import BatchWorker
-from tp_engine.server.config import ServerConfig
+from tp_engine.server.config import NO_BATCHES, ServerConfig
 from tp_engine.server.connections import Connections, http_protocol
 from tp_engine.server.frontend_process import FrontendSettings
 from tp_engine.server.listener import BACKLOG, listener_url
@@ -38,6 +38,7 @@ logger = get_logger(__name__)
 _NUM_ACCEPTORS = 16
 _ACCEPTS_PER_HANDLE = 2
 _KEEP_ALIVE_S = 65
+_TEMPORARY_BYTES = 1 << 30  # of files and batches without a folder: temporary files may be in memory
 _CLOSE_S = 2
 _PULSE_S = 0.5
 _LAST_ANSWERS_S = 3.0
@@ -81,6 +82,7 @@ class Frontend:
         self._listener = listener
         self._state = ServerState(config, tuple(settings.model_names))
         self._app = create_app(self._state)
+        self._store: BatchStore | None = None
         self._batches: BatchWorker | None = None
         self._stop_asked = asyncio.Event()
         if settings.pulse_address is not None:
@@ -111,6 +113,8 @@ class Frontend:
         await asyncio.gather(attending, stopping, watching, ending, return_exceptions=True)
         if self._batches is not None:
             await self._batches.stop()
+        if self._store is not None:
+            self._store.close()
         await self._state.close()
         return 0 if self._stop_asked.is_set() else 1
 
@@ -118,15 +122,15 @@ class Frontend:
         """Connect, announce that the server is ready, and return when the engine has ended."""
         settings = self._settings
         try:
-            store = _batch_store(self._config)
+            self._store = await asyncio.to_thread(open_store, self._config)
             tokenizer = await asyncio.to_thread(_load_early, settings.tokenizer)  # while the engine loads the weights
             llm = await AsyncLLM.connect(settings.address, tokenizer=tokenizer, timeout_s=settings.startup_timeout_s)
         except (ConfigError, EngineDeadError) as error:
             logger.error("%s", error)
             return
         await self._state.open(llm)
-        if store is not None:
-            self._app.state.batches = self._batches = BatchWorker(self._state, store)
+        if self._store is not None:
+            self._app.state.batches = self._batches = BatchWorker(self._state, self._store)
         gc.collect()
         gc.freeze()  # full collections, which stop everything, then skip the libraries' objects
         self._announce()
@@ -158,15 +162,24 @@ class Frontend:
             )
 
 
-def _batch_store(config: ServerConfig) -> BatchStore | None:
-    """The folder of files and batches, if there is one; raises ``ConfigError``."""
-    if config.batch_storage_dir is None:
+def open_store(config: ServerConfig) -> BatchStore | None:
+    """Return the store of files and batches: in a folder that is given, or in one that ends with the server.
+
+    None if there is to be none, or no folder can be made.  ``ConfigError`` for a given folder that can not be used.
+    """
+    folder, retention_s = config.batch_storage_dir, 3600 * config.batch_retention_hours
+    if folder == NO_BATCHES:
         return None
-    return BatchStore(
-        Path(config.batch_storage_dir).expanduser(),
-        retention_s=3600 * config.batch_retention_hours,
-        max_bytes=config.batch_max_storage_bytes,
-    )
+    if folder is not None:
+        path = Path(folder).expanduser()
+        return BatchStore(path, retention_s=retention_s, max_bytes=config.batch_max_storage_bytes)
+    try:
+        own = new_temporary_folder()
+    except OSError as error:
+        logger.warning("files and batches are not offered: %s; give a folder with --batch-storage-dir", error)
+        return None
+    max_bytes = min(config.batch_max_storage_bytes, _TEMPORARY_BYTES)
+    return BatchStore(own, retention_s=retention_s, max_bytes=max_bytes, ends_with_server=True)
 
 
 def _load_early(source: str | None) -> Any | None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tp_engine.api.batch_job.lines import BatchRequest, LineError, ResultLine, bad_line
+from tp_engine.api.batch_job.lines import BatchRequest, LineError, ResultLine, bad_line, line_number
 from tp_engine.api.batch_job.results import Results, digest
 from tp_engine.api.batch_job.second_pass import Outcomes, ReadAhead, Work, open_lines
 from tp_engine.api.batch_job.summary import BatchSummary
@@ -64,7 +64,7 @@ def test_errors_have_a_file_of_their_own(tmp_path: Path) -> None:
         results.write(request(2).failure(RequestError("no", param="n")))
         results.write(bad_line(3, b"{", LineError("line 3 is bad", "invalid_json_line")))
     assert [json.loads(line)["id"] for line in output.read_text().splitlines()] == ["batch_req_1"]
-    assert [json.loads(line)["id"] for line in errors.read_text().splitlines()] == ["batch_req_2", "batch_req_3"]
+    assert [line_number(json.loads(line)["id"]) for line in errors.read_text().splitlines()] == [2, 3]
     with Results(output, errors) as again:
         assert known(again, "id-1", "id-2", "id-3") == [True, True, False]
         assert (list(again.earlier.answered.values()), again.earlier.refused) == ([False, True], {3})

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tp_engine.api.batch_job.config import BatchConfig
+from tp_engine.api.batch_job.lines import line_number
 from tp_engine.api.batch_job.run import run_job
 from tp_engine.api.batch_job.summary import BatchSummary
 from tp_engine.config import EngineConfig
@@ -41,7 +42,7 @@ ERRORS = {
 def check_all_there(*paths: Path) -> None:
     """Every line has exactly one result, the right one."""
     written = [result for path in paths for result in results_of(path)]
-    results = {int(result["id"].removeprefix("batch_req_")): result for result in written}
+    results = {line_number(result["id"]): result for result in written}
     assert len(results) == len(written) == NUM_LINES
     assert {number: result["error"]["code"] for number, result in results.items() if result["error"]} == ERRORS
     assert results[6]["response"] is None and results[12]["response"]["status_code"] == 400

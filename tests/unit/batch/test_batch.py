@@ -22,6 +22,7 @@ from tests.unit.batch.jobs import ENGINE, ERRORS, NUM_LINES, check_all_there, co
 from tp_engine.api.batch_job import endpoints
 from tp_engine.api.batch_job import run as batch_run
 from tp_engine.api.batch_job.config import BatchConfig
+from tp_engine.api.batch_job.lines import line_number
 from tp_engine.api.batch_job.run import run_job
 from tp_engine.cli.launched import exit_code
 from tp_engine.config import EngineConfig
@@ -131,7 +132,7 @@ def test_order_of_results(source: Path, tmp_path: Path, order: str) -> None:
     """Oracle: the line numbers; without a requested order, short answers overtake long ones."""
     run(source, tmp_path / "out.jsonl", output_order=order, max_in_flight=6)
     check_all_there(tmp_path / "out.jsonl")
-    numbers = [int(result["id"].removeprefix("batch_req_")) for result in results_of(tmp_path / "out.jsonl")]
+    numbers = [line_number(result["id"]) or 0 for result in results_of(tmp_path / "out.jsonl")]
     assert (numbers == sorted(numbers)) == (order == "input")
 
 
@@ -167,7 +168,7 @@ def test_a_finished_job_starts_no_engine(source: Path, tmp_path: Path, monkeypat
     source.write_text("\n".join(["", "{", "", completion("a", "x", model="other")]))
     only_errors = run(source, tmp_path / "errors.jsonl")
     assert (only_errors.num_lines, only_errors.num_failed) == (2, 2)
-    assert [result["id"] for result in results_of(tmp_path / "errors.jsonl")] == ["batch_req_2", "batch_req_4"]
+    assert [line_number(result["id"]) for result in results_of(tmp_path / "errors.jsonl")] == [2, 4]
 
 
 def test_validation_runs_nothing(

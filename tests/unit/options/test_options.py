@@ -58,6 +58,30 @@ def test_several_served_names() -> None:
     assert server("--served-model-name", "a", "b").served_model_name == ("a", "b")
 
 
+def test_a_flag_of_several_values_may_come_again() -> None:
+    """Oracle: every value that was given, for each option that takes several, in the order of the command line."""
+    tables = {"engine": EngineConfig, "server": ServerConfig}
+    for name, kind in tables.items():
+        for spec in dataclasses.fields(kind):
+            flag, is_list = "--" + spec.name.replace("_", "-"), str(spec.type).startswith("tuple")
+            if is_list or spec.metadata.get("numbers"):
+                given = parse(flag, "1", flag, "2", "4", flag, '["8", "16"]').given[name][spec.name]
+                assert [str(one) for one in given] == ["1", "2", "4", "8", "16"], spec.name
+    assert server("--api-key", "a", "--api-key", "b").api_keys == ("a", "b")
+    sizes = engine("--cudagraph-capture-sizes", "4", "--cudagraph-capture-sizes", "1,2").cudagraph_capture_sizes
+    assert sizes == "4,1,2"
+    assert server("--allowed-origins=*", "--allowed-origins", "http://a").allowed_origins == ("*", "http://a")
+
+
+def test_a_yaml_file_that_names_a_flag_twice_is_refused(tmp_path: Path) -> None:
+    """Oracle: as in TOML; the library would keep the last value alone, in both spellings of a name."""
+    for again in ("api-key", "api_key"):
+        path = tmp_path / "run.yaml"
+        path.write_text(f"api-key: a\n{again}: b\n")
+        with pytest.raises(ConfigError, match="'api_key' twice"):
+            server("--config", str(path))
+
+
 def test_every_field_is_a_flag_with_help() -> None:
     """Oracle: the dataclasses' fields."""
     text = make_parser("serve", "", TABLES).format_help()

@@ -34,7 +34,7 @@ def test_a_cancel_is_told_as_cancelling(stands_still: bool, tmp_path: Path, monk
         with BatchStore(tmp_path, retention_s=9, max_bytes=9) as store:
             worker = BatchWorker(state, store)
             batch = Batch(id="b", endpoint="e", input_file_id="f", completion_window="1h", **times)
-            await worker.add(batch)
+            await worker.add(batch, source)
             await asyncio.sleep(0)
             while stands_still and worker._tasks:
                 await asyncio.sleep(0.001)
@@ -43,12 +43,13 @@ def test_a_cancel_is_told_as_cancelling(stands_still: bool, tmp_path: Path, monk
             return told.status, batch.status
 
     times: Any = {"created_at": 1, "expires_at": 2, "retention_s": 9}
+    source: Any = None
     state: Any = SimpleNamespace(
         metrics=SimpleNamespace(batches=SimpleNamespace()),
         llm=SimpleNamespace(model_info=SimpleNamespace(max_num_seqs=4)),
         config=SimpleNamespace(max_body_bytes=9),
     )
-    monkeypatch.setattr(BatchStore, "add_batch", lambda store, batch: None)
+    monkeypatch.setattr(BatchStore, "add_batch", lambda *_: None)
     monkeypatch.setattr(BatchStore, "save", save)
     monkeypatch.setattr("tp_engine.server.batch_worker.check_lines", check_lines)
     assert asyncio.run(run()) == ("cancelling", "cancelled")

@@ -2,12 +2,14 @@
 
 A request line is ``{"custom_id", "method", "url", "body"}``, a result line ``{"id", "custom_id", "response", "error"}``
 whose ``response`` is null for a line that is not a request.  Results belong to requests with the same ``custom_id``;
-``id`` holds the number of the request's line, which identifies lines without a usable ``custom_id``.
+``id`` holds the number of the request's line, which identifies lines without a usable ``custom_id``, and random digits,
+so that results of several files can be put together.
 """
 
 import gzip
 import os
 import re
+import secrets
 import select
 import sys
 import tempfile
@@ -26,7 +28,7 @@ from tp_engine.errors import ConfigError
 from tp_engine.files import open_regular
 
 _LINE_ID = "batch_req_"
-_LINE_ID_NUMBER = re.compile(_LINE_ID + r"([1-9]\d{0,17})")
+_LINE_ID_NUMBER = re.compile(_LINE_ID + r"([1-9]\d{0,17})(?:_[0-9a-f]{24})?")  # earlier versions: the number alone
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _GZIP_MAGIC = b"\x1f\x8b"
 _POLL_S = 0.2
@@ -82,12 +84,12 @@ class BatchRequest:
 
 
 def line_id(number: int) -> str:
-    """Return the ``id`` of the result of line ``number``, counted from 1."""
-    return f"{_LINE_ID}{number}"
+    """Return a fresh ``id`` for the result of line ``number``, counted from 1."""
+    return f"{_LINE_ID}{number}_{secrets.token_hex(12)}"
 
 
 def line_number(result_id: str) -> int | None:
-    """Return the inverse of ``line_id``; None for any other text."""
+    """Return the number that ``line_id`` has put into an id; None for any other text."""
     match = _LINE_ID_NUMBER.fullmatch(result_id)
     return int(match[1]) if match else None
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,21 +55,37 @@ def open_requests(source: BatchInput, endpoint: str, earlier: EarlierResults) ->
 
 def count_results(output: Path, errors: Path) -> tuple[int, int, str | None, dict[str, Any]]:
     """Return the number of answers and of errors, the model that answered, and the answers' tokens as a ``usage``."""
-    model, num_answers, num_in, num_out = None, 0, 0, 0
+    model, num_answers, counts = None, 0, Counter[str]()
     with output.open("rb") as stream:
         for line in stream:
             num_answers += 1
             body = msgspec.json.decode(line)["response"]["body"]
-            model, counts = body.get("model") or model, body.get("usage") or {}
-            num_in += counts.get("prompt_tokens", 0) + counts.get("input_tokens", 0)
-            num_out += counts.get("completion_tokens", 0) + counts.get("output_tokens", 0)
+            model = body.get("model") or model
+            counts.update(_token_counts(body.get("usage") or {}))
     with errors.open("rb") as stream:
         num_errors = sum(1 for _ in stream)
     usage = {
-        "input_tokens": num_in,
-        "input_tokens_details": {"cached_tokens": 0},
-        "output_tokens": num_out,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": num_in + num_out,
+        "input_tokens": counts["input"],
+        "input_tokens_details": {"cached_tokens": counts["cached"]},
+        "output_tokens": counts["output"],
+        "output_tokens_details": {"reasoning_tokens": counts["reasoning"]},
+        "total_tokens": counts["input"] + counts["output"],
     }
     return num_answers, num_errors, model, usage
+
+
+def _token_counts(usage: Mapping[str, Any]) -> dict[str, int]:
+    """The counts of one answer, by the names of chats, responses or messages; the last counts cached tokens apart."""
+    details = {**_details(usage, "prompt_tokens"), **_details(usage, "input_tokens")}
+    written = {**_details(usage, "completion_tokens"), **_details(usage, "output_tokens")}
+    apart = usage.get("cache_read_input_tokens") or 0
+    return {
+        "input": usage.get("prompt_tokens", 0) + usage.get("input_tokens", 0) + apart,
+        "cached": (details.get("cached_tokens") or 0) + apart,
+        "output": usage.get("completion_tokens", 0) + usage.get("output_tokens", 0),
+        "reasoning": written.get("reasoning_tokens") or written.get("thinking_tokens") or 0,
+    }
+
+
+def _details(usage: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    return usage.get(f"{name}_details") or {}

@@ -20,6 +20,7 @@ SHORTEST_EXPIRY_S, LONGEST_EXPIRY_S = 3600, 30 * 24 * 3600
 # States that end by themselves, and those in which nothing changes any more.
 ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
 ENDED = ("completed", "failed", "expired", "cancelled")
+_KEPT_BACK = ("owner", "order", "retention_s")
 
 _WINDOW = re.compile(r"([1-9]\d{0,3})([hd])")
 _SECONDS = {"h": 3600, "d": 24 * 3600}
@@ -31,13 +32,29 @@ def new_id(kind: str) -> str:
     return f"{kind}{secrets.token_hex(16)}"
 
 
-class StoredFile(msgspec.Struct, kw_only=True):
-    """A file that a client sent, or the results of a batch; times are seconds since 1970."""
+class StoredEntry(msgspec.Struct, kw_only=True):
+    """A file or a batch; ``created_at`` and other times are seconds since 1970.
+
+    Not shown to clients: ``owner``, the digest of the key that made it, None without one, and ``order``, which grows
+    from one entry to the next also within a second.
+    """
 
     id: str
+    created_at: int
+    owner: str | None = None
+    order: int = 0
+
+    def shown(self) -> dict[str, Any]:
+        """Return what clients see."""
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        return {name: value for name, value in fields.items() if name not in _KEPT_BACK}
+
+
+class StoredFile(StoredEntry, kw_only=True):
+    """A file that a client sent, or the results of a batch."""
+
     object: str = "file"
     bytes: int
-    created_at: int
     expires_at: int | None = None
     filename: str
     purpose: str
@@ -60,10 +77,9 @@ class BatchErrors(msgspec.Struct, kw_only=True):
     data: list[dict[str, Any]]
 
 
-class Batch(msgspec.Struct, kw_only=True):
+class Batch(StoredEntry, kw_only=True):
     """One batch; ``retention_s`` is how long its results are kept."""
 
-    id: str
     object: str = "batch"
     endpoint: str
     model: str | None = None
@@ -73,7 +89,6 @@ class Batch(msgspec.Struct, kw_only=True):
     status: str = "validating"
     output_file_id: str | None = None
     error_file_id: str | None = None
-    created_at: int
     in_progress_at: int | None = None
     expires_at: int
     finalizing_at: int | None = None

@@ -25,7 +25,7 @@ from typing import IO, TypeVar
 
 import msgspec
 
-from tp_engine.api.batches.objects import Batch, StoredFile, new_id
+from tp_engine.api.batches.objects import Batch, StoredEntry, StoredFile, new_id
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.closing import Closing
 from tp_engine.errors import ConfigError, RequestError, shown
@@ -34,10 +34,15 @@ from tp_engine.log import get_logger
 
 logger = get_logger(__name__)
 
-Entry = TypeVar("Entry", StoredFile, Batch)
+Stored = TypeVar("Stored", bound=StoredEntry)
+MaySee = Callable[[str | None], bool]
+"""Whether the caller may see what an owner has stored."""
 MAX_ENTRIES = 10_000
+_LOCK = "tp_engine.lock"
+_TEMPORARY = "tp_engine-batches-"
 _META, _CONTENT, _BATCH = "meta.json", "content", "batch.json"
 _ID = re.compile(r"(?:file-|batch_)[0-9a-f]{32}(?:-output|-errors)?")
+_NS = 1_000_000_000
 RESULTS = {"output": "output_file_id", "errors": "error_file_id"}
 
 
@@ -45,15 +50,16 @@ class BatchStore(Closing):
     """Files and batches of one folder, which no other server may use.
 
     ``retention_s``: how long files are kept whose sender says nothing else.  ``max_bytes`` bounds all files together.
-    Not safe to call from several threads at a time, but for ``add_file``.
+    ``ends_with_server``: closing deletes the folder.  Not safe to call from several threads at a time, but for
+    ``add_file``.
     """
 
-    def __init__(self, folder: Path, *, retention_s: int, max_bytes: int) -> None:
-        self.retention_s = retention_s
+    def __init__(self, folder: Path, *, retention_s: int, max_bytes: int, ends_with_server: bool = False) -> None:
+        self.retention_s, self._ends_with_server = retention_s, ends_with_server
         self._writing = threading.Lock()
         self._max_bytes = max_bytes
         self._folder = folder
-        lock = folder / "tp_engine.lock"
+        lock = folder / _LOCK
         try:
             if folder.is_dir() and not lock.exists() and any(folder.iterdir()):
                 raise ConfigError(
@@ -75,9 +81,12 @@ class BatchStore(Closing):
             left.unlink()
         self.files = _read(folder / "files", _META, StoredFile)
         self.batches = _read(folder / "batches", _BATCH, Batch)
+        self._last_order = max((_order(one) for one in (*self.files.values(), *self.batches.values())), default=0)
 
     def close(self) -> None:
-        """Let another server use the folder."""
+        """Let another server use the folder, unless it ends with this one."""
+        if self._ends_with_server:
+            shutil.rmtree(self._folder, ignore_errors=True)
         self._lock.close()
 
     @property
@@ -95,7 +104,9 @@ class BatchStore(Closing):
         """Return a new file in the folder, for ``add_file``; deleted when it is closed."""
         return tempfile.NamedTemporaryFile(dir=self._folder / "incoming")
 
-    def add_file(self, content: IO[bytes], filename: str, purpose: str, expires_s: int | None) -> StoredFile:
+    def add_file(
+        self, content: IO[bytes], filename: str, purpose: str, expires_s: int | None, owner: str | None = None
+    ) -> StoredFile:
         """Keep what ``incoming`` has given, and bring it to the disk; ``HttpError`` 413 if all files get too large."""
         content.flush()
         if os.fstat(content.fileno()).st_size > self.free_bytes:
@@ -109,32 +120,34 @@ class BatchStore(Closing):
             expires_at=now + (self.retention_s if expires_s is None else expires_s),
             filename=filename,
             purpose=purpose,
+            owner=owner,
         )
         self._link(file, Path(content.name))
         return file
 
-    def content(self, file_id: str) -> Path:
-        """Return the path of a file's content; ``HttpError`` 404."""
-        return self._folder / "files" / self.file(file_id).id / _CONTENT
+    def content(self, file: StoredFile) -> Path:
+        """Return the path of a file's content."""
+        return self._folder / "files" / file.id / _CONTENT
 
-    def file(self, file_id: str) -> StoredFile:
-        """Return a file; ``HttpError`` 404."""
-        return _found(self.files, file_id, "file")
+    def file(self, file_id: str, may_see: MaySee) -> StoredFile:
+        """Return a file; ``HttpError`` 404, with the same words for one that the caller may not see."""
+        return _found(self.files, file_id, "file", may_see)
 
-    def batch(self, batch_id: str) -> Batch:
-        """Return a batch; ``HttpError`` 404."""
-        return _found(self.batches, batch_id, "batch")
+    def batch(self, batch_id: str, may_see: MaySee) -> Batch:
+        """Return a batch; ``HttpError`` 404 as ``file``."""
+        return _found(self.batches, batch_id, "batch", may_see)
 
-    def delete_file(self, file_id: str) -> None:
-        """Forget a file; ``HttpError`` 404.  Batches that read it keep their own name of the content."""
-        shutil.rmtree(self.content(file_id).parent)
-        del self.files[file_id]
+    def delete_file(self, file: StoredFile) -> None:
+        """Forget a file.  Batches that read it keep their own name of the content."""
+        with contextlib.suppress(FileNotFoundError):  # another request was faster
+            shutil.rmtree(self.content(file).parent)
+        self.files.pop(file.id, None)
 
-    def add_batch(self, batch: Batch) -> None:
-        """Keep a new batch."""
-        folder = self.batch_folder(batch)
+    def add_batch(self, batch: Batch, source: StoredFile) -> None:
+        """Keep a new batch, whose lines ``source`` has."""
+        batch.order, folder = self._next_order(), self.batch_folder(batch)
         folder.mkdir(mode=0o700)
-        os.link(self.content(batch.input_file_id), folder / "input")
+        os.link(self.content(source), folder / "input")
         self.save(batch)
         self.batches[batch.id] = batch
 
@@ -161,6 +174,7 @@ class BatchStore(Closing):
                 expires_at=now + batch.retention_s,
                 filename=f"{batch.id}_{name}.jsonl",
                 purpose="batch_output",
+                owner=batch.owner,
             )
             if file.id not in self.files:
                 self._link(file, path)
@@ -170,13 +184,20 @@ class BatchStore(Closing):
         """Delete files whose time is over, and batches that ended before the retention time."""
         now = time.time()
         for file in [one for one in self.files.values() if one.expires_at is not None and one.expires_at < now]:
-            self.delete_file(file.id)
+            self.delete_file(file)
         for batch in [one for one in self.batches.values() if not one.is_active]:
             if batch.created_at + max(batch.retention_s, self.retention_s) < now:
                 shutil.rmtree(self.batch_folder(batch))
                 del self.batches[batch.id]
 
+    def _next_order(self) -> int:
+        """A number above all earlier ones, also after the clock has been set back."""
+        with self._writing:
+            self._last_order = max(time.time_ns(), self._last_order + 1)
+            return self._last_order
+
     def _link(self, file: StoredFile, content: Path) -> None:
+        file.order = self._next_order()
         folder = self._folder / "files" / file.id
         folder.mkdir(mode=0o700, exist_ok=True)
         with contextlib.suppress(FileExistsError):  # after a kill
@@ -185,11 +206,22 @@ class BatchStore(Closing):
         self.files[file.id] = file
 
 
-def page(
-    entries: Iterable[Entry], *, after: str | None, limit: int, newest_first: bool = True, keep: Callable[[Entry], bool]
-) -> dict[str, object]:
+def new_temporary_folder() -> Path:
+    """Return a new private folder among the temporary files; deletes those of servers that were killed, whose locks
+    nobody holds."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_TEMPORARY}*"):
+        with contextlib.suppress(OSError):  # of another user, or in use
+            if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+                continue
+            with (folder / _LOCK).open("r") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+    return Path(tempfile.mkdtemp(prefix=_TEMPORARY))
+
+
+def page(entries: Iterable[Stored], *, after: str | None, limit: int, newest_first: bool = True) -> dict[str, object]:
     """Return a list of ``limit`` entries behind the one with the id ``after``, as OpenAI's API has lists."""
-    ordered = sorted(filter(keep, list(entries)), key=lambda one: (one.created_at, one.id), reverse=newest_first)
+    ordered = sorted(entries, key=_order, reverse=newest_first)
     ids = [one.id for one in ordered]
     if after is not None and after not in ids:
         raise RequestError(f"after is {shown(after)}, which is no id of this list", param="after")
@@ -197,20 +229,26 @@ def page(
     data = ordered[start : start + limit]
     return {
         "object": "list",
-        "data": data,
+        "data": [one.shown() for one in data],
         "first_id": data[0].id if data else None,
         "last_id": data[-1].id if data else None,
         "has_more": start + limit < len(ordered),
     }
 
 
-def _found(entries: dict[str, Entry], entry_id: str, kind: str) -> Entry:
-    if entry_id not in entries:
+def _order(entry: StoredEntry) -> int:
+    """The place in lists; earlier versions have stored seconds alone."""
+    return entry.order or entry.created_at * _NS
+
+
+def _found(entries: dict[str, Stored], entry_id: str, kind: str, may_see: MaySee) -> Stored:
+    entry = entries.get(entry_id)
+    if entry is None or not may_see(entry.owner):
         raise HttpError(404, f"there is no {kind} {shown(entry_id)}", code=f"{kind}_not_found")
-    return entries[entry_id]
+    return entry
 
 
-def _read(folder: Path, name: str, kind: type[Entry]) -> dict[str, Entry]:
+def _read(folder: Path, name: str, kind: type[Stored]) -> dict[str, Stored]:
     """The entries below ``folder`` by id; one that a kill left without its description is deleted."""
     found = {}
     for place in sorted(folder.iterdir()):
