@@ -47,7 +47,7 @@ _CHANGES_SIDES = range(5, 9)
 # Pillow turns a TIFF itself.  It decodes a PNG to look for metadata behind its pixels: needless, where there is none.
 _PNG_METADATA = (b"eXIf", b"XML:com.adobe.xmp")
 _SVG = (b"<svg", b"<?xml")
-_LOW_AREA = 512 * 512
+_AREAS = {"low": 512 * 512, "medium": 1024 * 1024}  # pixels at most of an image with this ``detail``
 
 # The limit of pixels is checked here; Pillow's own, twice of what it warns of, stays an error.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
@@ -74,8 +74,9 @@ class OpenedImage:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Height and width for the rules: less than those of the file where ``detail`` is low."""
-        scale = min(1.0, (_LOW_AREA / (self.height * self.width)) ** 0.5) if self.source.detail == "low" else 1.0
+        """Height and width for the rules: less than those of the file where ``detail`` asks for it."""
+        area = self.height * self.width
+        scale = min(1.0, (_AREAS.get(self.source.detail, area) / area) ** 0.5)
         return max(1, int(self.height * scale)), max(1, int(self.width * scale))
 
     def pixels(self, height: int, width: int, resample: int) -> Pixels:

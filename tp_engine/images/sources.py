@@ -27,12 +27,25 @@ from tp_engine.units import MIB
 
 MAX_FILE_BYTES = 20 * MIB
 """Of an image that is fetched or read; a data URL is as large as its body may be."""
-DETAILS = ("auto", "low", "high", "original")
-WITH_PARTS = ("messages", "input", "content", "output")
+DETAILS = ("auto", "low", "medium", "high", "original")
+WITH_PARTS = ("messages", "input", "content", "output", "outputs", "source")
 """Fields of requests, and of what is in them, that may have parts."""
-_IMAGES = ("image_url", "input_image", "image", "image_pil")
-# The kind of a part -> its field that has the image.
-_KINDS = {"image_url": "image_url", "input_image": "image_url", "image_pil": "image_pil"}
+# The kind of a part -> its fields that may have the image; the last three are transformers' own.
+_KINDS = {
+    "image_url": ("image_url",),
+    "input_image": ("image_url",),
+    "computer_screenshot": ("image_url",),
+    "image_pil": ("image_pil",),
+    "image": ("image", "url", "base64"),
+}
+_WITH_IMAGES = frozenset({*_KINDS, "image_generation_call"})  # the latter is an item of responses
+_SPACES = " \t\n\f\r"  # what the URL standard calls ASCII whitespace
+# What encoders of URLs write for bytes of base64, and for line ends between them.
+_ESCAPES = tuple(
+    (f"%{ord(byte):{form}}".encode(), byte.encode()) for byte in "+/=" + _SPACES for form in ("02X", "02x")
+)
+# Objects of JSON, of which none is an image of Python's.
+_NO_OBJECTS = (bytes, Mapping, list, bool, int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +64,7 @@ class ImageSource:
 def has_image_part(value: object, depth: int = 8) -> bool:
     """Return whether messages, or items, have an image at most ``depth`` levels below."""
     if isinstance(value, Mapping):
-        if value.get("type") in _IMAGES:
+        if _kind(value) in _WITH_IMAGES:
             return True
         value = [value.get(name) for name in WITH_PARTS]
     return isinstance(value, (list, tuple)) and depth > 0 and any(has_image_part(one, depth - 1) for one in value)
@@ -59,7 +72,12 @@ def has_image_part(value: object, depth: int = 8) -> bool:
 
 def is_image_part(part: object) -> bool:
     """Return whether a part of a message is an image."""
-    return isinstance(part, ImageSource) or (isinstance(part, Mapping) and part.get("type") in _KINDS)
+    return isinstance(part, ImageSource) or (isinstance(part, Mapping) and _kind(part) in _KINDS)
+
+
+def _kind(part: Mapping[str, Any]) -> str:
+    kind = part.get("type")
+    return kind if isinstance(kind, str) else ""
 
 
 def image_source(where: str, part: Mapping[str, Any] | ImageSource) -> ImageSource:
@@ -67,19 +85,23 @@ def image_source(where: str, part: Mapping[str, Any] | ImageSource) -> ImageSour
     if isinstance(part, ImageSource):
         return part
     kind: str = part["type"]
-    name = _KINDS[kind]
+    name = next((name for name in _KINDS[kind] if part.get(name) is not None), _KINDS[kind][0])
     given: Any = part.get(name)
     detail: Any = part.get("detail")
     if name == "image_url" and isinstance(given, Mapping):
         given, detail = given.get("url"), given.get("detail", detail)
-    if kind != "image_pil" and not isinstance(given, str):
+    takes_objects = kind == "image_pil" or name == "image"  # of Python alone: JSON has none
+    if kind == "image_pil" and (given is None or isinstance(given, (str, *_NO_OBJECTS))):
+        raise RequestError(f"{where}: image_pil must be an image of Pillow; send image_url", param="messages")
+    if not isinstance(given, str) and (not takes_objects or given is None or isinstance(given, _NO_OBJECTS)):
         remedy = "; files by their id are not stored here" if part.get("file_id") is not None else ""
+        names = " or ".join(map(repr, _KINDS[kind]))
         raise RequestError(
-            f"{where} is a part of type {kind!r}, but has no URL in {name!r}: send data:image/png;base64,...{remedy}",
+            f"{where} is a part of type {kind!r}, but has no URL in {names}: send data:image/png;base64,...{remedy}",
             param="messages",
         )
-    if kind == "image_pil" and (given is None or isinstance(given, (str, bytes, Mapping, list))):
-        raise RequestError(f"{where}: image_pil must be an image of Pillow; send image_url", param="messages")
+    if name == "base64" and given.lstrip()[:5].lower() != "data:":
+        given = f"data:;base64,{given}"
     if part.get("uuid") is not None:
         raise RequestError(f"{where}: uuid names no image here; send the image itself", param="messages")
     if detail is None:
@@ -91,7 +113,7 @@ def image_source(where: str, part: Mapping[str, Any] | ImageSource) -> ImageSour
 
 def file_bytes(source: ImageSource, settings: ImageSettings) -> bytes:
     """Return the bytes of the file that a URL names; ``RequestError`` for one that may not be read, or can not."""
-    url: str = source.content
+    url: str = source.content.lstrip(_SPACES)
     scheme = url[:8].partition(":")[0].lower()
     if scheme == "data":
         return _data(source)
@@ -111,11 +133,21 @@ def file_bytes(source: ImageSource, settings: ImageSettings) -> bytes:
 
 
 def _data(source: ImageSource) -> bytes:
+    """The file of a data URL, as browsers read one: percent-encoded or not, base64 with white space or without padding
+    (the Fetch standard's forgiving-base64 decode).  A ``RequestError`` for anything else."""
     head, comma, body = source.content.partition(",")
     if not comma or not head.lower().rstrip().endswith(";base64"):
         raise source.refusal("a data URL must be data:image/png;base64, and the file in base64")
     try:
-        return base64.b64decode(body, validate=True)
+        data = body.encode("ascii")
+        for escape, byte in _ESCAPES if b"%" in data else ():
+            data = data.replace(escape, byte)
+        data = data.translate(None, _SPACES.encode())
+        if len(data) % 4 == 0:
+            data = data.removesuffix(b"=").removesuffix(b"=")
+        if data.endswith(b"="):
+            raise ValueError("Incorrect padding")
+        return base64.b64decode(data + b"=" * (-len(data) % 4), validate=True)
     except (binascii.Error, ValueError) as error:
         raise source.refusal(f"the data URL is not valid base64 ({error})") from None
 

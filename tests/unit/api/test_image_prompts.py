@@ -164,6 +164,171 @@ def test_a_template_without_tools_images_shows_them_behind_the_answers() -> None
         assert text(prepared(body, one)) == expected
 
 
+# What templates for Mistral's v13 do: tools' answers are texts, and users alternate with final answers.
+ALTERNATING = (
+    "{% set ns = namespace(n=0) %}{% for m in messages %}"
+    "{% if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}"
+    "{% if (m.role == 'user') != (ns.n % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% set ns.n = ns.n + 1 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'user' %}[INST]{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}"
+    "{% if p.type == 'text' %}{{ p.text }}{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}"
+    "{% endfor %}{% endif %}[/INST]{% elif m.role == 'assistant' %}"
+    "{% for c in m.tool_calls or [] %}[CALL]{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    "{% if m.content %}{{ m.content }}{% endif %}</s>"
+    "{% elif m.role == 'tool' %}[RESULT]RESULT[/RESULT]{% endif %}{% endfor %}"
+)
+IMAGE_BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": URL.partition(",")[2]}}
+
+
+def with_template(template: str) -> InputProcessor:
+    one = processor()
+    one.chat = ChatFormat(image_tokenizer(), ChatOptions(chat_template=template, tool_call_parser="hermes"))
+    return one
+
+
+def screenshot_bodies(behind: int) -> list[Any]:
+    """A chat, a message and a response in which a tool answers with a text and an image; ``behind`` turns follow."""
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "view", "arguments": "{}"}}
+    part = image_part(PICTURE)
+    turns = [{"role": "assistant", "content": "A cat."}, {"role": "user", "content": "Sure?"}][:behind]
+    answer = {"role": "tool", "tool_call_id": "abcdefghi", "content": [{"type": "text", "text": "a "}, part, "b", "c"]}
+    result = [{"type": "text", "text": "a "}, IMAGE_BLOCK, {"type": "text", "text": "b"}, {"type": "text", "text": "c"}]
+    output = [{"type": "input_text", "text": "a "}, {"type": "input_image", "image_url": URL}]
+    output += [{"type": "input_text", "text": text} for text in "bc"]
+    first = {"role": "user", "content": "look"}
+    use = {"role": "assistant", "content": [{"type": "tool_use", "id": "abcdefghi", "name": "view", "input": {}}]}
+    tool = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "abcdefghi", "content": result}]}
+    items = [
+        {"type": "function_call", "call_id": "abcdefghi", "name": "view", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "abcdefghi", "output": output},
+    ]
+    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return [
+        ChatBody.model_validate({"messages": [first, calling, answer, *turns]}),
+        MessagesBody.model_validate({"messages": [first, use, tool, *turns], "max_tokens": 5}),
+        ResponsesBody.model_validate({"input": [first, *items, *turns]}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("result", "shown"),
+    [
+        ("{{ m.content | string }}", "a <|vision_start|>[6]<|vision_end|>b\nc"),
+        (
+            "{{ {'content': m.content | string, 'id': m.tool_call_id} | tojson }}",
+            '{"content": "a <|vision_start|>[6]<|vision_end|>b\\nc", "id": "abcdefghi"}',
+        ),
+        ("{{ m.content[:4] }}", "a [i"),
+    ],
+)
+@pytest.mark.parametrize("behind", [0, 2])
+def test_a_tools_image_stands_in_its_text_where_users_must_alternate(result: str, shown: str, behind: int) -> None:
+    """Oracle: what mistral-common writes, by hand: the image's tokens within the tool's answer, texts beside them.  A
+    template that shows no whole text gets the note, and no conversation ends; in all three APIs, and turns later."""
+    one = with_template(ALTERNATING.replace("RESULT[/", f"{result}[/"))
+    turns = "A cat.</s>[INST]Sure?[/INST]" if behind else ""
+    for body in screenshot_bodies(behind):
+        found = prepared(body, one)
+        assert text(found) == f"[INST]look[/INST][CALL]view{{}}</s>[RESULT]{shown}[/RESULT]{turns}"
+        assert len(found.images) == shown.count("[6]")
+
+
+def test_images_of_the_assistant_are_shown_or_stand_before_the_users_next_words() -> None:
+    """Oracle: the prompts by hand, of a template that shows them and of one that does not; without a turn of the user
+    behind them they have one of their own."""
+    said = {"role": "assistant", "content": [{"type": "text", "text": "Here."}, image_part(PICTURE)]}
+    asked = [{"role": "user", "content": "draw"}, said, {"role": "user", "content": "again"}]
+    shown = text(prepared(ChatBody.model_validate({"messages": asked})))
+    assert "<s>assistant: Here.<|vision_start|>[6]<|vision_end|></s><s>user: again</s>" in shown
+    one = with_template(ALTERNATING)
+    moved = text(prepared(ChatBody.model_validate({"messages": asked}), one))
+    assert moved.endswith("Here.</s>[INST]<|vision_start|>[6]<|vision_end|>again[/INST]")
+    alone = text(
+        prepared(ChatBody.model_validate({"messages": [asked[0], said | {"content": [image_part(PICTURE)]}]}), one)
+    )
+    assert alone.endswith("[image]</s>[INST]<|vision_start|>[6]<|vision_end|>[/INST]")
+    block = MessagesBody.model_validate(
+        {"max_tokens": 5, "messages": [asked[0], {"role": "assistant", "content": [IMAGE_BLOCK]}, asked[2]]}
+    )
+    assert "assistant: <|vision_start|>[6]<|vision_end|></s>" in text(prepared(block))
+
+
+def test_an_image_that_no_template_shows_is_refused_by_name() -> None:
+    """Oracle: the place of the system's image, and what to do."""
+    body = ChatBody.model_validate({"messages": [
+        {"role": "system", "content": [{"type": "text", "text": "s"}, image_part(PICTURE)]},
+        {"role": "user", "content": [image_part(PICTURE)]},
+    ]})  # fmt: skip
+    silent = ALTERNATING.replace(
+        "{% elif m.role == 'tool' %}", "{% elif m.role == 'system' %}S{% elif m.role == 'tool' %}"
+    )
+    with pytest.raises(
+        RequestError, match=r"messages\[0\].content\[1\]: the chat template does not show .* of 2 images"
+    ):
+        prepared(body, with_template(silent))
+
+
+def test_pictures_in_items_of_responses_reach_the_model() -> None:
+    """Oracle: the prompts by hand: a computer's screenshot, what a server's tools drew, images of all roles."""
+    data = URL.partition(",")[2]
+    image = {"type": "input_image", "image_url": URL}
+    shown = "<|vision_start|>[6]<|vision_end|>"
+
+    def of(*items: Any) -> str:
+        body = ResponsesBody.model_validate({"input": [*items, {"role": "user", "content": "go"}]})
+        assert has_image(body)
+        return text(prepared(body)).partition("<s>user: go")[0]
+
+    call = {
+        "type": "computer_call",
+        "id": "cu",
+        "call_id": "c",
+        "action": {"type": "screenshot"},
+        "status": "completed",
+    }
+    call["pending_safety_checks"] = []
+    output = {
+        "type": "computer_call_output",
+        "call_id": "c",
+        "output": {"type": "computer_screenshot", "image_url": URL},
+    }
+    assert of(call, output).endswith(f"<s>tool: {shown}</s>")
+    drawn = {"type": "image_generation_call", "id": "ig", "status": "completed", "result": data}
+    assert of(drawn) == f"<s>assistant: {shown}</s>"
+    ran = {
+        "type": "code_interpreter_call",
+        "id": "ci",
+        "outputs": [{"type": "logs", "logs": "x"}, {"type": "image", "url": URL}],
+    }
+    assert of(ran) == f"<s>assistant: {shown}</s>"
+    said = {"role": "assistant", "content": [{"type": "output_text", "text": "x"}, image]}
+    assert of(said) == f"<s>assistant: x{shown}</s>"
+    for role in ("system", "developer"):
+        with pytest.raises(RequestError, match="System message cannot contain images"):  # the template says so
+            of({"role": role, "content": [{"type": "input_text", "text": "s"}, image]})
+
+
+def test_images_in_documents_of_messages_reach_the_model() -> None:
+    """Oracle: the prompts by hand, in a turn of the user and in a tool's answer; a model of text refuses the first."""
+    inner = [{"type": "text", "text": "see "}, IMAGE_BLOCK]
+    document = {"type": "document", "title": "T", "source": {"type": "content", "content": inner}}
+    body = MessagesBody.model_validate({"max_tokens": 5, "messages": [{"role": "user", "content": [document]}]})
+    assert has_image(body)
+    assert text(prepared(body)).startswith("<s>user: Tsee <|vision_start|>[6]<|vision_end|></s>")
+    use = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [document]}
+    asked: list[Any] = [{"role": "user", "content": "x"}, use, {"role": "user", "content": [result]}]
+    answered = MessagesBody.model_validate({"max_tokens": 5, "messages": asked})
+    assert "see <|vision_start|>[6]<|vision_end|></s>" in text(prepared(answered))
+    blind = InputProcessor(msgspec.structs.replace(image_info(), images=None), image_tokenizer())
+    with pytest.raises(
+        RequestError, match=r"source.content\[1\] is a block of type 'image'; this model reads text only"
+    ):
+        prepared(body, blind)
+    assert "see \n[image omitted]" in text(prepared(answered, blind))
+
+
 def test_a_mark_that_a_user_writes_is_no_image() -> None:
     """Oracle: one image, behind the user's own mark; the prompt has the mark as a token, as texts always had."""
     found = prepared(chat({"type": "text", "text": "a <|image_pad|> b "}, image_part(PICTURE), "<|image_pad|>"))
@@ -181,13 +346,12 @@ def test_a_mark_that_a_user_writes_is_no_image() -> None:
         (chat(image_part(picture(2, 402))), r"messages\[0\].content\[0\]: an image has 2 x 402 pixels.*200 times"),
         (chat(*[image_part(picture(8, 8))] * 3), r"At most 2 image\(s\) may be provided in one prompt"),
         (chat(image_part(PICTURE), role="system"), "System message cannot contain images"),
-        (chat(image_part(PICTURE), role="assistant"), "only text is supported"),
+        (chat({"type": "image", "image": {"path": "a.png"}}), "has no URL in 'image' or 'url' or 'base64'"),
         (chat(image_part(PICTURE), truncate_prompt_tokens=5), "truncate_prompt_tokens would cut images"),
         (chat(image_part(PICTURE), use_beam_search=True, n=2), "beam search of a prompt with images"),
         (chat({"type": "video_url", "video_url": {"url": URL}}), "'video_url'; only text"),
         (chat({"type": "image_embeds", "image_embeds": "abc"}), "'image_embeds'; only text"),
         (chat(image_part(PICTURE, detail="fine")), "detail is 'fine'"),
-        (chat({"type": "image", "image": URL}), r"only text and images \(image_url\) are supported"),
         (chat(image_part(picture(1024, 1024))), "maximum context length is 1024 tokens"),
     ],
 )

@@ -226,8 +226,13 @@ def test_objects_of_python_are_taken_or_refused() -> None:
             open_object(ImageSource(where="image 0", content=wrong), 1 << 20)
 
 
-def test_low_detail_lowers_the_size_for_the_rules_alone() -> None:
-    """Oracle: an area of 512 x 512 at most, by hand; small images stay."""
-    for size, expected in (((1024, 512), (724, 362)), ((100, 100), (100, 100))):
-        opened = open_object(ImageSource(where="x", content=Image.new("RGB", size), detail="low"), 1 << 30)
+def test_low_and_medium_detail_lower_the_size_for_the_rules_alone() -> None:
+    """Oracle: an area of 512 x 512, or of 1,024 x 1,024, at most, by hand; small images stay."""
+    for detail, size, expected in (
+        ("low", (1024, 512), (724, 362)),
+        ("medium", (4096, 1024), (2048, 512)),
+        ("low", (100, 100), (100, 100)),
+        ("high", (1024, 512), (1024, 512)),
+    ):
+        opened = open_object(ImageSource(where="x", content=Image.new("RGB", size), detail=detail), 1 << 30)
         assert opened.sizes == expected[::-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import http.server
 import socket
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -17,7 +19,7 @@ from tests.images import data_url, file_of, image_info, picture
 from tp_engine.errors import ConfigError, RequestError
 from tp_engine.images.fetching import fetch, parse_domains
 from tp_engine.images.settings import ImageSettings
-from tp_engine.images.sources import ImageSource, file_bytes, image_source
+from tp_engine.images.sources import ImageSource, file_bytes, has_image_part, image_source
 
 PICTURE = file_of(picture())
 
@@ -38,13 +40,57 @@ def test_a_data_url_is_read() -> None:
     assert read("DATA:image/png;name=a.png;BASE64," + data_url(PICTURE).partition(",")[2]) == PICTURE
 
 
+def test_base64_is_read_as_browsers_read_it() -> None:
+    """Oracle: the Fetch standard's steps for data URLs, by hand: white space goes, padding may be missing, escapes are
+    undone; for every length of the last group, in time that grows with the length alone."""
+    for data in (PICTURE, PICTURE + b"a", PICTURE + b"ab"):
+        plain = base64.b64encode(data).decode()
+        wrapped = base64.encodebytes(data).decode()
+        for body in (
+            wrapped,
+            wrapped.replace("\n", "\r\n"),
+            plain + "\n",
+            " " + plain,
+            plain.rstrip("="),
+            wrapped.rstrip("=\n"),
+            quote(plain, safe=""),
+            quote(wrapped, safe=""),
+            quote(plain, safe="").replace("%3D", "%3d").replace("%2F", "%2f"),
+        ):
+            assert read("data:image/png;base64," + body) == data
+        assert read(" \n\tdata:image/png;base64," + plain) == data
+    assert read("data:image/png;base64," + "%0A" * 1_000_000 + "YWJj") == b"abc"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image", "image": "data:image/png;base64,YWJj"},
+        {"type": "image", "url": "data:image/png;base64,YWJj"},
+        {"type": "image", "base64": "YWJj"},
+        {"type": "image", "base64": "data:image/png;base64,YWJj"},
+        {"type": "computer_screenshot", "image_url": "data:image/png;base64,YWJj"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,YWJj", "detail": "medium"}},
+    ],
+)
+def test_other_forms_of_parts_are_images_too(part: dict[str, Any]) -> None:
+    """Oracle: the bytes; transformers' own message format, a computer's screenshot, a detail that others know."""
+    assert has_image_part([{"role": "user", "content": [part]}])
+    assert file_bytes(image_source("input[0]", part), settings()) == b"abc"
+
+
 @pytest.mark.parametrize(
     ("url", "message"),
     [
         ("data:image/png;base64", "must be data:image/png;base64, and the file"),
         ("data:image/png,abc", "must be data:image/png;base64, and the file"),
         ("data:image/png;base64,@@@@", "not valid base64"),
-        ("data:image/png;base64,abc", "not valid base64"),
+        ("data:image/png;base64,abcde", "not valid base64"),
+        ("data:image/png;base64,abc=====", "not valid base64"),
+        ("data:image/png;base64,ab=c", "not valid base64"),
+        ("data:image/png;base64,ab=", "not valid base64"),
+        ("data:image/png;base64,ab-_", "not valid base64"),
+        ("data:image/png;base64,ab%00", "not valid base64"),
         ("data:image/png;base64,\u00e9", "not valid base64"),
         ("ftp://host/a.png", "must begin with data:image/"),
         ("/etc/passwd", "must begin with data:image/"),
@@ -68,6 +114,9 @@ def test_other_urls_are_refused_with_the_remedy(url: str, message: str) -> None:
         ({"type": "image_url", "image_url": {"url": "data:", "detail": "extreme"}}, "detail is 'extreme'"),
         ({"type": "image_url", "image_url": "data:", "uuid": "1"}, "uuid names no image here"),
         ({"type": "image_pil", "image_pil": "data:"}, "must be an image of Pillow"),
+        ({"type": "image"}, "has no URL in 'image' or 'url' or 'base64'"),
+        ({"type": "image", "image": {"path": "a"}}, "has no URL in 'image' or 'url' or 'base64'"),
+        ({"type": "image", "url": 7}, "has no URL in 'image' or 'url' or 'base64'"),
     ],
 )
 def test_parts_that_name_no_image_are_refused(part: dict[str, Any], message: str) -> None:

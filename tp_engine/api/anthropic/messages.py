@@ -9,6 +9,7 @@
     tool_use                                  a call of the assistant's message
     document of text, search_result           its text
     image                                     an image of its message, or of a tool's answer
+    document of blocks                        its texts and images
     document of another kind, and an image
     where the model takes none                refused; a note in a tool's answer, which would else end the conversation
     redacted_thinking, what a server's own
@@ -61,7 +62,7 @@ def chat_messages(
         if message.role == "system" and not chat:
             leading += _texts(where, message.content)
         elif message.role == "assistant":
-            _add_assistant(chat, where, message.content)
+            _add_assistant(chat, where, message.content, takes_images=takes_images)
         else:
             _add_user(chat, where, message.content, takes_images=takes_images)
     return [{"role": "system", "content": "\n\n".join(leading)}, *chat] if leading else chat
@@ -74,23 +75,56 @@ def _add_user(chat: ChatMessages, where: str, content: str | Sequence[Block], *,
             called, answer = _string(place, block, "tool_use_id"), _answer(place, block, takes_images=takes_images)
             chat.append({"role": "tool", "tool_call_id": called, "content": answer})
             continue
-        is_image = takes_images and block["type"] == "image"
-        part = _image(place, block) if is_image else _text(place, block)
-        if part is not None:
-            if not chat or chat[-1]["role"] != "user":
-                chat.append({"role": "user", "content": []})
-            chat[-1]["content"].append({"type": "text", "text": part} if isinstance(part, str) else part)
+        parts = _parts(place, block, takes_images=takes_images)
+        if parts and (not chat or chat[-1]["role"] != "user"):
+            chat.append({"role": "user", "content": []})
+        if parts:
+            chat[-1]["content"] += parts
 
 
 def _answer(where: str, block: Block, *, takes_images: bool) -> str | list[Any]:
     """A tool's answer: a text, or parts if it has images."""
     content = block.get("content")
-    if not takes_images or not isinstance(content, list) or not any(_is_image(one) for one in content):
+    if not takes_images or not isinstance(content, list) or not _has_image(content):
         return _result(where, block)
-    return [
-        _image(f"{where}.content[{number}]", one) if _is_image(one) else _result(where, {**block, "content": [one]})
-        for number, one in enumerate(content)
-    ]
+    return _parts_of(f"{where}.content", content, in_result=True)
+
+
+def _parts(where: str, block: Block, *, takes_images: bool, in_result: bool = False) -> list[Any]:
+    """The texts and images of a block; none of one that tells the model nothing."""
+    source = block.get("source")
+    if takes_images and block["type"] == "image":
+        return [_image(where, block)]
+    if takes_images and block["type"] in _UNTOLD and isinstance(content := block.get("content"), list):
+        places = ((f"{where}.content[{number}]", one) for number, one in enumerate(content) if _is_image(one))
+        if images := [_image(place, one) for place, one in places]:
+            return images
+    if takes_images and block["type"] == "document" and isinstance(source, Mapping) and source.get("type") == "content":
+        head, blocks = _joined(block.get("title"), block.get("context")), source.get("content")
+        if isinstance(blocks, list) and _has_image(blocks):
+            inner = _parts_of(f"{where}.source.content", blocks, in_result=in_result)
+            return [*([_text_part(head)] if head else ()), *inner]
+    text = _text(where, block, in_result=in_result, takes_images=takes_images)
+    return [] if text is None else [_text_part(text)]
+
+
+def _parts_of(where: str, blocks: Sequence[Any], *, in_result: bool) -> list[Any]:
+    """The texts and images of ``blocks``, for a model that takes images."""
+    found = (_parts(place, block, takes_images=True, in_result=in_result) for place, block in _blocks(where, blocks))
+    return [part for parts in found for part in parts]
+
+
+def _text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _has_image(blocks: Sequence[object]) -> bool:
+    """Whether there is an image among ``blocks``, or in a document of them."""
+    return any(map(_is_image, blocks)) or any(
+        isinstance(source.get("content"), list) and any(map(_is_image, source["content"]))
+        for one in blocks
+        if isinstance(one, Mapping) and isinstance(source := one.get("source"), Mapping)
+    )
 
 
 def _is_image(block: object) -> bool:
@@ -109,7 +143,7 @@ def _image(where: str, block: Block) -> ImageSource:
     raise _refused(f"{where}.source.type is {shown(kind)}; it must be base64 or url")
 
 
-def _add_assistant(chat: ChatMessages, where: str, content: str | Sequence[Block]) -> None:
+def _add_assistant(chat: ChatMessages, where: str, content: str | Sequence[Block], *, takes_images: bool) -> None:
     message: dict[str, Any] = {"role": "assistant", "content": []}
     if chat and chat[-1]["role"] == "assistant":
         message = chat.pop()
@@ -122,8 +156,8 @@ def _add_assistant(chat: ChatMessages, where: str, content: str | Sequence[Block
             function = {"name": _string(place, block, "name"), "arguments": arguments}
             call = {"id": _string(place, block, "id"), "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
-        elif (text := _text(place, block)) is not None:
-            message["content"].append({"type": "text", "text": text})
+        else:
+            message["content"] += _parts(place, block, takes_images=takes_images)
     chat.append(message)
 
 
@@ -133,6 +167,8 @@ def _blocks(where: str, content: str | Sequence[Block]) -> Iterator[tuple[str, B
         return
     for number, block in enumerate(content):
         place = f"{where}[{number}]"
+        if not isinstance(block, Mapping):
+            raise _refused(f"{place} is {shown(block)}; it must be a block such as {{'type': 'text', 'text': ...}}")
         if not isinstance(block.get("type"), str):
             raise _refused(f"{place}.type is {shown(block.get('type'))}; it must be text, such as 'text'")
         yield place, block
@@ -144,19 +180,19 @@ def _texts(where: str, content: str | Sequence[Block]) -> list[str]:
     return [text for text in texts if text and not text.startswith(_BILLING)]
 
 
-def _result(where: str, block: Block) -> str:
-    """The text of a tool's answer."""
+def _result(where: str, block: Block, *, in_result: bool = True) -> str:
+    """The text of a tool's answer, or of a document."""
     content = block.get("content")
     if content is None:
         return ""
     are_blocks = isinstance(content, list) and all(isinstance(one, Mapping) for one in content)
     if not are_blocks and not isinstance(content, str):
         raise _refused(f"{where}.content must be text, or a list of blocks")
-    texts = (_text(place, one, in_result=True) for place, one in _blocks(f"{where}.content", content))
+    texts = (_text(place, one, in_result=in_result) for place, one in _blocks(f"{where}.content", content))
     return "\n".join(text for text in texts if text is not None)
 
 
-def _text(where: str, block: Block, *, in_result: bool = False) -> str | None:
+def _text(where: str, block: Block, *, in_result: bool = False, takes_images: bool = False) -> str | None:
     """The text of a block; None for one that tells the model nothing."""
     kind = block["type"]
     if kind in TOOL_CHANGES:
@@ -165,15 +201,16 @@ def _text(where: str, block: Block, *, in_result: bool = False) -> str | None:
         warn_once(logger, "blocks of the type %s are left out of messages: they tell the model nothing", kind)
         return None
     read = _TEXTS.get(kind)
-    text = None if read is None else read(where, block)
+    text = None if read is None else read(where, block, in_result)
     if text is None and in_result:
         return omitted(kind)
     if text is None:
-        raise _refused(f"{where} is a block of type {shown(kind)}; this model reads text only, send it as text")
+        reads = "text and images" if takes_images else "text only"
+        raise _refused(f"{where} is a block of type {shown(kind)}; this model reads {reads}, send it as text")
     return text
 
 
-def _document(where: str, block: Block) -> str | None:
+def _document(where: str, block: Block, in_result: bool) -> str | None:
     """The text of a document; None for one that is a file."""
     source = block.get("source")
     if not isinstance(source, Mapping) or source.get("type") not in ("text", "content"):
@@ -181,7 +218,7 @@ def _document(where: str, block: Block) -> str | None:
     if source["type"] == "text":
         body = _string(f"{where}.source", source, "data")
     else:
-        body = _result(f"{where}.source", dict(source))
+        body = _result(f"{where}.source", dict(source), in_result=in_result)
     return _joined(block.get("title"), block.get("context"), body)
 
 
@@ -190,11 +227,13 @@ def _joined(*parts: object) -> str:
 
 
 # The type of a block -> its text.
-_TEXTS: Mapping[str, Callable[[str, Block], str | None]] = {
-    "text": lambda where, block: _string(where, block, "text"),
+_TEXTS: Mapping[str, Callable[[str, Block, bool], str | None]] = {
+    "text": lambda where, block, _: _string(where, block, "text"),
     "document": _document,
-    "search_result": lambda where, block: _joined(block.get("title"), block.get("source"), _result(where, block)),
-    "tool_reference": lambda where, block: _string(where, block, "tool_name"),
+    "search_result": lambda where, block, in_result: _joined(
+        block.get("title"), block.get("source"), _result(where, block, in_result=in_result)
+    ),
+    "tool_reference": lambda where, block, _: _string(where, block, "tool_name"),
 }
 
 

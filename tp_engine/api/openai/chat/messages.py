@@ -7,7 +7,7 @@
 | no content in a message of the assistant | an empty text; null beside calls where the template shows them only then |
 | content as parts of text | parts where the template takes them, else their texts joined with line ends |
 | the content of a tool's answer | text |
-| an image, but of the assistant | a part ``{"type": "image"}`` in its place, where the model takes images |
+| an image | a part ``{"type": "image"}`` in its place, where the model takes images (``images.py``) |
 | tool_calls with arguments as JSON text | arguments as an object, or the text if the template takes that alone |
 | arguments that are no object | no arguments, or the text; the log says so |
 | parts of the kind thinking | reasoning |
@@ -115,30 +115,6 @@ def _joined(contents: Sequence[Any]) -> Any:
     return [part for one in contents for part in ([one] if isinstance(one, str) else one)]
 
 
-def images_behind_tools(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-    """Return normal messages with the images of tools' answers in a message of the user behind them; None where no tool
-    has any.  It is for a template that shows none in tools' own."""
-    moved: list[dict[str, Any]] = []
-    images: list[Mapping[str, Any]] = []
-    had_images = False
-    for message in [*map(dict, messages), {}]:
-        content = message.get("content")
-        if message.get("role") == "tool" and isinstance(content, list):
-            images += [part for part in content if part["type"] == "image"]
-            had_images = had_images or bool(images)
-            texts = [part["text"] for part in content if part["type"] == "text"]
-            message["content"] = "\n".join(texts) or "[image]"
-        elif message.get("role") == "user" and images:  # templates want no two of the user in a row
-            texts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-            message["content"] = [*images, *texts]
-            images = []
-        elif message.get("role") != "tool" and images:
-            moved.append({"role": "user", "content": images})
-            images = []
-        moved.append(message)
-    return moved[:-1] if had_images else None
-
-
 def _write_calls(messages: Sequence[dict[str, Any]], takes: TemplateCapabilities, calls_format: ToolFormat) -> None:
     """Add calls to the contents of their messages, as the model writes them."""
     for message in messages:
@@ -227,7 +203,6 @@ def _normal_message(where: str, message: object, *, takes_images: bool) -> dict[
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise RequestError(f"{where}.role is {role!r}; it must be text such as 'user'", param="messages")
-    takes_images = takes_images and role != "assistant"
     normal["content"] = _content(where, role, normal.get("content"), takes_images)
     if calls := normal.pop("tool_calls", None):
         if not isinstance(calls, (list, tuple)):

@@ -2,19 +2,20 @@
 
 import contextlib
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from tp_engine.api.openai.chat.capabilities import TemplateCapabilities
-from tp_engine.api.openai.chat.messages import images_behind_tools, normal_messages
+from tp_engine.api.openai.chat.images import render_images
+from tp_engine.api.openai.chat.messages import normal_messages
 from tp_engine.api.openai.chat.options import ChatOptions
 from tp_engine.api.openai.chat.template import ChatTemplate, TemplateRefusal
 from tp_engine.api.openai.reasoning import ReasoningFormat
 from tp_engine.api.openai.tools.tool_format import ToolFormat
 from tp_engine.errors import ConfigError, RequestError
-from tp_engine.images.placeholders import HiddenMarks
+from tp_engine.images.placeholders import Pieces
 from tp_engine.images.sources import ImageSource
 from tp_engine.log import get_logger, warn_once
 
@@ -40,7 +41,7 @@ class ChatPrompt:
     last_text: str = ""
     continued: str | None = None
     images: tuple[ImageSource, ...] = ()
-    pieces: tuple[str, ...] = ()
+    pieces: Pieces = ()
 
 
 class ChatFormat:
@@ -102,9 +103,10 @@ class ChatFormat:
         last_role, last_text = conversation[-1]["role"], _text(conversation[-1]["content"])
         role = "assistant" if begins else last_role
         render = _render_continued if continues else _render
-        pieces: tuple[str, ...] = ()
+        pieces: Pieces = ()
+        shown: tuple[ImageSource, ...] = ()
         if images and image_marker is not None:
-            pieces = _with_images(render, template, variables, image_marker, len(images))
+            pieces, shown = render_images(partial(render, template), variables, image_marker, images)
             text = image_marker.join(pieces)
         else:
             text = render(template, variables)
@@ -113,7 +115,7 @@ class ChatFormat:
             role=role,
             last_text=last_text if role == last_role else "",
             continued=last_text if continues else None,
-            images=tuple(images or ()),
+            images=shown,
             pieces=pieces,
         )
 
@@ -194,36 +196,6 @@ def _render(template: ChatTemplate, variables: Mapping[str, Any]) -> str:
         return template.render(variables)
     except TemplateRefusal as error:
         raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
-
-
-def _with_images(
-    render: Callable[[ChatTemplate, Mapping[str, Any]], str],
-    template: ChatTemplate,
-    variables: Mapping[str, Any],
-    marker: str,
-    num_images: int,
-) -> tuple[str, ...]:
-    """The pieces of the prompt around its images.
-
-    A template that shows none in tools' answers gets them in a message of the user behind these.
-    """
-    marks = HiddenMarks(marker)
-    hidden = marks.hide(variables)
-    moved = images_behind_tools(hidden["messages"])
-    try:
-        pieces = marks.pieces(render(template, hidden))
-    except RequestError:
-        if moved is None:
-            raise
-        pieces = ()
-    if len(pieces) - 1 != num_images and moved is not None:
-        pieces = marks.pieces(render(template, {**hidden, "messages": moved}))
-    if len(pieces) - 1 != num_images:
-        raise RequestError(
-            f"the chat template writes {len(pieces) - 1} of {num_images} images; send images in messages of the user",
-            param="messages",
-        )
-    return pieces
 
 
 def _text(content: str | Sequence[Mapping[str, Any]] | None) -> str:

@@ -7,6 +7,7 @@
     message (assistant), reasoning, and all
     calls of the client's tools               one assistant message, as long as they follow each other
     outputs of these calls                    a message of the role tool
+    pictures that a server's own tool made    parts of the assistant's message
     what tells the model nothing              nothing; the log says so
 """
 
@@ -17,7 +18,7 @@ from typing import Any
 from tp_engine.api.openai.chat.messages import omitted
 from tp_engine.api.openai.responses_api.tools import custom_arguments, flat_name
 from tp_engine.errors import RequestError, shown
-from tp_engine.images.sources import image_source, is_image_part
+from tp_engine.images.sources import ImageSource, image_source, is_image_part
 from tp_engine.log import get_logger, warn_once
 
 logger = get_logger(__name__)
@@ -30,10 +31,9 @@ _TEXT_PARTS = {"input_text", "output_text", "text", "summary_text", "reasoning_t
 # What a server's own tools did, what it alone can read, and settings: nothing that a chat's model could learn from.
 # ``additional_tools`` below reads those.
 _UNTOLD = frozenset({
-    "additional_tools", "code_interpreter_call", "compaction", "compaction_trigger", "computer_call",
-    "computer_call_output", "configuration_update", "file_search_call", "image_generation_call",
-    "mcp_approval_request", "mcp_approval_response", "mcp_call", "mcp_list_tools", "program", "program_output",
-    "tool_search_call", "tool_search_output", "web_search_call",
+    "additional_tools", "code_interpreter_call", "compaction", "compaction_trigger", "configuration_update",
+    "file_search_call", "image_generation_call", "mcp_approval_request", "mcp_approval_response", "mcp_call",
+    "mcp_list_tools", "program", "program_output", "tool_search_call", "tool_search_output", "web_search_call",
 })  # fmt: skip
 # The kind of an output -> what stands for one that is missing; None if it may not be missing.
 _OUTPUTS: Mapping[str, str | None] = {
@@ -42,6 +42,7 @@ _OUTPUTS: Mapping[str, str | None] = {
     "local_shell_call_output": None,
     "shell_call_output": None,
     "apply_patch_call_output": "",
+    "computer_call_output": None,
 }
 
 
@@ -49,7 +50,7 @@ def input_messages(items: str | Sequence[Item], instructions: str | None, *, tak
     """Chat messages of an ``input``; ``instructions`` come first.  Raises ``RequestError``.
 
     System messages at the beginning become one, because most chat templates take only one.  Images, for a model that
-    ``takes_images``, are parts of the contents of users and tools.
+    ``takes_images``, are parts of the contents of messages.
     """
     messages: Messages = []
     if instructions:
@@ -91,6 +92,8 @@ def _add_item(messages: Messages, where: str, item: Item, *, takes_images: bool)
     elif kind in _OUTPUTS:
         output = item.get("output")
         output, place = _OUTPUTS[kind] if output is None else output, f"{where}.output"
+        if kind == "computer_call_output":  # one part, and no list of them
+            output = [output]
         answer: Any = _parts(place, output, _output_part) if takes_images and _has_image(output) else None
         if answer is None and isinstance(output, list):  # a note stands for a picture or a file
             answer = "".join(_output_part(f"{place}[{number}]", part) for number, part in enumerate(output))
@@ -101,7 +104,9 @@ def _add_item(messages: Messages, where: str, item: Item, *, takes_images: bool)
         if text:
             _assistant(messages, begins_turn=True).setdefault("reasoning_content", []).append(text)
     elif kind in _UNTOLD:
-        if kind != "additional_tools":
+        if takes_images and (pictures := _pictures(where, kind, item)):
+            _assistant(messages, begins_turn=True)["content"] = pictures
+        elif kind != "additional_tools":
             warn_once(logger, "items of the type %s are left out of responses: they tell the model nothing", kind)
     elif kind == "item_reference":
         raise RequestError(f"{where} is an item_reference; this server stores no items, send it whole", param="input")
@@ -133,6 +138,10 @@ _CALLS: Mapping[str, Callable[[str, Item], tuple[str, Any]]] = {
     "local_shell_call": _built_in("local_shell", "action"),
     "shell_call": _built_in("shell", "action"),
     "apply_patch_call": _built_in("apply_patch", "operation"),
+    "computer_call": lambda where, item: (
+        "computer",
+        json.dumps(item.get("action") or {"actions": item.get("actions") or []}, ensure_ascii=False),
+    ),
 }
 
 
@@ -140,12 +149,25 @@ def _add_message(messages: Messages, where: str, item: Item, *, takes_images: bo
     role, content = item.get("role"), item.get("content")
     if not isinstance(role, str) or role not in _ROLES:
         raise RequestError(f"{where}.role is {shown(role, 60)}; it must be one of {', '.join(_ROLES)}", param="input")
-    if role == "user" and takes_images and _has_image(content):
-        messages.append({"role": "user", "content": _parts(f"{where}.content", content, _part_text)})
-    elif role != "assistant":
-        messages.append({"role": _ROLES[role], "content": _text(f"{where}.content", content)})
-    elif content is not None:
-        _assistant(messages, begins_turn=True)["content"] = _text(f"{where}.content", content)
+    if content is None and role == "assistant":
+        return
+    place = f"{where}.content"
+    has_images = takes_images and _has_image(content)
+    given = _parts(place, content, _part_text) if has_images else _text(place, content)
+    if role == "assistant":
+        _assistant(messages, begins_turn=True)["content"] = given
+    else:
+        messages.append({"role": _ROLES[role], "content": given})
+
+
+def _pictures(where: str, kind: str, item: Item) -> list[ImageSource]:
+    """The images of what a server's own tool did."""
+    if kind == "image_generation_call" and item.get("result") is not None:
+        part = {"type": "image", "base64": item["result"]}
+        return [image_source(f"{where}.result", part)]
+    outputs = item.get("outputs")
+    places = enumerate(outputs) if isinstance(outputs, list) else ()
+    return [image_source(f"{where}.outputs[{number}]", one) for number, one in places if is_image_part(one)]
 
 
 def _assistant(messages: Messages, *, begins_turn: bool = False) -> dict[str, Any]:
@@ -165,8 +187,11 @@ def _one_system_message(messages: Messages) -> Messages:
         leading += 1
     if leading < 2:
         return messages
-    text = "\n\n".join(message["content"] for message in messages[:leading])
-    return [{"role": "system", "content": text}, *messages[leading:]]
+    contents = [message["content"] for message in messages[:leading]]
+    if all(isinstance(one, str) for one in contents):
+        return [{"role": "system", "content": "\n\n".join(contents)}, *messages[leading:]]
+    parts = [part for one in contents for part in ([one] if isinstance(one, str) else one)]
+    return [{"role": "system", "content": parts}, *messages[leading:]]
 
 
 def _has_image(content: object) -> bool:
