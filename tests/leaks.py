@@ -19,7 +19,7 @@ GRACE_S = 30.0
 POLL_S = 0.02
 SEGMENT_PREFIX = "tp_engine-"
 SHM = Path("/dev/shm")
-COMPILER = "tp_engine.grammar.compiler_process"
+ISOLATED = "tp_engine.isolation.host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def leaked_since(before: Footprint, grace_s: float = GRACE_S, *, engines_go_on: 
     If ``engines_go_on``, fixtures of a wider scope may have engines, whose first grammar starts a process.
     """
     deadline = time.monotonic() + grace_s
-    while leaks := _new_segments(before) + _new_children(before, spared=COMPILER if engines_go_on else None):
+    while leaks := _new_segments(before) + _new_children(before, spared=ISOLATED if engines_go_on else None):
         if time.monotonic() > deadline:
             break
         time.sleep(POLL_S)

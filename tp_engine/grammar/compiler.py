@@ -23,6 +23,7 @@ from tp_engine.grammar.compiler_process import CompilerProcess, TookTooLongError
 from tp_engine.grammar.library import SpecialTokens, new_matcher, refusal
 from tp_engine.grammar.matcher import GrammarMatcher, Pace
 from tp_engine.grammar.vocabulary import GrammarVocabulary, byte_vocabulary
+from tp_engine.isolation.cancellation import Cancellation, cancelled_by
 from tp_engine.structured_outputs import (
     COMPILATION_TIMEOUT_S,
     CONFIG_NAME,
@@ -78,8 +79,10 @@ class GrammarCompiler:
         self._refused = _Recent[str]()
         self._paces = WeakSet[Pace]()
 
+        self._trial = new_trial(vocabulary.special_tokens)
+
         def queue(name: str, cpu_s: float, **options: Any) -> _Queue:
-            return _Queue(name, cpu_s, new_trial=lambda: new_trial(vocabulary.special_tokens), **options)
+            return _Queue(name, cpu_s, self._trial, **options)
 
         self._queues = (
             queue("first-grammars", min(_FIRST_S, timeout_s), num_threads=_NUM_QUICK_THREADS),
@@ -105,7 +108,9 @@ class GrammarCompiler:
         long, or too much memory, are there already.
         """
         found: Future[CompiledGrammar] = Future()
-        self._queues[0].submit(lambda: self._run(params, found, 0))
+        cancellation = Cancellation()
+        found.add_done_callback(lambda _: cancellation.cancel() if found.cancelled() else None)
+        self._queues[0].submit(lambda: self._run(params, found, cancellation, 0))
         return found
 
     def compile(self, params: StructuredOutputsParams, num_bytes: int = 0) -> CompiledGrammar:
@@ -134,20 +139,28 @@ class GrammarCompiler:
         return pace
 
     def close(self) -> None:
-        """End the processes, and the threads after their current grammars, without waiting for them."""
+        """End the process, and the threads after their current grammars, without waiting for them."""
         for queue in self._queues:
             queue.close()
+        self._trial.close()
 
-    def _run(self, params: StructuredOutputsParams, found: Future[CompiledGrammar], number: int) -> None:
+    def _run(
+        self,
+        params: StructuredOutputsParams,
+        found: Future[CompiledGrammar],
+        cancellation: Cancellation,
+        number: int,
+    ) -> None:
         """Settle ``found`` in the queue of this ``number``, or leave that to the next one."""
         if found.cancelled():
             return
         try:
-            num_bytes = 0 if self.known(params) is not None else self._queues[number].try_out(params)
+            with cancelled_by(cancellation):
+                num_bytes = 0 if self.known(params) is not None else self._queues[number].try_out(params)
             grammar = self.compile(params, num_bytes)
         except Exception as error:
             if isinstance(error, TookTooLongError) and number + 1 < len(self._queues):
-                if self._queues[number + 1].submit(lambda: self._run(params, found, number + 1)):
+                if self._queues[number + 1].submit(lambda: self._run(params, found, cancellation, number + 1)):
                     return
                 words = f"{MAX_SLOW} grammars that take long are being compiled; try again later"
                 error = RequestError(words, param=PARAM, code=CODE_UNAVAILABLE)
@@ -169,27 +182,25 @@ class Trial(Protocol):
 
 
 class _Queue:
-    """Threads with a ``Trial`` each, which tries grammars out for ``cpu_s``; at most ``max_jobs`` run or wait."""
+    """Threads that try grammars out for ``cpu_s``; at most ``max_jobs`` run or wait."""
 
     def __init__(
         self,
         name: str,
         cpu_s: float,
+        trial: Trial,
         *,
-        new_trial: Callable[[], Trial],
         num_threads: int = 1,
         niceness: int = 0,
         max_jobs: int | None = None,
     ) -> None:
         self._cpu_s = cpu_s
+        self._trial = trial
         self._niceness = niceness
         self._max_jobs = max_jobs
         self._num_jobs = 0
         self._lock = threading.Lock()
-        self._trials: list[Trial] = []
-        self._of_thread = threading.local()
-        self._new_trial = new_trial
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name, initializer=self._open)
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
 
     def submit(self, job: Callable[[], None]) -> bool:
         """Run ``job`` in one of the threads; False if there are too many."""
@@ -206,20 +217,11 @@ class _Queue:
 
     def try_out(self, params: StructuredOutputsParams) -> int:
         """Do as ``CompilerProcess``; for a job."""
-        trial: Trial = self._of_thread.trial
-        return trial.try_out(params, cpu_s=self._cpu_s, niceness=self._niceness)
+        return self._trial.try_out(params, cpu_s=self._cpu_s, niceness=self._niceness)
 
     def close(self) -> None:
-        """End the trials, and the threads after their jobs, without waiting for them."""
+        """End the threads after their jobs, without waiting for them."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        with self._lock:
-            for trial in self._trials:
-                trial.close()
-
-    def _open(self) -> None:
-        trial = self._of_thread.trial = self._new_trial()
-        with self._lock:
-            self._trials.append(trial)
 
     def _run(self, job: Callable[[], None]) -> None:
         try:

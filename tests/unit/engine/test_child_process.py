@@ -92,7 +92,7 @@ def test_a_child_that_ends_before_it_reads_is_no_error(tmp_path: Path) -> None:
 def test_one_place_starts_python() -> None:
     """Oracle: the rule, read from the source: ``sys.executable`` stands nowhere else (``doctor`` shows it).
 
-    The process that compiles grammars has one thread and no model, and forks itself for each.
+    The process for isolated calls has one thread and no model, and forks itself for each.
     """
     for path in sorted((ROOT / "tp_engine").rglob("*.py")):
         name = path.relative_to(ROOT / "tp_engine").as_posix()
@@ -102,4 +102,4 @@ def test_one_place_starts_python() -> None:
                 if used == "sys.executable":
                     assert name in ("child_process.py", "cli/findings.py"), f"{name}: use start_child"
                 assert not used.startswith("multiprocessing."), f"{name}: use start_child"
-                assert used != "os.fork" or name == "grammar/compiler_process.py", f"{name}: use start_child"
+                assert used != "os.fork" or name == "isolation/host.py", f"{name}: use start_child"

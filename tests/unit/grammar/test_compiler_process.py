@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import as_completed
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +22,6 @@ from tp_engine.structured_outputs import StructuredOutputsParams
 from tp_engine.units import MIB
 
 DEADLINE_S = 150.0
-MODULE = "tp_engine.grammar.compiler_process"
 GOOD = StructuredOutputsParams(json={"type": "integer"})
 SPECIAL = SpecialTokens(num_tokens=400, tokens=((7, "<|end|>"), (399, "<|call|>")))
 
@@ -49,32 +42,12 @@ def long_rules(count: int) -> str:
     return f'start: r0\n{rules}\nr{count}: "a"\n'
 
 
-def children(pid: int) -> list[int]:
-    """The processes whose parent is ``pid``."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-            if parent == pid:
-                found.append(int(entry.name))
-    return found
-
-
-def compilers(pid: int) -> list[int]:
-    """The compiler processes of the process ``pid``."""
-    return [child for child in children(pid) if MODULE.encode() in Path(f"/proc/{child}/cmdline").read_bytes()]
-
-
 @pytest.fixture(scope="module")
 def process() -> Iterator[CompilerProcess]:
     made = CompilerProcess(SPECIAL)
     made.try_out(GOOD, cpu_s=5.0)
     yield made
     made.close()
-    assert not compilers(os.getpid())
 
 
 @pytest.mark.parametrize(
@@ -116,58 +89,6 @@ def test_special_tokens_are_known(process: CompilerProcess) -> None:
     with pytest.raises(RequestError, match="can not be used"):
         unaware.try_out(StructuredOutputsParams(grammar="start: <|anything|> nothing"), cpu_s=5.0)
     unaware.close()
-
-
-def test_it_starts_when_needed_and_again_when_it_has_died() -> None:
-    """Oracle: the processes of this one; the child has no socket but its own, although one could be inherited."""
-    before = set(compilers(os.getpid()))
-    process = CompilerProcess(None)
-    assert set(compilers(os.getpid())) == before
-    with socket.socket() as inheritable:
-        inheritable.set_inheritable(True)
-        process.try_out(GOOD, cpu_s=5.0)
-    (first,) = set(compilers(os.getpid())) - before
-    links = [os.readlink(f"/proc/{first}/fd/{name}") for name in os.listdir(f"/proc/{first}/fd")]
-    assert sum(link.startswith("socket:") for link in links) == 1
-    os.kill(first, signal.SIGKILL)
-    process.try_out(GOOD, cpu_s=5.0)
-    (second,) = set(compilers(os.getpid())) - before
-    assert second != first
-    process.close()
-    assert set(compilers(os.getpid())) == before
-    with pytest.raises(RuntimeError, match="has ended"):
-        process.try_out(GOOD, cpu_s=5.0)
-
-
-def test_it_ends_with_its_parent() -> None:
-    """Oracle: neither the process nor the fork that compiles is left when the parent is killed meanwhile."""
-    script = (
-        f"from {MODULE} import CompilerProcess\n"
-        "from tp_engine.structured_outputs import StructuredOutputsParams\n"
-        "process = CompilerProcess(None)\n"
-        "process.try_out(StructuredOutputsParams(regex='a'), cpu_s=5.0)\n"
-        f"process.try_out(StructuredOutputsParams(json={endless_schema()!r}), cpu_s=300.0)\n"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", script])
-    deadline = time.monotonic() + DEADLINE_S
-    below: list[int] = []
-    while len(below) < 2:  # the process, and its fork
-        assert time.monotonic() < deadline and parent.poll() is None
-        started = compilers(parent.pid)
-        below = started + [child for one in started for child in children(one)]
-        time.sleep(0.01)
-    parent.kill()
-    parent.wait()
-    while any(Path(f"/proc/{pid}").exists() and _is_running(pid) for pid in below):
-        assert time.monotonic() < deadline, "processes are left"
-        time.sleep(0.01)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 class FakeTrial:

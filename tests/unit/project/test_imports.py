@@ -48,7 +48,7 @@ DIRECTIONS = {
 LAUNCHERS = {"serve", "batch"}
 
 # Folders that belong to the foundation: modules of it that now have several files.
-FOUNDATION_FOLDERS = {"advice", "model_config", "options", "flight_recorder", "images"}
+FOUNDATION_FOLDERS = {"advice", "model_config", "options", "flight_recorder", "images", "isolation"}
 
 # What the modules of cpu/ belong to; they stand in one folder so that who works on GPUs may pass it by.
 CPU_PARTS = {"attention": "attention", "shared_memory": "distributed", "tape_recorder": "worker"}
