@@ -80,6 +80,18 @@ def raw_request(server: RunningServer, body: object) -> socket.socket:
     return connection
 
 
+def unfinished_body(server: RunningServer, num_bytes: int) -> socket.socket:
+    """Send all but the last byte of a body of ``num_bytes`` and one, and leave the answer unread; what the server does
+    not take is not sent."""
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=DEADLINE_S)
+    kind = f"Content-Type: application/json\r\nContent-Length: {num_bytes + 1}"
+    connection.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{kind}\r\n\r\n".encode())
+    with contextlib.suppress(OSError):
+        connection.sendall(b" " * num_bytes)
+    return connection
+
+
 @contextlib.contextmanager
 def running_server(
     engine: FakeEngine | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import statistics
@@ -10,11 +11,13 @@ import time
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
-from tests.e2e.frontend import DEADLINE_S, new_engine, running_server, wait_until
+from tests.e2e.frontend import DEADLINE_S, new_engine, running_server, unfinished_body, wait_until
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.frontend_process import check_frontend
+from tp_engine.units import MIB
 
 MAX_BODY_BYTES = 20_000
 
@@ -28,6 +31,23 @@ def test_bodies_are_bounded_announced_or_not() -> None:
             assert answer.status_code == 413
             assert answer.json()["error"]["code"] == "body_too_large"
         assert server.post("/v1/completions", {"prompt": "ab"}).json()["choices"][0]["text"] == "ab"
+
+
+def test_bodies_share_one_budget_of_memory() -> None:
+    """Oracle: the memory of the process, which stays within the budget and comes back; small requests are served
+    meanwhile, and a large one passes those that stand still: it is refused for its length."""
+    config = ServerConfig(port=0, max_body_bytes=8 * MIB, max_bodies_bytes=48 * MIB)
+    with running_server(config=config) as server, contextlib.ExitStack() as stack:
+        process = psutil.Process(server.process.pid)
+        before = process.memory_info().rss
+        large = json.dumps({"prompt": "x" * (7 * MIB)}).encode()
+        for _ in range(16):
+            stack.enter_context(unfinished_body(server, 7 * MIB))
+        assert server.post("/v1/completions", {"prompt": "ab"}).json()["choices"][0]["text"] == "ab"
+        assert process.memory_info().rss - before < 2 * config.max_bodies_bytes
+        wait_until(lambda: server.client.post("/v1/completions", content=large).status_code == 400, "room")
+        stack.close()
+        wait_until(lambda: process.memory_info().rss - before < config.max_bodies_bytes / 2, "memory to come back")
 
 
 def test_a_full_queue_answers_429_and_recovers() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
 from pydantic import ValidationError
+from starlette.datastructures import FormData
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.responses import FileResponse, Response
 
@@ -22,7 +25,7 @@ from tp_engine.api.batches.objects import (
     check_batch_body,
     new_id,
 )
-from tp_engine.api.batches.store import Stored, page
+from tp_engine.api.batches.store import BatchStore, Stored, page
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.api.openai.protocol import request_error
 from tp_engine.errors import RequestError, shown
@@ -53,26 +56,22 @@ def _add_files(app: FastAPI, state: ServerState) -> None:
         """Keep a file: a form with ``file``, ``purpose``, and ``expires_after[seconds]``."""
         store = _worker(request, state).store
         store.check_room()
-        limit = min(state.config.batch_max_file_bytes, store.free_bytes)
+        limit = min(state.config.batch_max_file_bytes, store.free_bytes + store.arriving_bytes)
         if uploads.locked():
             text = f"{_MOST_UPLOADS} files are being sent; try again later"
             raise HttpError(429, text, code="too_many_uploads", retry_after_s=_RETRY_AFTER_S)
-        async with uploads:
-            form = await _form(request, limit, state.config.batch_upload_timeout_s)
-        sent, purpose, owner = form.get("file"), form.get("purpose"), current_caller().stored_owner
-        if sent is None or isinstance(sent, str):
-            raise RequestError("the form has no file; send it as the field 'file', with a name", param="file")
-        if purpose not in PURPOSES:
-            raise RequestError(f"purpose is {shown(purpose)}; it must be one of {', '.join(PURPOSES)}", param="purpose")
-        expires_s, name = _expires_s(form), (sent.filename or "file")[:_MAX_NAME]
-
-        def keep() -> Any:
-            with store.incoming() as copy:
-                while piece := sent.file.read(1 << 20):
-                    copy.write(piece)
-                return store.add_file(copy, name, purpose, expires_s, owner)
-
-        return _json((await asyncio.to_thread(keep)).shown())
+        with contextlib.ExitStack() as arrived, _disk_errors():
+            async with uploads:
+                form = await _FileForm(request, store, arrived).read(limit, state.config.batch_upload_timeout_s)
+            sent, purpose, owner = form.get("file"), form.get("purpose"), current_caller().stored_owner
+            if sent is None or isinstance(sent, str):
+                raise RequestError("the form has no file; send it as the field 'file', with a name", param="file")
+            if purpose not in PURPOSES:
+                text = f"purpose is {shown(purpose)}; it must be one of {', '.join(PURPOSES)}"
+                raise RequestError(text, param="purpose")
+            expires_s, name = _expires_s(form), (sent.filename or "file")[:_MAX_NAME]
+            kept = await asyncio.to_thread(store.add_file, sent.file, name, purpose, expires_s, owner)
+            return _json(kept.shown())
 
     @app.get("/v1/files", responses=ANSWERS)
     async def files(request: Request) -> Response:
@@ -203,24 +202,58 @@ def _expires_s(form: Any) -> int | None:
         ) from None
 
 
-async def _form(request: Request, max_bytes: int, timeout_s: float) -> Any:
-    """The form of a body of at most ``max_bytes``, whose file is on the disk."""
-    kind = request.headers.get("content-type", "")
-    if not kind.lower().startswith("multipart/form-data"):
-        raise RequestError(f"the body is of type {shown(kind)}; send a form, multipart/form-data", param="file")
+class _FileForm(MultiPartParser):
+    """The form of a body.  Its file arrives in the store's folder, not in the system's temporary one, which may be
+    memory, and is deleted at the end of ``arrived``; what arrives counts as stored."""
 
-    async def bounded() -> AsyncGenerator[bytes, None]:
-        size = 0
-        async for piece in request.stream():
-            size += len(piece)
-            if size > max_bytes:
-                raise HttpError(413, f"the file is larger than the {max_bytes} bytes that fit", code="file_too_large")
+    def __init__(self, request: Request, store: BatchStore, arrived: contextlib.ExitStack) -> None:
+        kind = request.headers.get("content-type", "")
+        if not kind.lower().startswith("multipart/form-data"):
+            raise RequestError(f"the body is of type {shown(kind)}; send a form, multipart/form-data", param="file")
+        self._request, self._store, self._arrived = request, store, arrived
+        self._limit = self._size = 0
+        super().__init__(request.headers, self._pieces(), max_files=1, max_fields=16)
+
+    async def read(self, limit: int, timeout_s: float) -> FormData:
+        """Return the form of at most ``limit`` bytes."""
+        self._limit = limit
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self.parse()
+        except MultiPartException as error:
+            raise RequestError(f"the form can not be read: {error.message}", param="file") from None
+        except TimeoutError:
+            text = f"the file did not arrive within {timeout_s:g} s"
+            raise HttpError(408, text, code="request_timeout") from None
+        finally:
+            self._store.arriving_bytes -= self._size
+
+    def on_headers_finished(self) -> None:
+        super().on_headers_finished()
+        if (sent := self._current_part.file) is not None:
+            sent.file.close()
+            sent.file = self._arrived.enter_context(self._store.incoming())  # type: ignore[assignment]
+
+    async def _pieces(self) -> AsyncGenerator[bytes, None]:
+        async for piece in self._request.stream():
+            self._size += len(piece)
+            self._store.arriving_bytes += len(piece)
+            if self._size > self._limit:
+                text = f"the file is larger than the {self._limit} bytes that fit"
+                raise HttpError(413, text, code="file_too_large")
+            if self._store.free_bytes < 0:
+                text = "the files that are being sent fill what is free; try again later, or delete files"
+                raise HttpError(429, text, code="too_many_uploads", retry_after_s=_RETRY_AFTER_S)
             yield piece
 
+
+@contextlib.contextmanager
+def _disk_errors() -> Iterator[None]:
+    """Raise ``HttpError`` 503 for a disk that is full."""
     try:
-        async with asyncio.timeout(timeout_s):
-            return await MultiPartParser(request.headers, bounded(), max_files=1, max_fields=16).parse()
-    except MultiPartException as error:
-        raise RequestError(f"the form can not be read: {error.message}", param="file") from None
-    except TimeoutError:
-        raise HttpError(408, f"the file did not arrive within {timeout_s:g} s", code="request_timeout") from None
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        text = "the disk of the server's files is full; try again later"
+        raise HttpError(503, text, code="disk_full", retry_after_s=_RETRY_AFTER_S) from error

@@ -1,6 +1,5 @@
 """The body of a request, read within its limits, and prepared in a thread if it is large."""
 
-import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -13,7 +12,7 @@ from tp_engine.api.openai.protocol import parse_body
 from tp_engine.api.preparing import LARGE
 from tp_engine.errors import RequestError, shown
 from tp_engine.log import get_logger
-from tp_engine.server.config import ServerConfig
+from tp_engine.server.body_budget import BODY_ROOM, BodyRoom
 from tp_engine.server.replies import until_disconnect
 from tp_engine.server.state import ServerState
 
@@ -26,10 +25,10 @@ _NUM_BYTES = "num_body_bytes"  # of the request, in its scope's state
 
 async def read_body(kind: type[Body], request: Request, state: ServerState) -> Body:
     """Return the whole body, parsed; raises ``RequestError`` for a bad one, and what ``read_data`` does."""
-    return await parsed(kind, await read_data(request, state.config), request, state)
+    return await parsed(kind, await read_data(request, state), request, state)
 
 
-async def parsed(kind: type[Body], data: bytes, request: Request, state: ServerState) -> Body:
+async def parsed(kind: type[Body], data: bytearray, request: Request, state: ServerState) -> Body:
     """``parse_body`` of ``data``, in a thread if it is large."""
     request.scope["state"][_NUM_BYTES] = len(data)
     if len(data) <= LARGE:
@@ -60,10 +59,11 @@ def query_choice(request: Request, name: str, values: Mapping[str, Result], defa
     return values[text.lower()]
 
 
-async def read_data(request: Request, config: ServerConfig) -> bytes:
-    """Return the whole body.
+async def read_data(request: Request, state: ServerState) -> bytearray:
+    """Return the whole body, which holds its room until the request ends.
 
-    ``HttpError`` 413 as soon as it is known to be too large, 408 if it does not come in time, 415 if it is compressed.
+    ``HttpError`` 413 as soon as it is known to be too large, 503 if the bodies of others leave no room, 408 if it does
+    not come in time, 415 if it is compressed.
     """
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
@@ -72,24 +72,29 @@ async def read_data(request: Request, config: ServerConfig) -> bytes:
             f"the body has the Content-Encoding {shown(encoding)}; send it as plain JSON, without that header",
             code="unsupported_encoding",
         )
+    room: BodyRoom = request.scope["state"][BODY_ROOM]
+    timeout_s = state.config.body_timeout_s
     try:
-        async with asyncio.timeout(config.body_timeout_s):
-            return await _read(request, config.max_body_bytes)
+        async with room.arriving(timeout_s):
+            return await _read(request, room, state.config.max_body_bytes)
     except TimeoutError:
-        text = f"the body did not arrive within {config.body_timeout_s:g} s"
+        text = f"the body did not arrive within {timeout_s:g} s"
+        if room.gave_way:
+            text = "the body stood still while the bodies of other requests needed room; send it again"
         raise HttpError(408, text, code="request_timeout") from None
 
 
-async def _read(request: Request, max_body_bytes: int) -> bytes:
+async def _read(request: Request, room: BodyRoom, max_body_bytes: int) -> bytearray:
     too_large = HttpError(413, f"the body is larger than {max_body_bytes} bytes", code="body_too_large")
     announced = request.headers.get("content-length", "0")
-    if announced.isascii() and announced.isdigit() and (len(announced) > 18 or int(announced) > max_body_bytes):
-        raise too_large
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > max_body_bytes:
+    if announced.isascii() and announced.isdigit():
+        if len(announced) > 18 or int(announced) > max_body_bytes:
             raise too_large
-        parts.append(part)
-    return b"".join(parts)
+        room.announce(int(announced))
+    data = bytearray()  # grows in place; parts to be joined would need their memory twice
+    async for part in request.stream():
+        if len(data) + len(part) > max_body_bytes:
+            raise too_large
+        room.grow(len(part))
+        data += part
+    return data

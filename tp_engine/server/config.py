@@ -70,6 +70,12 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
         flags=("--max-queued-requests",),
     )
     max_body_bytes: int = option(64 * MIB, "largest request body", size=True, positive=True)
+    max_bodies_bytes: int = option(
+        1024 * MIB,
+        "largest size of the bodies of all requests together, beyond 64 KiB of each",
+        size=True,
+        positive=True,
+    )
     body_timeout_s: float = option(60.0, "longest time that the body of a request may take to arrive", positive=True)
     header_timeout_s: float = option(
         20.0, "longest time that a connection may take to send the header of a request", positive=True
@@ -141,6 +147,11 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
             raise ConfigError(
                 f"metrics_prefix is {' '.join(self.metrics_prefix)!r}; it must be one name or several different ones, "
                 "of letters, digits and _, such as tp_engine vllm"
+            )
+        if self.max_bodies_bytes < self.max_body_bytes:
+            raise ConfigError(
+                f"max_bodies_bytes is {self.max_bodies_bytes}, less than the {self.max_body_bytes} of max_body_bytes: "
+                "raise the one or lower the other"
             )
         if not 0.0 < self.shutdown_timeout_s <= 25.0:
             raise ConfigError(

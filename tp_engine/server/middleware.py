@@ -24,6 +24,7 @@ from tp_engine.api.openai.errors import HttpError
 from tp_engine.api.openai.protocol import MAX_REQUEST_ID, REQUEST_ID
 from tp_engine.errors import RequestError
 from tp_engine.log import bind_request
+from tp_engine.server.body_budget import BODY_ROOM, BodyBudget, BodyRoom
 from tp_engine.server.metrics.figures import HttpFigures
 from tp_engine.server.replies import error_reply
 
@@ -49,13 +50,21 @@ class Entrance:
     ``scope["state"]["request_id"]`` is the id; ``name_request`` replaces it by the body's.
     ``scope["state"]["client_request_id"]`` is the header's id, or None.  Spans belong to the caller's trace.
 
+    ``scope["state"]`` also has the room of its body, which is given back at its end.
+
     HEAD gets the status and headers of GET.  ``shape_errors`` is called with each path, without ``root_path``.
     """
 
     def __init__(
-        self, app: ASGIApp, figures: HttpFigures, shape_errors: Callable[[str], None], root_path: str = ""
+        self,
+        app: ASGIApp,
+        figures: HttpFigures,
+        bodies: BodyBudget,
+        shape_errors: Callable[[str], None],
+        root_path: str = "",
     ) -> None:
         self._app = app
+        self._bodies = bodies
         self._figures = figures
         self._shape_errors = shape_errors
         self._root_path = root_path
@@ -67,6 +76,7 @@ class Entrance:
             return
         started_s, status, num_bytes, method = time.monotonic(), _CLIENT_GONE, 0, scope["method"]
         state, is_head = scope.setdefault("state", {}), method == "HEAD"
+        room = state[BODY_ROOM] = BodyRoom(self._bodies)
 
         # A plain function, not a coroutine: it is called for every chunk of every stream.
         def sending(message: Message) -> Awaitable[None]:
@@ -88,6 +98,7 @@ class Entrance:
                 await self._turnstile.wait()
             await self._app(scope, receive, sending)
         finally:
+            room.close()
             # Paths without a route count as ``none``, so that clients can not invent labels.
             handler = getattr(scope.get("route"), "path", _NO_ROUTE)
             if handler not in _NOT_COUNTED:

@@ -109,7 +109,7 @@ def _add_answered(app: FastAPI, state: ServerState) -> None:
     async def invocations(request: Request) -> Response:
         """A chat, a completion, embeddings, scores or a rank, by the fields of the body."""
         state.check_room()
-        data = await read_data(request, state.config)
+        data = await read_data(request, state)
         try:
             names = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).keys()
         except msgspec.DecodeError as error:

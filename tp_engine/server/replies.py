@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from tp_engine.api.openai.errors import HttpError, describe_error
 from tp_engine.errors import EngineDeadError
 from tp_engine.log import get_logger
+from tp_engine.server.body_budget import NO_ROOM_FOR_BODY
 
 logger = get_logger(__name__)
 
@@ -78,7 +79,8 @@ def error_reply(error: BaseException) -> Response:
     if status == 500:
         logger.error("a request failed: %s", error, exc_info=error)
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
-    if status in (408, 413, 415):  # else the rest of the body would be read as the next request
+    # else the rest of the body would be read as the next request
+    if status in (408, 413, 415) or getattr(error, "code", None) == NO_ROOM_FOR_BODY:
         headers["Connection"] = "close"
     if isinstance(error, HttpError) and error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)

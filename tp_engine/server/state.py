@@ -14,6 +14,7 @@ from tp_engine.errors import RequestError
 from tp_engine.ipc.pulse import Pulse
 from tp_engine.request import EngineRequest
 from tp_engine.server.access import Caller, ModelDirs, current_caller
+from tp_engine.server.body_budget import BodyBudget
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.connections import Connections
 from tp_engine.server.engine_watch import EngineWatch
@@ -36,6 +37,7 @@ class ServerState:
         self.model_names = model_names
         self.created = int(time.time())
         self.limit = PromptLimit()
+        self.bodies = BodyBudget(config.max_bodies_bytes)
         self.running = RunningRequests()
         self.connections = Connections(config)
         self.metrics = ServerMetrics(model_names[0], config.metrics_prefix)

@@ -13,10 +13,10 @@ from tp_engine.device_map import DeviceMap
 from tp_engine.distributed.device_threads import use_device
 from tp_engine.distributed.rank import Agreeing
 from tp_engine.errors import ConfigError
+from tp_engine.heap import trim_heap
 from tp_engine.worker.memory.host_memory import host_memory, process_memory, reset_peak
 from tp_engine.worker.results.readback import Check, never_fails, record_event, wait_for
 
-_LIBC = ctypes.CDLL(None)
 _SUCCESS = 0
 _MAX_PROCESSES = 1024
 _NOT_AVAILABLE = (1 << 64) - 1
@@ -159,8 +159,7 @@ class CpuDevice(Device):
 
     def empty_cache(self) -> None:
         """Give freed memory back to the system: glibc keeps some, which would count as resident."""
-        if hasattr(_LIBC, "malloc_trim"):
-            _LIBC.malloc_trim(0)
+        trim_heap()
 
 
 def make_device(

@@ -56,6 +56,8 @@ class BatchStore(Closing):
 
     def __init__(self, folder: Path, *, retention_s: int, max_bytes: int, ends_with_server: bool = False) -> None:
         self.retention_s, self._ends_with_server = retention_s, ends_with_server
+        self.arriving_bytes = 0
+        """Bytes of files that have begun to arrive, in ``incoming``."""
         self._writing = threading.Lock()
         self._max_bytes = max_bytes
         self._folder = folder
@@ -91,8 +93,8 @@ class BatchStore(Closing):
 
     @property
     def free_bytes(self) -> int:
-        """How many bytes more may be stored."""
-        return self._max_bytes - sum(file.bytes for file in self.files.values())
+        """How many bytes more may be stored, or arrive."""
+        return self._max_bytes - self.arriving_bytes - sum(file.bytes for file in self.files.values())
 
     def check_room(self) -> None:
         """``HttpError`` 429 if no file or batch more may be stored."""

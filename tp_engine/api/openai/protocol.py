@@ -161,11 +161,11 @@ class ChatBody(GenerationBody):
 Body = TypeVar("Body", bound=BaseModel)
 
 
-def parse_body(kind: type[Body], raw: bytes | str) -> Body:
+def parse_body(kind: type[Body], raw: bytes | bytearray | str) -> Body:
     """Parse and check JSON text; raises ``RequestError`` that names the field."""
     is_large = len(raw) > LARGE
     if is_large:
-        _check_size(raw if isinstance(raw, bytes) else raw.encode())
+        _check_size(raw.encode() if isinstance(raw, str) else raw)
     try:
         body = kind.model_validate_json(raw)
     except ValidationError as error:
@@ -193,7 +193,7 @@ def request_error(error: ValidationError, *, shows_value: bool = True) -> Reques
     return RequestError(f"{name}{value}: {'; or '.join(messages)}", param=name)
 
 
-def _check_size(raw: bytes) -> None:
+def _check_size(raw: bytes | bytearray) -> None:
     """Refuse JSON text of so many parts that reading it would take long; it stops all other threads meanwhile."""
     if sum(map(raw.count, _PART_MARKS)) <= _MOST_PARTS and raw.count(b",") <= _MOST_ELEMENTS:
         return
