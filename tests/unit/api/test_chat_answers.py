@@ -171,11 +171,15 @@ def test_finish_reasons_and_fewer_calls() -> None:
 
 
 def test_a_message_that_a_stop_sequence_ends_within_a_call_calls_nothing() -> None:
-    """Oracle: the reference: ``tool_use`` asks for the tool to be run, here it would be without its arguments."""
+    """Oracle: the reference: ``tool_use`` asks for the tool to be run, here it would be without its arguments, of which
+    the block has what has come."""
     message = {"max_tokens": 500, "messages": [QUESTION], "tools": [{"name": "get_weather"}, {"name": "get_time"}]}
 
     async def scenario(app: App) -> None:
-        for stop, reason, given in ((["😀"], "stop_sequence", {}), (["!"], "tool_use", {"city": "Köln 😀"})):
+        for stop, reason, given in (
+            (["😀"], "stop_sequence", {"INVALID_JSON": '{"city": "Köln '}),
+            (["!"], "tool_use", {"city": "Köln 😀"}),
+        ):
             answer = (await app.post("/v1/messages", message | {"stop_sequences": stop})).json()
             use = next(block for block in answer["content"] if block["type"] == "tool_use")
             assert (answer["stop_reason"], use["input"]) == (reason, given)
@@ -414,7 +418,7 @@ def test_the_official_client_joins_the_stream() -> None:
 
 @pytest.mark.parametrize("arguments", ['{"city": "K', "null", "[1]", '"x"', "", "hello"])
 def test_bad_arguments_in_the_history_end_no_conversation(arguments: str) -> None:
-    """Oracle: 200 from both endpoints, and an empty object in the prompt."""
+    """Oracle: 200 from both endpoints, and the model's own text in the prompt."""
 
     async def scenario(app: App) -> None:
         call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
@@ -430,6 +434,8 @@ def test_bad_arguments_in_the_history_end_no_conversation(arguments: str) -> Non
         answer = await app.post("/v1/responses", {"model": "demo", "input": items})
         assert answer.status == 200, answer.content
         prompt = bytes(id for id in last_request(app).prompt_token_ids if id < 256).decode()
-        assert '{"name": "get_weather", "arguments": {}}' in prompt
+        given = {} if arguments in ("", "null") else {"INVALID_JSON": arguments}
+        written = json.dumps({"name": "get_weather", "arguments": given}, ensure_ascii=False)
+        assert written in prompt
 
     serve(speaking("Sun."), scenario)

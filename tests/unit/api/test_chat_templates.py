@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -101,14 +102,15 @@ BAD_ARGUMENTS = ['{"a": "cut', "{", "null", "[1]", '"x"', "5", "hello", " ", "",
 
 
 @pytest.mark.parametrize("arguments", BAD_ARGUMENTS)
-def test_arguments_that_are_no_object_are_none(arguments: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Oracle: an empty object, a warning for what means more than nothing, and the client's text where a template
-    takes texts."""
+def test_arguments_that_are_no_object_stay_visible(arguments: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Oracle: an empty object for what means nothing, else an object with the text, and a warning; the client's text
+    where a template takes texts."""
     function = {"name": "fn\n", "arguments": arguments}
     calls = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": function}]}
     source = "{% for m in messages %}{% for c in m.tool_calls or [] %}[{{ c.function.arguments | tojson }}]{% endfor %}"
-    assert render([QUESTION, calls, QUESTION], source + "{% endfor %}") == "[{}]"
     means_nothing = arguments in ("null", " ", "", None)
+    given = {} if means_nothing else {"INVALID_JSON": arguments}
+    assert render([QUESTION, calls, QUESTION], source + "{% endfor %}") == f"[{json.dumps(given)}]"
     assert ("function 'fn\\n'" in caplog.text) is not means_nothing and len(caplog.text) < 500
     assert function["arguments"] == arguments, "the body is not changed"
     texts = source.replace("c.function.arguments | tojson", "'' + c.function.arguments")

@@ -17,6 +17,7 @@ from typing import Any
 from tp_engine.api.anthropic.protocol import MessagesBody, anthropic_error
 from tp_engine.api.openai.chat_events import Call, ChatEventWriter, JsonObject
 from tp_engine.api.openai.requests import PreparedAnswer
+from tp_engine.api.openai.tools.events import unread_arguments
 
 # Each kind of item: its block as it begins, and the type of its deltas and the field of these that has the text.
 _BLOCKS: Mapping[str, tuple[JsonObject, str, str]] = {
@@ -66,7 +67,10 @@ class MessageWriter(ChatEventWriter):
         text = "".join(self._pieces)
         arguments = _arguments(text) if self.kind == "call" else None
         self._ends_in_call = self.kind == "call" and arguments is None
-        grown = {"input": arguments or {}} if self.kind == "call" else {self._block["type"]: text}
+        if self.kind == "call":
+            grown: JsonObject = {"input": unread_arguments(text) if arguments is None else arguments}
+        else:
+            grown = {self._block["type"]: text}
         return self._block | grown, [{"type": "content_block_stop", "index": len(self.items)}]
 
     def _end(self, usage: Mapping[str, Any]) -> list[JsonObject]:
@@ -96,9 +100,9 @@ def _usage(usage: Mapping[str, Any]) -> JsonObject:
 
 
 def _arguments(text: str) -> JsonObject | None:
-    """The object that arguments are; None for a text that was cut off, or that is no object."""
+    """The object that arguments are, empty for none; None for a text that was cut off, or that is no object."""
     try:
-        found = json.loads(text)
+        found = json.loads(text or "{}")
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return {} if found is None else found if isinstance(found, dict) else None

@@ -6,7 +6,7 @@
     text                                      text of its message
     tool_result                               a message of the role tool; texts before it stay before it
     thinking                                  the reasoning of the assistant's message
-    tool_use                                  a call of the assistant's message
+    tool_use                                  a call of the assistant's message; what follows it begins another one
     document of text, search_result           its text
     image                                     an image of its message, or of a tool's answer
     document of blocks                        its texts and images
@@ -148,6 +148,10 @@ def _add_assistant(chat: ChatMessages, where: str, content: str | Sequence[Block
     if chat and chat[-1]["role"] == "assistant":
         message = chat.pop()
     for place, block in _blocks(where, content):
+        is_behind = "tool_calls" in message and block["type"] in ("text", "thinking")
+        if is_behind and block.get(block["type"]):
+            chat.append(message)
+            message = {"role": "assistant", "content": []}
         if block["type"] == "thinking":
             thought = _string(place, block, "thinking")
             message["reasoning_content"] = message.get("reasoning_content", "") + thought

@@ -42,7 +42,7 @@ def prepare_message(
         chat=chat,
         new_writer=lambda: MessageWriter(body, chat),
         requests=chat.requests,
-        answer=lambda outputs: MessageWriter(body, chat).whole(chat.answer(outputs)),
+        answer=lambda outputs: MessageWriter(body, chat).whole(chat.shape.answer(outputs, in_order=True)),
         named=lambda error: renamed(chat.named(error), NAMES),
     )
 

@@ -128,9 +128,13 @@ class AnswerShape:
         has_reasoning = self.parsing is not None and self.parsing.reasoning is not None
         return Usage(reasoning_tokens=0 if has_reasoning else None, image_tokens=self.num_image_tokens)
 
-    def answer(self, outputs: Sequence[RequestOutput], echoes: Sequence[str] | None = None) -> JsonObject:
-        """Return the whole answer, one ``RequestOutput`` per prompt; ``echoes`` are texts to repeat before the
-        answers."""
+    def answer(
+        self, outputs: Sequence[RequestOutput], echoes: Sequence[str] | None = None, *, in_order: bool = False
+    ) -> JsonObject:
+        """Return the whole answer, one ``RequestOutput`` per prompt; ``echoes`` are texts to repeat before the answers.
+
+        ``in_order``: a choice of a chat has ``deltas``, in the order of the model, instead of a message.
+        """
         choices = []
         usage = self.new_usage()
         for number, output in enumerate(outputs):
@@ -143,7 +147,7 @@ class AnswerShape:
             usage.draft_tokens += sum(sequence.num_draft_tokens for sequence in sequences)
             usage.accepted_tokens += sum(sequence.num_accepted_tokens for sequence in sequences)
             echo = echoes[number] if echoes else ""
-            choices += [self._whole_choice(number, output, sequence, echo, usage) for sequence in sequences]
+            choices += [self._whole_choice(number, output, sequence, echo, usage, in_order) for sequence in sequences]
         body = self.envelope(choices, usage, chunk=False)
         if self.kind == "chat":  # in the body, as in vLLM; a chat has one prompt
             if self.return_token_ids:
@@ -204,16 +208,26 @@ class AnswerShape:
         )
 
     def _whole_choice(
-        self, number: int, output: RequestOutput, sequence: CompletionOutput, echo: str, usage: Usage
+        self,
+        number: int,
+        output: RequestOutput,
+        sequence: CompletionOutput,
+        echo: str,
+        usage: Usage,
+        in_order: bool,
     ) -> JsonObject:
         if self.kind == "chat" and self.parsing is not None:
             parsed = self.parsing.parse(sequence.text, sequence.token_ids, sequence.finish_reason)
             content: JsonObject = {"message": message_json(self.parsing, parsed, self.role, echo)}
+            if in_order:
+                content = {"deltas": [{"content": echo}, *map(delta_json, parsed.events)]}
             sequence = replace(sequence, finish_reason=parsed.finish_reason)
             if usage.reasoning_tokens is not None:
                 usage.reasoning_tokens += parsed.num_reasoning_tokens
         elif self.kind == "chat":
             content = {"message": {"role": self.role, "content": echo + sequence.text}}
+            if in_order:
+                content = {"deltas": [content["message"]]}
         else:
             content = {"text": echo + sequence.text}
         choice = self._choice(number, sequence, content, len(echo))

@@ -65,9 +65,13 @@ class ChatEventWriter(ABC):
         """Return the last events after an error that came after ``begin``; ``status`` is what HTTP would have said."""
 
     def whole(self, chat: Mapping[str, Any]) -> JsonObject:
-        """Return the whole answer for that of the chat; for a new writer."""
+        """Return the whole answer for that of the chat, whose choice has a message, or ``deltas`` in their order; for a
+        new writer."""
         choice = chat["choices"][0]
-        self.take(choice | {"delta": choice["message"]})
+        first, *others = choice.get("deltas") or [choice["message"]]
+        self.take(choice | {"delta": first})
+        for delta in others:
+            self.take({"delta": delta})
         return self._whole(self.finish(chat["usage"]), chat["usage"])
 
     @abstractmethod

@@ -9,7 +9,7 @@
 | the content of a tool's answer | text |
 | an image | a part ``{"type": "image"}`` in its place, where the model takes images (``images.py``) |
 | tool_calls with arguments as JSON text | arguments as an object, or the text if the template takes that alone |
-| arguments that are no object | no arguments, or the text; the log says so |
+| arguments that are no object | the text, as it is or as ``INVALID_JSON`` of an object; the log says so |
 | parts of the kind thinking | reasoning |
 | reasoning | reasoning_content too, its name in most templates, or thinking if the template knows that alone |
 | an answer of a tool, with the call's id | also the function's name |
@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tp_engine.api.openai.chat.capabilities import TemplateCapabilities
+from tp_engine.api.openai.tools.events import unread_arguments
 from tp_engine.api.openai.tools.text_parser import valid_unicode
 from tp_engine.api.openai.tools.tool_format import ToolFormat
 from tp_engine.errors import RequestError, shown
@@ -95,8 +96,8 @@ def _placed(messages: Sequence[dict[str, Any]], takes: TemplateCapabilities) -> 
             message["role"] = "user"
         pair = last.get("role"), message["role"]
         is_joined = pair in takes.joins or (takes.one_system and pair == ("system", "system"))
-        if is_joined and "tool_calls" not in last:
-            placed[-1] = {**message, **last}
+        if is_joined and ("tool_calls" not in last or message["role"] == "assistant"):
+            placed[-1] = _as_one(last, message)
             contents[-1].append(message["content"])
         else:
             placed.append(message)
@@ -105,6 +106,15 @@ def _placed(messages: Sequence[dict[str, Any]], takes: TemplateCapabilities) -> 
         if len(given) > 1:
             message["content"] = _joined(given)
     return placed
+
+
+def _as_one(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Two messages as one, but for their contents."""
+    both = {**second, **first}
+    for name, join in (("tool_calls", lambda one, other: [*one, *other]), ("reasoning_content", "{}\n\n{}".format)):
+        if name in first and name in second:
+            both[name] = join(first[name], second[name])
+    return both
 
 
 def _joined(contents: Sequence[Any]) -> Any:
@@ -146,12 +156,13 @@ def _give_objects(calls: Sequence[Mapping[str, Any]]) -> None:
         if arguments is None:
             wrong.append(call)
             logger.debug("arguments that are no JSON object: %r", given)
-        call["function"]["arguments"] = arguments or {}
+            arguments = unread_arguments(given)
+        call["function"]["arguments"] = arguments
     if wrong:
         function = wrong[0]["function"]
         logger.warning(
             "%d of %d calls in the messages have arguments that are no JSON object, first one of the function %s; the "
-            "chat template gets {} for them",
+            "chat template gets them as one value, INVALID_JSON",
             len(wrong),
             len(calls),
             shown(function["name"], _MAX_SHOWN),

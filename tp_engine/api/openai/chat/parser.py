@@ -30,16 +30,19 @@ _CUT_OFF = ("length", "abort")
 
 @dataclass(slots=True)
 class ParsedMessage:
-    """One whole answer.  ``calls`` are triples of id, name and arguments (JSON text)."""
+    """One whole answer.  ``calls`` are triples of id, name and arguments (JSON text).  ``events`` have the order in
+    which the model wrote them."""
 
     reasoning: str = ""
     content: str = ""
     calls: list[tuple[str, str, str]] = field(default_factory=list)
     finish_reason: str | None = None
     num_reasoning_tokens: int = 0
+    events: list[ChatEvent] = field(default_factory=list)
 
     def add(self, events: Sequence[ChatEvent]) -> None:
         """Join further events."""
+        self.events += events
         for event in events:
             match event:
                 case ReasoningText(text):

@@ -81,6 +81,8 @@ def prepare_response(
         chat=prepared,
         new_writer=lambda: ResponseWriter(body, prepared, tools),
         requests=[replace(request, prompt_field=NAMES["messages"]) for request in prepared.requests],
-        answer=lambda outputs: ResponseWriter(body, prepared, tools).whole(prepared.answer(outputs)),
+        answer=lambda outputs: ResponseWriter(body, prepared, tools).whole(
+            prepared.shape.answer(outputs, in_order=True)
+        ),
         named=lambda error: renamed(prepared.named(error), NAMES),
     )

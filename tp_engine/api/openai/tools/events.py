@@ -47,6 +47,14 @@ NewCallId: TypeAlias = Callable[[str], str]
 ChatEvent: TypeAlias = ReasoningText | ContentText | CallStarted | CallArguments
 
 
+def unread_arguments(text: object) -> dict[str, object]:
+    """Return the object that stands for arguments which are none, as Anthropic's documentation advises.
+
+    An empty one would be a call with defaults, which clients run.
+    """
+    return {"INVALID_JSON": text}
+
+
 def openai_call_id(name: str) -> str:
     """Return a fresh id of a call of ``name``, as OpenAI's API writes it."""
     return f"call_{uuid.uuid4().hex[:24]}"
