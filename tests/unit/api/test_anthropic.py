@@ -121,20 +121,22 @@ def test_tools_are_functions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "effort", "kwargs"),
+    ("fields", "effort", "thinks"),
     [
         ({}, None, None),
-        ({"thinking": {"type": "adaptive", "display": "updates"}}, None, None),
-        ({"thinking": {"type": "disabled"}}, "none", None),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, None, {"enable_thinking": True, "thinking": True}),
+        ({"thinking": {"type": "adaptive", "display": "updates"}}, None, True),
+        ({"thinking": {"type": "between_tools"}}, None, None),
+        ({"thinking": {"type": "disabled"}}, None, False),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, None, True),
         ({"output_config": {"effort": "xhigh"}}, "high", None),
-        ({"output_config": {"effort": "low"}, "thinking": {"type": "disabled"}}, "none", None),
+        ({"output_config": {"effort": "low"}, "thinking": {"type": "disabled"}}, "low", False),
+        ({"reasoning_effort": "none"}, "none", None),
     ],
 )
-def test_thinking_is_switched_as_a_chat_switches_it(fields: Any, effort: str | None, kwargs: Any) -> None:
+def test_thinking_is_switched_as_a_chat_switches_it(fields: Any, effort: str | None, thinks: bool | None) -> None:
     """Oracle: the chat's own fields."""
     made = chat([user("a")], **fields)
-    assert (made.reasoning_effort, made.chat_template_kwargs) == (effort, kwargs)
+    assert (made.effort, made.thinks) == (effort, thinks)
 
 
 def test_a_function_without_a_name_is_refused_by_its_place() -> None:

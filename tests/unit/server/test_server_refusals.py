@@ -150,9 +150,11 @@ def test_few_blocks_shorten_the_context(
             card = (await app.get("/v1/models/demo")).json()
             assert card["max_model_len"] == engine.model_info.max_model_len == 25
             body: dict[str, Any] = {"prompt": [5] * 20, "ignore_eos": True, "temperature": 0}
-            served = (await app.post("/v1/completions", body | {"max_tokens": 5})).json()
-            assert served["usage"]["completion_tokens"] == 5
-            for wrong in ({"max_tokens": 6}, {"prompt": [5] * 25, "max_tokens": 1}):
+            for most in (5, 25):
+                served = (await app.post("/v1/completions", body | {"max_tokens": most})).json()
+                assert served["usage"]["completion_tokens"] == 5
+                assert served["choices"][0]["finish_reason"] == "length"
+            for wrong in ({"max_tokens": 26}, {"prompt": [5] * 25, "max_tokens": 1}):
                 error = error_of(await app.post("/v1/completions", body | wrong))
                 assert error["code"] == "context_length_exceeded" and "25 tokens" in error["message"]
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field
 
 from tp_engine.api.openai.errors import ERROR_TYPES
-from tp_engine.api.openai.protocol import PromptBody, RequestBody
+from tp_engine.api.openai.protocol import PromptBody, RequestBody, ThinkingBody
 
 Block = dict[str, Any]
 
@@ -49,14 +49,6 @@ class ToolChoice(RequestBody):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(RequestBody):
-    """Whether the model thinks first; other types than on and off leave it to the model.  A budget is not kept."""
-
-    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: int | None = Field(None, ge=1)
-    display: str | None = None
-
-
 class OutputConfig(RequestBody):
     """How much the model thinks, and the JSON schema of its answer."""
 
@@ -64,7 +56,7 @@ class OutputConfig(RequestBody):
     format: dict[str, Any] | None = None
 
 
-class CountTokensBody(PromptBody):
+class CountTokensBody(ThinkingBody, PromptBody):
     """``POST /v1/messages/count_tokens``: what decides the prompt."""
 
     model_config = ConfigDict(extra="ignore")
@@ -73,7 +65,6 @@ class CountTokensBody(PromptBody):
     system: str | list[Block] | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None
 

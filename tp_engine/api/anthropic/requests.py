@@ -11,7 +11,7 @@ from tp_engine.api.anthropic.protocol import CountTokensBody, MessagesBody, Tool
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.openai.chat.body import chat_prompt
 from tp_engine.api.openai.errors import renamed
-from tp_engine.api.openai.protocol import ChatBody, PromptBody, request_error
+from tp_engine.api.openai.protocol import ChatBody, PromptBody, ThinkingBody, request_error
 from tp_engine.api.openai.requests import PreparedFromChat, prepare
 from tp_engine.errors import ContextLengthError, RequestError, shown
 from tp_engine.log import get_logger, warn_once
@@ -73,11 +73,11 @@ def chat_body(body: CountTokensBody, *, takes_images: bool = False) -> ChatBody:
         "messages": messages,
         "tools": tools,
         **_tool_choice(body.tool_choice, tools),
-        **_thinking(body),
+        "reasoning_effort": _effort(body),
         "response_format": _response_format(body),
         "continue_final_message": True if last["role"] == "assistant" else None,
     }
-    shared = {*PromptBody.model_fields}
+    shared = {*PromptBody.model_fields, *ThinkingBody.model_fields} - fields.keys()
     if isinstance(body, MessagesBody):
         shared |= {"temperature", "top_p", "top_k"}
         fields |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
@@ -140,17 +140,10 @@ def _tool_choice(choice: ToolChoice | None, tools: list[dict[str, Any]] | None) 
     return {"tool_choice": given, "parallel_tool_calls": False if choice.disable_parallel_tool_use else None}
 
 
-def _thinking(body: CountTokensBody) -> dict[str, Any]:
-    """The chat's fields that switch thinking on or off and say how much of it is wanted."""
-    effort = body.output_config.effort if body.output_config is not None else None
-    fields: dict[str, Any] = {"reasoning_effort": _EFFORTS[effort]} if effort is not None else {}
-    if body.thinking is None or body.thinking.type in ("adaptive", "between_tools"):
-        return fields
-    if body.thinking.type == "disabled":
-        return {"reasoning_effort": "none"}
-    if body.thinking.budget_tokens is not None:
-        warn_once(logger, "thinking.budget_tokens is not kept: max_tokens alone limits how long the model thinks")
-    return fields | {"chat_template_kwargs": {"enable_thinking": True, "thinking": True}}
+def _effort(body: CountTokensBody) -> str | None:
+    """How much thinking is wanted, in the words of a chat."""
+    asked = None if body.output_config is None else body.output_config.effort
+    return body.reasoning_effort if asked is None else _EFFORTS[asked]
 
 
 def _response_format(body: CountTokensBody) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from pydantic import Field
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.openai.answer_shape import JsonObject
 from tp_engine.api.openai.chat.body import chat_prompt
-from tp_engine.api.openai.protocol import ChatBody, PromptBody, RequestBody
+from tp_engine.api.openai.protocol import ChatBody, PromptBody, RequestBody, ThinkingBody
 from tp_engine.api.openai.requests import PreparedBody
 from tp_engine.api.openai.sampling import listed_prompts
 from tp_engine.api.pooling import Pooler, PoolingParams
@@ -293,7 +293,7 @@ def _usage(outputs: Sequence[RequestOutput]) -> JsonObject:
     }  # fmt: skip
 
 
-class TokenizeBody(RequestBody):
+class TokenizeBody(ThinkingBody):
     """``POST /tokenize``: either a ``prompt`` or the ``messages`` of a chat."""
 
     model: str | None = None
@@ -303,7 +303,6 @@ class TokenizeBody(RequestBody):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 

@@ -127,6 +127,66 @@ class GenerationBody(PromptBody):
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
+class Thinking(RequestBody):
+    """Whether the model thinks first; ``auto`` and ``between_tools`` leave it to the model."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["enabled", "disabled", "adaptive", "auto", "between_tools"]
+    budget_tokens: int | None = Field(None, ge=1)
+    display: str | None = None
+
+
+class Reasoning(RequestBody):
+    """How much a model reasons before it answers."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+    enabled: bool | None = None
+    max_tokens: int | None = None
+
+
+class ThinkingBody(RequestBody):
+    """The fields by which clients of any API ask a model to think, or not to."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    reasoning: Reasoning | None = None
+    reasoning_effort: str | None = None
+    think: bool | str | None = None
+    thinking: Thinking | bool | None = None
+    thinking_budget: int | None = None
+    thinking_token_budget: int | None = None
+
+    @property
+    def effort(self) -> str | None:
+        """The word for how much thinking is wanted."""
+        nested = None if self.reasoning is None else self.reasoning.effort
+        return self.reasoning_effort or nested or (self.think if isinstance(self.think, str) else None)
+
+    @property
+    def budget(self) -> int | None:
+        """How many tokens of thinking are wanted at most, under any name but vLLM's."""
+        nested = self.thinking.budget_tokens if isinstance(self.thinking, Thinking) else None
+        return nested or (None if self.reasoning is None else self.reasoning.max_tokens) or self.thinking_budget
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether thinking is switched on or off; None if it is not.  Off counts before on."""
+        kind = self.thinking.type if isinstance(self.thinking, Thinking) else self.thinking
+        wishes = {
+            {"enabled": True, "adaptive": True, "disabled": False}.get(kind) if isinstance(kind, str) else kind,
+            self.enable_thinking,
+            self.think if isinstance(self.think, bool) else None,
+            None if self.reasoning is None else self.reasoning.enabled,
+            False if 0 in (self.thinking_budget, self.thinking_token_budget) else None,
+        } - {None}
+        return all(wishes) if wishes else None
+
+
 class CompletionBody(GenerationBody):
     """``POST /v1/completions``.  ``logprobs`` is the number of alternatives per token."""
 
@@ -137,7 +197,7 @@ class CompletionBody(GenerationBody):
     best_of: int | None = None
 
 
-class ChatBody(GenerationBody):
+class ChatBody(ThinkingBody, GenerationBody):
     """``POST /v1/chat/completions``.  ``max_completion_tokens`` is the newer name of ``max_tokens``."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
@@ -146,7 +206,6 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     chat_template: str | None = None
     documents: list[dict[str, Any]] | None = None
     echo: bool | None = None
@@ -155,7 +214,6 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     include_reasoning: bool | None = None
-    reasoning_effort: str | None = None
 
 
 Body = TypeVar("Body", bound=BaseModel)

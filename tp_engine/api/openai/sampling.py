@@ -12,8 +12,11 @@ from tp_engine.api.openai.protocol import ChatBody, CompletionBody, GenerationBo
 from tp_engine.api.openai.structured import constraining_field, structured_outputs_of
 from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.errors import RequestError
+from tp_engine.log import get_logger, warn_once
 from tp_engine.sampling_params import BeamSearchParams, SamplingParams
 from tp_engine.structured_outputs import StructuredOutputsParams
+
+logger = get_logger(__name__)
 
 SAMPLING_NAMES = frozenset(spec.name for spec in dataclasses.fields(SamplingParams))
 _CONVERTED = {"logprobs", "max_tokens", "logit_bias", "structured_outputs"}
@@ -68,6 +71,8 @@ def completion_params(body: CompletionBody, defaults: Mapping[str, Any] | None =
 def chat_params(body: ChatBody, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
     """Sampling of a chat; without ``max_tokens`` the answer may fill the rest of the context."""
     _refuse_what_is_not_here(body)
+    if (body.budget or 0) > 0:
+        warn_once(logger, "budgets of thinking are not kept: max_tokens alone limits how long the model thinks")
     tools = ToolRequest.of(body)
     given = _given(body)
     if tools is not None and (schema := tools.schema()) is not None:
@@ -184,5 +189,8 @@ def _refuse_in_beam_search(body: GenerationBody) -> None:
 
 def _refuse_what_is_not_here(body: GenerationBody) -> None:
     for name, (neutral, remedy) in _NOT_HERE.items():
-        if name in type(body).model_fields and getattr(body, name) not in neutral:
+        value = getattr(body, name, None)
+        if name == "thinking_token_budget" and isinstance(body, ChatBody) and value == 0:
+            continue  # it switches thinking off
+        if value not in neutral:
             raise RequestError(f"{name} is not supported; {remedy}", param=name)

@@ -6,6 +6,7 @@ from typing import Any
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.openai.chat.parser import ChatParsing
 from tp_engine.api.openai.chat.prompt import ChatPrompt
+from tp_engine.api.openai.chat.thinking_form import SWITCHES, switched_by
 from tp_engine.api.openai.protocol import ChatBody
 from tp_engine.api.openai.reasoning import Beginning, ReasoningFormat
 from tp_engine.api.openai.structured import TokenWriting
@@ -16,11 +17,9 @@ from tp_engine.sampling_params import SamplingParams
 from tp_engine.structured_outputs import StructuredOutputsParams
 
 # Fields of a body that the template gets under the same names.
-_TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "documents", "reasoning_effort")
-# The variables by which templates switch thinking on and off.
-_THINKING_SWITCHES = ("enable_thinking", "thinking")
+_TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "documents")
 # Fields that ``chat_template_kwargs`` may not have.
-_NOT_IN_KWARGS = ("messages", "tools", *_TEMPLATE_FIELDS[:3])
+_NOT_IN_KWARGS = ("messages", "tools", *_TEMPLATE_FIELDS)
 
 
 def chat_prompt(body: ChatBody, processor: InputProcessor) -> ChatPrompt:
@@ -47,11 +46,18 @@ def chat_prompt(body: ChatBody, processor: InputProcessor) -> ChatPrompt:
 
 
 def _template_options(body: ChatBody) -> dict[str, Any]:
-    """The template's variables that the body sets, without the conversation and its tools."""
+    """The template's variables that the body sets, without the conversation and its tools.
+
+    The switches of thinking in ``chat_template_kwargs`` count before the fields that ask for the same, and those before
+    the effort.
+    """
     options = dict(body.chat_template_kwargs or {})
     options |= {name: value for name in _TEMPLATE_FIELDS if (value := getattr(body, name)) is not None}
-    if options.get("reasoning_effort") == "none" and options.keys().isdisjoint(_THINKING_SWITCHES):
-        options |= dict.fromkeys(_THINKING_SWITCHES, False)
+    if body.effort is not None:
+        options["reasoning_effort"] = body.effort
+    thinks = switched_by(options.get("reasoning_effort")) if body.thinks is None else body.thinks
+    if thinks is not None and options.keys().isdisjoint(SWITCHES):
+        options |= {"enable_thinking": thinks, "thinking": thinks} | ({} if thinks else {"reasoning_effort": "none"})
     return options
 
 
@@ -77,7 +83,7 @@ def chat_parsing(
         tools=tools,
         tool_format=tool_format,
         reasoning=reasoning,
-        begins=_beginning(body, prompt, reasoning),
+        begins=_beginning(prompt, reasoning),
         constrained=constrained,
         may_call=constrained and tools is not None and tools.choice == "auto" and body.response_format is not None,
         message=message,
@@ -137,9 +143,7 @@ def _behind_reasoning(
     return replace(constraint, preamble=preamble)
 
 
-def _beginning(body: ChatBody, prompt: ChatPrompt, reasoning: ReasoningFormat | None) -> Beginning:
-    options = _template_options(body)
-    disabled = any(options.get(name) is False for name in _THINKING_SWITCHES)
+def _beginning(prompt: ChatPrompt, reasoning: ReasoningFormat | None) -> Beginning:
     if reasoning is None:
-        return Beginning.ANSWER if disabled else Beginning.EITHER
-    return reasoning.beginning(prompt.text, continued=prompt.continued, thinking_disabled=disabled)
+        return Beginning.ANSWER if prompt.thinking_disabled else Beginning.EITHER
+    return reasoning.beginning(prompt.text, continued=prompt.continued, thinking_disabled=prompt.thinking_disabled)

@@ -8,6 +8,7 @@
 | arguments of calls as an object | the sentinel in an object: the template shows it, and no Python object |
 | null beside calls | calls that show beside null only |
 | system messages behind the first, two messages of a role | they show where the conversation without them does |
+| thinking, effort | the values of a variable make different prompts (`thinking_form.py`) |
 
 Contents are probed in several places, since templates treat the first message, the last one and those beside tools or
 calls on their own; places where neither form shows do not count.  A template that needs parts (it shows nothing of a
@@ -26,6 +27,7 @@ from datetime import datetime
 from typing import Any, TypeAlias
 
 from tp_engine.api.openai.chat.template import ChatTemplate, TemplateRefusal
+from tp_engine.api.openai.chat.thinking_form import ThinkingForm
 from tp_engine.images.sources import ImageSource
 from tp_engine.log import get_logger
 
@@ -85,7 +87,8 @@ _FORCED = {"string": ContentForm(), "openai": ContentForm(takes_text=False, take
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateCapabilities:
-    """What a template takes.  ``contents`` has the form of each role; other roles have that of the user.
+    """What a template takes.  ``contents`` has the form of each role; other roles have that of the user.  ``thinking``:
+    the variables by which it is told to think.
 
     ``takes_thinking``: reasoning is called ``thinking``.  ``shows_tools``: the prompt tells of the request's tools.
     ``one_system``: it shows a system message in the first place only.  ``joins``: pairs of roles whose messages can not
@@ -99,6 +102,7 @@ class TemplateCapabilities:
     shows_tools: bool = True
     one_system: bool = False
     joins: frozenset[tuple[str, str]] = frozenset()
+    thinking: ThinkingForm = field(default_factory=ThinkingForm)
 
     @classmethod
     def of(
@@ -124,6 +128,7 @@ class TemplateCapabilities:
             shows_tools=probes.shows_tools(),
             one_system=probes.one_system(),
             joins=probes.joins(),
+            thinking=ThinkingForm.of(template.mentions, probes.prompts_with),
         )
         if probes.is_late:
             logger.warning(
@@ -191,6 +196,12 @@ class _Probes:
         probes = [(self._render(some, [_TOOL]), self._render(some, None)) for some in (messages, messages[1:])]
         return self.is_late or any(shown != plain for shown, plain in probes) or not any(shown for shown, _ in probes)
 
+    def prompts_with(self, options: Mapping[str, Any]) -> list[str]:
+        """Return the prompts of a question, with a system message and tools or without, for these variables."""
+        question = self._message("user", "hi")
+        conversations = ([question], None), ([self._message("system", "be brief"), question], [_TOOL])
+        return [self._render(messages, tools, options) for messages, tools in conversations]
+
     def one_system(self) -> bool:
         """Return whether the template shows no system message but the first."""
         system, question, said = self._message("system", _SECOND), self._message("user", "hi"), self._said()
@@ -243,12 +254,14 @@ class _Probes:
     def _message(self, role: str, text: str) -> Message:
         return {"role": role, "content": self.forms.get(role, ContentForm()).content(text)}
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None) -> str:
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None, options: Mapping[str, Any] | None = None
+    ) -> str:
         """The prompt; empty if the template refuses the messages."""
         if self.is_late:
             return ""
         try:
-            variables = {**self._variables, "tools": tools, "messages": messages}
+            variables = {**self._variables, **(options or {}), "tools": tools, "messages": messages}
             return self._template.render(variables, deadline_s=self._deadline_s)
         except (TemplateRefusal, RecursionError):
             return ""

@@ -33,7 +33,8 @@ class ChatPrompt:
 
     ``role`` is that of the answer; ``last_text`` is the text of the last message if that has the same role.
     ``continued`` is the text that the model continues; None for a new message.  ``images`` stand between the
-    ``pieces`` of the text, one between each two.
+    ``pieces`` of the text, one between each two.  ``thinking_disabled``: the template is told to let the model not
+    think.
     """
 
     text: str
@@ -42,6 +43,7 @@ class ChatPrompt:
     continued: str | None = None
     images: tuple[ImageSource, ...] = ()
     pieces: Pieces = ()
+    thinking_disabled: bool = False
 
 
 class ChatFormat:
@@ -67,7 +69,8 @@ class ChatFormat:
         """Return the prompt, up to the assistant's answer.  Raises ``RequestError``.
 
         ``adapts_calls``: ids of calls take the form that the model knows (``ToolFormat.numbered_id``), if it has one,
-        and calls that the template does not show are written into the message's content, as the model writes them.
+        and calls that the template does not show are written into the message's content, as the model writes them; the
+        template gets the switches of thinking under its own names (``ThinkingForm``).
 
         ``image_marker`` is what the template writes for an image; None: the model takes none.
 
@@ -80,6 +83,7 @@ class ChatFormat:
             raise RequestError(f"{reserved[0]} is not an option of a chat template", param=reserved[0])
         begins, continues = _begins_or_continues(given)
         template, takes = self._template(given.pop("chat_template", None), with_tools=bool(given.get("tools")))
+        given, thinking_disabled = takes.thinking.variables(given) if adapts_calls else (given, False)
         if given.get("tools") and self.tool_format is None:
             warn_once(
                 logger, "the format of the model's tool calls is not known: those that it chooses to make stay text"
@@ -117,6 +121,7 @@ class ChatFormat:
             continued=last_text if continues else None,
             images=shown,
             pieces=pieces,
+            thinking_disabled=thinking_disabled,
         )
 
     @cached_property

@@ -5,6 +5,7 @@ A template may use what transformers' ``apply_chat_template`` offers: filters, `
 """
 
 import json
+import re
 import time
 from collections.abc import Mapping
 from datetime import datetime
@@ -66,8 +67,8 @@ class ChatTemplate:
         return "".join(pieces)
 
     def mentions(self, word: str) -> bool:
-        """Return whether the template's source has the word."""
-        return word in self._text
+        """Return whether the template's source has the word, not as a part of a longer one."""
+        return re.search(rf"\b{re.escape(word)}\b", self._text) is not None
 
 
 def _watch(tree: nodes.Template) -> None:

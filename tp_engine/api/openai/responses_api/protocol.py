@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
-from tp_engine.api.openai.protocol import GenerationBody, RequestBody
+from tp_engine.api.openai.protocol import GenerationBody, RequestBody, ThinkingBody
 from tp_engine.errors import RequestError
 
 Metadata = Annotated[
@@ -28,16 +28,6 @@ _REFUSED = {
 }
 
 
-class Reasoning(RequestBody):
-    """How much a model reasons before it answers."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    effort: str | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
-
-
 class TextOptions(RequestBody):
     """The form of the answer; ``format`` is text, json_object or json_schema."""
 
@@ -47,14 +37,13 @@ class TextOptions(RequestBody):
     verbosity: str | None = None
 
 
-class ResponsesBody(GenerationBody):
+class ResponsesBody(ThinkingBody, GenerationBody):
     """``POST /v1/responses``, with the sampling fields of the other endpoints as extras."""
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     text: TextOptions | None = None
-    reasoning: Reasoning | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -70,7 +59,6 @@ class ResponsesBody(GenerationBody):
     prompt: dict[str, Any] | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def wants_logprobs(self) -> bool:

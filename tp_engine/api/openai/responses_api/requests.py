@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.openai.errors import renamed
-from tp_engine.api.openai.protocol import ChatBody, GenerationBody, request_error
+from tp_engine.api.openai.protocol import ChatBody, GenerationBody, ThinkingBody, request_error
 from tp_engine.api.openai.requests import PreparedFromChat, prepare
 from tp_engine.api.openai.responses_api.events import ResponseWriter
 from tp_engine.api.openai.responses_api.items import additional_tools, input_messages
@@ -31,7 +31,7 @@ def chat_body(body: ResponsesBody, *, takes_images: bool = False) -> ChatBody:
     """Return the chat that answers ``body``, for a model that ``takes_images`` or not; raises ``RequestError`` that
     names a field of ``body``."""
     check_responses_body(body)
-    shared = GenerationBody.model_fields.keys() - {"n", "stream_options"}
+    shared = (GenerationBody.model_fields.keys() | ThinkingBody.model_fields.keys()) - {"n", "stream_options"}
     fields = {name: value for name in shared if (value := getattr(body, name)) is not None}
     tools, tool_choice = _tools(body).for_chat(body.tool_choice)
     ours = {
@@ -39,12 +39,10 @@ def chat_body(body: ResponsesBody, *, takes_images: bool = False) -> ChatBody:
         "max_completion_tokens": body.max_output_tokens,
         "logprobs": True if body.wants_logprobs else None,
         "top_logprobs": body.top_logprobs if body.wants_logprobs else None,
-        "chat_template_kwargs": body.chat_template_kwargs,
         "response_format": _response_format(body),
         "tools": tools,
         "tool_choice": tool_choice,
         "parallel_tool_calls": body.parallel_tool_calls if tools else None,
-        "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
     }
     fields |= {name: value for name, value in ours.items() if value is not None and name in ChatBody.model_fields}
     try:
