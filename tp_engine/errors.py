@@ -12,9 +12,10 @@ from typing import Any
 
 _SHORTEST_BEGINNING = 3
 # Codes of errors: of a request that is refused for now, which a server answers with HTTP 503, and of one that ended
-# because of its own grammar.
+# because of its own grammar, or because its own fields leave no token that may come.
 CODE_UNAVAILABLE = "service_unavailable"
 INVALID_GRAMMAR = "invalid_grammar"
+NO_TOKEN_LEFT = "no_token_left"
 
 
 class ConfigError(ValueError):

@@ -143,7 +143,7 @@ class InputProcessor:
         room = self.model.max_model_len - len(token_ids)
         if params.max_tokens is None or (pooling is None and params.max_tokens > room):
             params = dataclasses.replace(params, max_tokens=room)
-        return EngineRequest(
+        request = EngineRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
             params=params,
@@ -156,6 +156,8 @@ class InputProcessor:
             prompt_field=prompt_field,
             images=images,
         )
+        request.check_first_token(self.model.vocab_size)
+        return request
 
     def chat_prompt(
         self,

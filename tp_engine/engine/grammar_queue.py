@@ -1,4 +1,4 @@
-"""Requests that wait for their grammars, or for what banned words need, while the engine's loop runs.
+"""Requests that wait for their grammars, or for what their words and lists need, while the engine's loop runs.
 
 ::
 
@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from tp_engine.engine.tokenizer import load_tokenizer_json
-from tp_engine.errors import INVALID_GRAMMAR, RequestError
+from tp_engine.errors import INVALID_GRAMMAR, NO_TOKEN_LEFT, RequestError
 from tp_engine.grammar.banned_words import WordRulesMaker
 from tp_engine.grammar.compiler import GrammarCompiler
 from tp_engine.grammar.library import llguidance
@@ -23,7 +23,7 @@ from tp_engine.grammar.matcher import MaskFiller
 from tp_engine.grammar.vocabulary import make_vocabulary
 from tp_engine.log import get_logger
 from tp_engine.request import EngineRequest, SequenceDelta
-from tp_engine.sched.constraint import BannedWords, Grammar, MaskWriter
+from tp_engine.sched.constraint import Grammar, MaskWriter, TokenRules, restricting_fields
 from tp_engine.sched.scheduler import Scheduler
 from tp_engine.structured_outputs import PARAM, StructuredOutputsDefaults
 from tp_engine.worker.effective_config import EffectiveConfig
@@ -32,6 +32,11 @@ logger = get_logger(__name__)
 
 _CHECK_S = 0.1
 _NO_TOKENIZER = "structured output needs a fast tokenizer (a tokenizer.json), which this model does not have"
+
+
+def _has_rules(request: EngineRequest) -> bool:
+    """Whether anything but a grammar forbids tokens."""
+    return restricting_fields(request) != [PARAM]
 
 
 def make_compiler(effective: EffectiveConfig) -> GrammarCompiler | RequestError:
@@ -57,10 +62,11 @@ class GrammarQueue:
 
     def __init__(self, compiler: GrammarCompiler | RequestError, vocab_size: int) -> None:
         self._compiler = compiler
+        self._vocab_size = vocab_size
         self._words = WordRulesMaker(None if isinstance(compiler, RequestError) else compiler.vocabulary)
         self.fill_masks = MaskWriter(MaskFiller(), vocab_size)
         self._threads: ThreadPoolExecutor | None = None
-        # With a request if its words are still to be looked up, once its grammar is there.
+        # With a request if its rules are still to be made, once its grammar is there.
         self._waiting: dict[str, tuple[Future[Any], EngineRequest | None]] = {}
         self._is_done = threading.Event()
 
@@ -78,18 +84,25 @@ class GrammarQueue:
             self._constrain(request, known, scheduler)
             return
         assert isinstance(self._compiler, GrammarCompiler)
-        self._wait_for(request.request_id, self._compiler.submit(params), request if request.banned_words else None)
+        self._wait_for(request.request_id, self._compiler.submit(params), request if _has_rules(request) else None)
 
     def _constrain(self, request: EngineRequest, grammar: Grammar | None, scheduler: Scheduler) -> None:
-        """Let a request run whose grammar is there, or first look up its words in a thread."""
-        if grammar is not None and not request.banned_words:
+        """Let a request run whose grammar is there, or first make its rules in a thread."""
+        if grammar is not None and not _has_rules(request):
             scheduler.constrain(request.request_id, grammar)
             return
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(1, thread_name_prefix="banned-words")
-        self._wait_for(
-            request.request_id, self._threads.submit(lambda: BannedWords(self._words.rules(request), grammar))
-        )
+            self._threads = ThreadPoolExecutor(1, thread_name_prefix="token-rules")
+        self._wait_for(request.request_id, self._threads.submit(self._rules, request, grammar))
+
+    def _rules(self, request: EngineRequest, grammar: Grammar | None) -> TokenRules:
+        """The request's rules; ``RequestError`` if they leave no first token."""
+        rules = TokenRules(self._words.rules(request), request, self._vocab_size, grammar)
+        first = rules.start(ignore_eos=request.params.ignore_eos)
+        self.fill_masks([first])
+        if first.is_over:
+            raise RequestError(rules.no_token_left, code=NO_TOKEN_LEFT)
+        return rules
 
     def _wait_for(self, request_id: str, future: Future[Any], with_words: EngineRequest | None = None) -> None:
         self._waiting[request_id] = future, with_words

@@ -126,8 +126,8 @@ class WordRulesMaker:
         self._lock = threading.Lock()
 
     def rules(self, request: EngineRequest) -> SpelledWords | TokenWords:
-        """Return those of ``request``, which has words; takes up to a second, and a second more at the first call."""
-        if self._vocabulary is None:
+        """Return those of ``request``; with words this takes up to a second, and a second more at the first call."""
+        if self._vocabulary is None or not request.banned_words:
             return TokenWords(request.banned_words)
         with self._lock:
             return self._spelled(tuple(request.params.bad_words), not request.params.skip_special_tokens)

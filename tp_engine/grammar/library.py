@@ -1,7 +1,9 @@
 """The one door to llguidance: the library, and from ``StructuredOutputsParams`` to its own grammar text."""
 
+import contextlib
 import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,8 @@ _ANY_OBJECT = '{"type":"object"}'
 # What the library says of schemas that it does not take.
 _UNKEPT, _ONE_OF = "Unimplemented keys", "oneOf constraints are not supported"
 _MAX_PLACES = 5
+# The begin of a schema within Lark; what stands in strings, expressions and comments is none.
+_JSON_PART = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|(?P<head>%json\s*)(?=\{)')
 _NUM_BYTES = 256
 _ANSWER = "answer"
 # The rule of a preamble for white space in front of the answer.
@@ -122,8 +126,21 @@ def _grammar_text(params: StructuredOutputsParams) -> str:
             texts = (json.dumps(one, ensure_ascii=False) for one in params.choice or ())
             text = matcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(texts))
         case _:
-            text = library.grammar_from("grammar", params.grammar)
+            text = library.grammar_from("grammar", _with_bounded_space(str(params.grammar), params))
     return text
+
+
+def _with_bounded_space(grammar: str, params: StructuredOutputsParams) -> str:
+    """``grammar`` whose ``%json`` schemas have the bounded white space, unless they say otherwise."""
+    decoder, parts, end = json.JSONDecoder(), list[str](), 0
+    while (found := _JSON_PART.search(grammar, end)) is not None:
+        parts.append(grammar[end : found.end()])
+        end = found.end()
+        if found["head"] is not None:
+            with contextlib.suppress(ValueError):  # the library says what is wrong
+                schema, end = decoder.raw_decode(grammar, end)
+                parts.append(json.dumps({"x-guidance": _json_options(params), **schema}, ensure_ascii=False))
+    return "".join(parts) + grammar[end:]
 
 
 def refusal(params: StructuredOutputsParams, reason: str) -> RequestError:

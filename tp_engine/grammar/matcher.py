@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from tp_engine.errors import INVALID_GRAMMAR
 from tp_engine.grammar.vocabulary import GrammarVocabulary
 from tp_engine.plan import IntArray
 from tp_engine.units import ceil_div
@@ -71,6 +72,8 @@ class GrammarMatcher:
     reason and not the grammar's end.  ``ignore_eos``: an end token is allowed only if no other token is.
     """
 
+    error_code = INVALID_GRAMMAR
+
     def __init__(self, matcher: Any, vocabulary: GrammarVocabulary, pace: Pace, *, ignore_eos: bool) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
@@ -101,6 +104,10 @@ class GrammarMatcher:
         with self._pace.timed():
             found: list[int] = self._matcher.deep_copy().compute_ff_tokens()
         return found
+
+    def may_end(self, mask: IntArray) -> bool:
+        """Return whether the output is complete here, by the ``mask`` of the next token."""
+        return bool((mask & self._vocabulary.end_mask).any()) or self._matcher.is_accepting()
 
     def copy(self) -> GrammarMatcher:
         """Return the same place, which goes its own way from here; takes microseconds."""

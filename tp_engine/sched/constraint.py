@@ -1,9 +1,13 @@
-"""What restricts a sequence's next token: a grammar, words that must not come (``bad_words``), or both.
+"""What restricts a sequence's next token: a grammar, words that must not come (``bad_words``), and lists of token ids.
 
 Banned words are masked from their last token on: always those that a token has in it, and those that have begun where
-the next token would complete them::
+the next token would complete them.  ``allowed_token_ids`` and ``min_tokens`` change logits on the device; here they
+are known too, because together with a grammar or with words they may leave no token::
 
-    constraint of a sequence:   GrammarMatcher   |   WordGuard   |   WordGuard( GrammarMatcher )
+    constraint of a sequence:   GrammarMatcher   |   TokenGuard   |   TokenGuard( GrammarMatcher )
+
+A mask without a token ends its sequence when the step's token comes in, without that token: complete where the grammar
+may end there, else with an error.  A request whose first mask is empty is refused.
 
 A sequence waits outside of the queue (``Blocked.GRAMMAR``) while its grammar is compiled.  It then keeps a constraint
 of its own for life, also through preemption, because known tokens stay known.  The mask of the next token depends on
@@ -18,7 +22,9 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from tp_engine.plan import MASK_TOKENS, IntArray
+from tp_engine.errors import NO_TOKEN_LEFT
+from tp_engine.plan import MASK_TOKENS, BoolArray, IntArray
+from tp_engine.request import EngineRequest
 from tp_engine.units import ceil_div
 
 
@@ -36,16 +42,23 @@ class WordRules(Protocol):
 
 class TokenConstraint(Protocol):
     """One sequence's place in its grammar.  ``is_over``: no token may follow.  ``error``: why the grammar cannot be
-    followed further, though the output is not complete."""
+    followed further, though the output is not complete, with its ``error_code``."""
 
     is_over: bool
-    error: str | None
+
+    @property
+    def error(self) -> str | None: ...
+    @property
+    def error_code(self) -> str: ...
 
     def accept(self, token_id: int) -> bool:
         """Return one more token; False if the grammar refuses it, which ends the output without it."""
 
     def forced(self) -> list[int]:
         """Tokens that must follow, as far as they are known cheaply; they could be cut otherwise."""
+
+    def may_end(self, mask: IntArray) -> bool:
+        """Return whether the output is complete here, by the ``mask`` (words,) of the next token."""
 
     def copy(self) -> TokenConstraint:
         """Return the same place, which goes its own way from here."""
@@ -62,46 +75,120 @@ FillMasks: TypeAlias = Callable[[Sequence[Any]], IntArray]
 """From the constraints of n sequences to the masks (n, words) of their next tokens, as ``StepPlan.masks`` has them."""
 
 
-class BannedWords:
-    """A request's banned words, with or without a grammar; implements ``Grammar``."""
+class TokenLists:
+    """Which tokens ``allowed_token_ids`` and ``min_tokens`` of a request leave, as masks of ``vocab_size`` tokens."""
 
-    def __init__(self, rules: WordRules, grammar: Grammar | None = None) -> None:
-        self._rules, self._grammar = rules, grammar
+    def __init__(self, request: EngineRequest, vocab_size: int) -> None:
+        params = request.params
+        self._min_tokens = params.min_tokens
+        flags = np.zeros(ceil_div(vocab_size, MASK_TOKENS) * MASK_TOKENS, dtype=np.bool_)
+        flags[:vocab_size] = params.allowed_token_ids is None
+        flags[list(params.allowed_token_ids or ())] = True
+        self._later = _packed(flags)
+        flags[[token_id for token_id in request.stop_ids if token_id < vocab_size]] = False
+        self._first = _packed(flags)
 
-    def start(self, *, ignore_eos: bool) -> TokenConstraint:
+    def mask(self, num_tokens: int) -> IntArray:
+        """Return the mask (words,) of the token behind ``num_tokens`` generated ones; not to be changed."""
+        return self._first if num_tokens < self._min_tokens else self._later
+
+
+class TokenRules:
+    """What a request's words and lists allow, with or without a grammar; implements ``Grammar``."""
+
+    def __init__(self, words: WordRules, request: EngineRequest, vocab_size: int, grammar: Grammar | None) -> None:
+        self.words, self.lists = words, TokenLists(request, vocab_size)
+        self.fields = restricting_fields(request)
+        self._grammar = grammar
+
+    @property
+    def no_token_left(self) -> str:
+        """Say that these rules leave no token, and what to change."""
+        names = " and ".join(self.fields)
+        return f"{names} leave no token that may come next; allow more tokens, or leave one of them out"
+
+    def start(self, *, ignore_eos: bool) -> TokenGuard:
         """Return the place before the first token."""
         inner = None if self._grammar is None else self._grammar.start(ignore_eos=ignore_eos)
-        return WordGuard(self._rules, self._rules.start, inner)
+        return TokenGuard(self, self.words.start, inner)
 
 
-class WordGuard:
-    """One sequence's place among its banned words; implements ``TokenConstraint``."""
+def restricting_fields(request: EngineRequest) -> list[str]:
+    """Return the names of the request's fields that forbid tokens."""
+    params = request.params
+    given = {
+        "structured_outputs": params.structured_outputs is not None,
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "bad_words": bool(params.bad_words),
+        "min_tokens": params.min_tokens > 0 and bool(request.stop_ids),
+    }
+    return [name for name, is_given in given.items() if is_given]
 
-    def __init__(self, rules: WordRules, place: Any, inner: TokenConstraint | None) -> None:
+
+class TokenGuard:
+    """One sequence's place in its rules, behind ``num_tokens`` tokens; implements ``TokenConstraint``."""
+
+    def __init__(self, rules: TokenRules, place: Any, inner: TokenConstraint | None, num_tokens: int = 0) -> None:
         self.inner = inner
         self.is_over = False
-        self.error: str | None = None
-        self._rules, self._place = rules, place
+        self._rules, self._place, self._num_tokens = rules, place, num_tokens
+        self._is_stuck = False
+
+    @property
+    def error(self) -> str | None:
+        """Why it cannot go on, though the output is not complete."""
+        if self._is_stuck:
+            return f"after {self._num_tokens} tokens {self._rules.no_token_left}"
+        return None if self.inner is None else self.inner.error
+
+    @property
+    def error_code(self) -> str:
+        """The code of ``error``."""
+        return NO_TOKEN_LEFT if self._is_stuck or self.inner is None else self.inner.error_code
 
     def accept(self, token_id: int) -> bool:
-        """Return one more token; False if the grammar refuses it."""
-        self._place = self._rules.after(self._place, token_id)
+        """Return one more token; False if the grammar or a list refuses it."""
+        if self.is_over or not _has(self._rules.lists.mask(self._num_tokens), token_id):
+            self.is_over = True
+            return False
+        self._place = self._rules.words.after(self._place, token_id)
+        self._num_tokens += 1
         if self.inner is None:
             return True
         accepted = self.inner.accept(token_id)
-        self.is_over, self.error = self.inner.is_over, self.inner.error
+        self.is_over = self.inner.is_over
         return accepted
 
     def forced(self) -> list[int]:
         """Return those of the grammar."""
         return [] if self.inner is None else self.inner.forced()
 
-    def copy(self) -> TokenConstraint:
-        return WordGuard(self._rules, self._place, None if self.inner is None else self.inner.copy())
+    def may_end(self, mask: IntArray) -> bool:
+        """Return whether the grammar may end here; text without one is never complete."""
+        return self.inner is not None and self.inner.may_end(mask)
+
+    def copy(self) -> TokenGuard:
+        other = TokenGuard(
+            self._rules, self._place, None if self.inner is None else self.inner.copy(), self._num_tokens
+        )
+        other.is_over, other._is_stuck = self.is_over, self._is_stuck
+        return other
 
     def banned(self) -> IntArray:
         """Return the tokens that would complete a word now."""
-        return np.concatenate([self._rules.never, *self._rules.completing(self._place)])
+        return np.concatenate([self._rules.words.never, *self._rules.words.completing(self._place)])
+
+    def narrow(self, mask: IntArray) -> None:
+        """Take from ``mask`` (words,), what the grammar allows, all that words and lists forbid.  Where nothing is
+        left, no token follows: then the mask allows all, so that the device has a token to give, which is refused."""
+        left = mask & self._rules.lists.mask(self._num_tokens)
+        _clear(left, self.banned())
+        if left.any():
+            mask[:] = left
+            return
+        self.is_over = True
+        self._is_stuck = self.error is None and not self.may_end(mask)
+        mask[:] = -1
 
 
 class MaskWriter:
@@ -112,26 +199,32 @@ class MaskWriter:
         self._num_words = ceil_div(vocab_size, MASK_TOKENS)
 
     def __call__(self, constraints: Sequence[TokenConstraint]) -> IntArray:
-        """Masks (n, words) int32; a new array.  A mask that would be empty keeps what the grammar allows."""
-        if not any(isinstance(one, WordGuard) for one in constraints):
+        """Masks (n, words) int32; a new array.  A constraint whose mask would be empty is over."""
+        guards = [one for one in constraints if isinstance(one, TokenGuard)]
+        if not guards:
             return self._fill_grammars(constraints)
-        matchers = [one.inner if isinstance(one, WordGuard) else one for one in constraints]
+        matchers = [one.inner if isinstance(one, TokenGuard) else one for one in constraints]
         places = [place for place, matcher in enumerate(matchers) if matcher is not None]
         masks: IntArray = np.full((len(constraints), self._num_words), -1, dtype=np.int32)
         if places:
             masks[places] = self._fill_grammars([matchers[place] for place in places])
         for mask, one in zip(masks, constraints, strict=True):
-            if isinstance(one, WordGuard) and len(banned := one.banned()):
-                _clear(mask, banned)
+            if isinstance(one, TokenGuard):
+                one.narrow(mask)
         return masks
 
 
+def _packed(flags: BoolArray) -> IntArray:
+    return np.packbits(flags, bitorder="little").view("<i4")
+
+
 def _clear(mask: IntArray, token_ids: IntArray) -> None:
-    cleared = mask.view(np.uint32).copy()
     bits = np.uint32(1) << (token_ids % MASK_TOKENS).astype(np.uint32)
-    np.bitwise_and.at(cleared, token_ids // MASK_TOKENS, ~bits)
-    if cleared.any():
-        mask.view(np.uint32)[:] = cleared
+    np.bitwise_and.at(mask.view(np.uint32), token_ids // MASK_TOKENS, ~bits)
+
+
+def _has(mask: IntArray, token_id: int) -> bool:
+    return bool(int(mask[token_id // MASK_TOKENS]) >> token_id % MASK_TOKENS & 1)
 
 
 def follow(constraint: TokenConstraint, draft_tokens: Iterable[int]) -> list[TokenConstraint]:
@@ -158,11 +251,12 @@ def follow(constraint: TokenConstraint, draft_tokens: Iterable[int]) -> list[Tok
 
 def masks_of(places: list[list[TokenConstraint]], fill_masks: FillMasks) -> list[IntArray]:
     """Return for each list of ``follow`` the masks (n, words) of its first n: of those before one that has come to a
-    limit."""
+    limit, or where no token may follow."""
     masks = fill_masks([one for copies in places for one in copies])
     found: list[IntArray] = []
     for copies in places:
-        count = next((place for place, one in enumerate(copies) if one.error is not None), len(copies))
+        ends = (place for place, one in enumerate(copies) if one.is_over or one.error is not None)
+        count = next(ends, len(copies))
         found.append(masks[:count])
         masks = masks[len(copies) :]
     return found

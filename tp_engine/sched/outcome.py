@@ -7,7 +7,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tp_engine.errors import INVALID_GRAMMAR
 from tp_engine.plan import BoolArray, IntArray, StepResult, TokenLogprobs
 from tp_engine.request import NOT_FINITE, FinishReason, SequenceDelta, StepOutput
 from tp_engine.sched.constraint import TokenConstraint
@@ -18,19 +17,19 @@ from tp_engine.sched.sequence import RequestGroup, Sequence
 @dataclass(frozen=True, slots=True)
 class FinishDetails:
     """Why a sequence ended; ``stop_reason`` is the id among ``stop_token_ids`` that ended it.  ``by_grammar``: its
-    grammar allows no more, so that its last token is no stop token; ``error``: why the grammar can not be followed any
-    further."""
+    grammar allows no more, so that its last token is no stop token; ``error``: why no token can follow, though the
+    output is not complete, with its code."""
 
     reason: FinishReason
     stop_reason: int | None = None
     by_grammar: bool = False
     error: str | None = None
+    error_code: str | None = None
 
     def enter(self, delta: SequenceDelta, sequence: Sequence) -> None:
         """``delta`` is the last one of ``sequence``."""
         delta.finish_reason, delta.stop_reason = self.reason, self.stop_reason
-        delta.ends_with_text, delta.error = self.by_grammar, self.error
-        delta.error_code = None if self.error is None else INVALID_GRAMMAR
+        delta.ends_with_text, delta.error, delta.error_code = self.by_grammar, self.error, self.error_code
         delta.num_draft_tokens, delta.num_accepted_tokens = sequence.num_draft_tokens, sequence.num_accepted_tokens
 
 
@@ -153,13 +152,16 @@ def ending(sequence: Sequence, token_id: int, num_tokens: int, max_tokens: int) 
 
 def accept(constraint: TokenConstraint, token_id: int, end: FinishDetails | None) -> tuple[bool, FinishDetails | None]:
     """Give a grammar its next token: whether it accepts it, and how the sequence ends; ``end``: how without a grammar.
-    A token that is refused, which happens only where min_tokens or allowed_token_ids ban all that the grammar allows,
-    ends the sequence without it.  A stop token is a better reason than the grammar's end."""
+    A token that is refused, which happens only where no token may come, ends the sequence without it.  A stop token is
+    a better reason than the grammar's end."""
     is_accepted = constraint.accept(token_id)
     if is_accepted and (not constraint.is_over or (end is not None and end.reason is FinishReason.STOP)):
         return True, end
-    reason = FinishReason.STOP if constraint.error is None else FinishReason.ERROR
-    return is_accepted, FinishDetails(reason, error=constraint.error, by_grammar=True)
+    if (error := constraint.error) is None:
+        return is_accepted, FinishDetails(FinishReason.STOP, by_grammar=True)
+    return is_accepted, FinishDetails(
+        FinishReason.ERROR, error=error, error_code=constraint.error_code, by_grammar=True
+    )
 
 
 def aborted(sequence: Sequence, error: str | None = None, error_code: str | None = None) -> SequenceDelta:

@@ -16,12 +16,13 @@ from tests.fake_engine import MODEL_INFO
 from tests.text_tokenizers import byte_level_tokenizer
 from tests.tiny_server import assert_nothing_in_use, chat_tokenizer, tiny_engine
 from tp_engine.api.input_processor import InputProcessor
-from tp_engine.errors import RequestError
+from tp_engine.errors import INVALID_GRAMMAR, NO_TOKEN_LEFT, RequestError
 from tp_engine.grammar.banned_words import SpelledWords, TokenSpellings, TokenWords, WordRulesMaker
 from tp_engine.grammar.vocabulary import make_vocabulary
 from tp_engine.plan import IntArray
+from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
-from tp_engine.sched.constraint import BannedWords, MaskWriter, WordGuard
+from tp_engine.sched.constraint import MaskWriter, TokenGuard, TokenRules, WordRules
 
 VOCAB = 70
 
@@ -33,6 +34,7 @@ class OnlyThese:
         self.allowed = allowed
         self.is_over = False
         self.error: str | None = None
+        self.error_code = INVALID_GRAMMAR
 
     def start(self, *, ignore_eos: bool) -> OnlyThese:
         return self
@@ -43,6 +45,9 @@ class OnlyThese:
 
     def forced(self) -> list[int]:
         return []
+
+    def may_end(self, mask: IntArray) -> bool:
+        return 9 in self.allowed
 
     def copy(self) -> OnlyThese:
         return OnlyThese(self.allowed)
@@ -55,13 +60,19 @@ def fill_grammars(constraints: Sequence[OnlyThese]) -> IntArray:
     return np.packbits(masks, axis=1, bitorder="little").view(np.int32)
 
 
+def guard_of(words: WordRules, grammar: OnlyThese | None = None, vocab_size: int = VOCAB, **params: Any) -> TokenGuard:
+    """The place before the first token of a request with these words and ``params``."""
+    request = EngineRequest(request_id="r", prompt_token_ids=[1], params=SamplingParams(**params), eos_token_ids=(9,))
+    return TokenRules(words, request, vocab_size, grammar).start(ignore_eos=False)
+
+
 def allowed(mask: IntArray) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB]).tolist())
 
 
 def test_the_last_token_of_a_word_is_masked_behind_the_others() -> None:
     """Oracle: the definition, by hand: words [5], [1, 2, 64], [2, 63]."""
-    guard = BannedWords(TokenWords([[5], [1, 2, 64], [2, 63]])).start(ignore_eos=False)
+    guard = guard_of(TokenWords([[5], [1, 2, 64], [2, 63]]))
     write = MaskWriter(fill_grammars, VOCAB)
     everything = set(range(VOCAB))
     for token_id, banned in ((None, {5}), (1, {5}), (2, {5, 63, 64}), (2, {5, 63}), (7, {5}), (1, {5}), (3, {5})):
@@ -71,14 +82,17 @@ def test_the_last_token_of_a_word_is_masked_behind_the_others() -> None:
 
 
 def test_a_grammar_and_banned_words_together() -> None:
-    """Oracle: the tokens that both allow; where there are none, those of the grammar; both end with the grammar."""
+    """Oracle: the tokens that both allow; where there are none, no token follows, with an error; both end with the
+    grammar."""
     grammar = OnlyThese([5, 33, 69])
     write = MaskWriter(fill_grammars, VOCAB)
-    both = BannedWords(TokenWords([[5], [33, 69]]), grammar).start(ignore_eos=False)
-    words_only = BannedWords(TokenWords([[69]])).start(ignore_eos=False)
-    impossible = BannedWords(TokenWords([[5], [33], [69]]), grammar).start(ignore_eos=False)
+    both = guard_of(TokenWords([[5], [33, 69]]), grammar)
+    words_only = guard_of(TokenWords([[69]]))
+    impossible = guard_of(TokenWords([[5], [33], [69]]), grammar)
     masks = write([both, grammar, words_only, impossible])
-    assert [allowed(mask) for mask in masks] == [{33, 69}, {5, 33, 69}, set(range(69)), {5, 33, 69}]
+    assert [allowed(mask) for mask in masks[:3]] == [{33, 69}, {5, 33, 69}, set(range(69))]
+    assert impossible.is_over and impossible.error is not None and impossible.error_code == NO_TOKEN_LEFT
+    assert not any(impossible.accept(token_id) for token_id in range(VOCAB))
     assert both.accept(33) and allowed(write([both])[0]) == {33}
     assert not both.accept(9) and both.is_over
     assert np.array_equal(write([grammar]), fill_grammars([grammar]))
@@ -111,10 +125,9 @@ SPELLINGS = TokenSpellings(
 
 def banned_behind(words: list[str], behind: list[bytes], **options: Any) -> set[bytes]:
     """The spellings that are banned behind tokens of these spellings."""
-    guard = BannedWords(SpelledWords(words, SPELLINGS, **{"shows_special": False} | options)).start(ignore_eos=False)
+    guard = guard_of(SpelledWords(words, SPELLINGS, **{"shows_special": False} | options))
     for token in behind:
         assert guard.accept(SPELLINGS.tokens.index(token))
-    assert isinstance(guard, WordGuard)
     return {SPELLINGS.tokens[token_id] for token_id in guard.banned().tolist()}
 
 
@@ -168,8 +181,7 @@ def test_no_choice_of_tokens_writes_a_word(words: list[str]) -> None:
     ]
     everything = [token_id for token_id in range(len(tokenizer)) if token_id not in spellings.special_ids]
     for _ in range(200):
-        guard, ids = BannedWords(rules).start(ignore_eos=False), []
-        assert isinstance(guard, WordGuard)
+        guard, ids = guard_of(rules, vocab_size=len(tokenizer)), []
         for _ in range(30):
             banned = set(guard.banned().tolist())
             wanted = pieces if draw.random() < 0.8 and set(pieces) - banned else everything

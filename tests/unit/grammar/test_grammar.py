@@ -126,6 +126,29 @@ def test_any_object_and_whitespace() -> None:
         assert line_end not in allowed(fill([matcher])[0])
 
 
+@pytest.mark.parametrize(
+    ("grammar", "most"),
+    [
+        ('start: %json {"type": "object"}', 8),
+        ('// "\n# %json {\nstart: part "%json {}"\npart: %json\n{"type": "object", "title": "\\"}"}', 8),
+        ('start: one | /\\/+/\none: %json{"x-guidance": {"whitespace_flexible": false}, "type": "object"}', 0),
+    ],
+)
+def test_white_space_of_json_within_a_grammar(grammar: str, most: int) -> None:
+    """Oracle: as for JSON alone, 8 blanks, unless the schema itself says otherwise; other text is as it was."""
+    blank, brace = byte_level_tokenizer().encode(" {", add_special_tokens=False)
+    fill, matcher = (
+        MaskFiller(),
+        compile_grammar(StructuredOutputsParams(grammar=grammar), vocabulary_of("bytes")).start(),
+    )
+    assert matcher.accept(brace)
+    count = 0
+    while blank in allowed(fill([matcher])[0]) and count < 100:
+        assert matcher.accept(blank)
+        count += 1
+    assert count == most
+
+
 def test_indented_json_fits() -> None:
     """Oracle: what ``json.dumps`` writes, compact and indented by blanks or tabs, with either line end."""
     tokens = vocabulary_of("bytes")

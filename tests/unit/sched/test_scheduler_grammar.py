@@ -28,6 +28,7 @@ from tests.unit.sched.scheduler_harness import (
     visible,
 )
 from tests.unit.sched.test_speculation import PROPOSERS, ScriptedSource
+from tp_engine.errors import INVALID_GRAMMAR
 from tp_engine.plan import IntArray, StepPlan
 from tp_engine.request import EngineRequest, FinishReason
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
@@ -63,6 +64,7 @@ class FakeConstraint:
         self.generated: list[int] = []
         self.is_over = False
         self.error: str | None = None
+        self.error_code = INVALID_GRAMMAR
 
     def accept(self, token_id: int) -> bool:
         if token_id not in allowed_after(self.generated):
@@ -77,6 +79,9 @@ class FakeConstraint:
         while len(allowed := allowed_after(self.generated + found)) == 1 and len(found) < 9:
             found += allowed
         return found
+
+    def may_end(self, mask: IntArray) -> bool:
+        return len(self.generated) % 2 == 0
 
     def copy(self) -> FakeConstraint:
         other = FakeConstraint()

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tp_engine.errors import CODE_UNAVAILABLE, EngineDeadError, RequestError
+from tp_engine.errors import CODE_UNAVAILABLE, NO_TOKEN_LEFT, EngineDeadError, RequestError
 from tp_engine.structured_outputs import PARAM
 
 ERROR_TYPES = {
@@ -43,10 +43,10 @@ def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
 
 
 def sequence_error(error: str, code: str | None) -> RequestError | HttpError:
-    """Return the exception for a sequence that ended with ``error``; with a ``code``, its own grammar is the cause."""
+    """Return the exception for a sequence that ended with ``error``; with a ``code``, its own fields are the cause."""
     if code is None:
         return HttpError(500, error, code="generation_failed")
-    return RequestError(error, param=PARAM, code=code)
+    return RequestError(error, param=None if code == NO_TOKEN_LEFT else PARAM, code=code)
 
 
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
