@@ -30,6 +30,8 @@ from tp_engine.check.stored import StoredWeights
 from tp_engine.closing import Closing
 from tp_engine.errors import ConfigError, WeightError
 from tp_engine.hf_overrides import overridden
+from tp_engine.model_config.config_json import ConfigJson
+from tp_engine.model_config.families import named
 
 _POSITIONS_AT_ONCE = 256  # whose logits exist at once
 ROUTERS = ("gate", "router", "shared_expert_gate")
@@ -356,8 +358,8 @@ def _empty_model(config: dict[str, Any], rounding: Rounding) -> Any:
     import transformers
     from transformers.initialization import no_init_weights
 
-    architecture = next(iter(config.get("architectures") or ()), None)
-    kind = getattr(transformers, str(architecture), None)
+    architecture = named(ConfigJson(config)).architecture
+    kind = getattr(transformers, architecture, None)
     if kind is None:
         raise ConfigError(
             f"config.json names the architecture {architecture}, which transformers {transformers.__version__} does "

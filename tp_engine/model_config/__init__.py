@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from tp_engine.config import QUANTIZATIONS
-from tp_engine.errors import ConfigError
+from tp_engine.errors import ConfigError, shown
 from tp_engine.hf_overrides import REMEDY, overridden, parse_overrides
 from tp_engine.model_config.checkpoint_files import CheckpointHeaders
 from tp_engine.model_config.config_json import ConfigJson
-from tp_engine.model_config.families import read_spec
+from tp_engine.model_config.families import named, read_spec
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
 from tp_engine.model_config.recurrent import RecurrentSpec
 from tp_engine.model_config.source import CONFIG_FILE, MODEL_FILES, QUANTIZATION_FILES, read_json, resolve_model_folder
@@ -26,7 +26,7 @@ _NO_HEADS = ("", 0), ("", 0)  # of a layer that is an MLP alone
 
 def read_model(config: Mapping[str, Any]) -> ModelSpec:
     """Parse a config.json.  Raises ``ConfigError`` for anything that is missing, wrong or not supported."""
-    whole = ConfigJson(config)
+    whole = named(ConfigJson(config))
     spec = read_spec(whole)
     vision = None if spec.layer_embedding is not None else read_vision(whole, spec.hidden_size)
     if vision is not None and vision.deep_layers >= spec.num_layers:
@@ -63,11 +63,23 @@ def load_model_config(
         values |= _quantization_beside(folder, headers)
     try:
         values = overridden(values, changes)
+        _check_effect(values, changes)
         config = read_model(values)
     except ConfigError as error:
         raise ConfigError(str(error) if "--hf-overrides" in str(error) else f"{error} ({REMEDY})") from error
     config = fitted(config, headers, says_dtype=says_dtype(values))
     return _with_eos(config, folder, says_eos=_says_eos(values)), folder
+
+
+def _check_effect(values: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` for a change of a key that ``text_config`` has too, where it counts."""
+    copies = ConfigJson(values).copies_of_text_part
+    for name in copies:
+        if changes.get(name) is not None:
+            raise ConfigError(
+                f"hf_overrides sets {name}={shown(changes[name])}, and text_config has {name} too, which alone counts: "
+                f"""give it as --hf-overrides '{{"text_config": {{"{name}": VALUE}}}}'"""
+            )
 
 
 def _quantization_beside(folder: Path, headers: CheckpointHeaders) -> dict[str, Any]:

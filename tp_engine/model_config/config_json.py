@@ -69,8 +69,9 @@ class ConfigJson:
         """Return the text part of a model with several parts: ``text_config``, or, in older files, keys beside the
         others'.  Raises ``ConfigError`` if its ``model_type`` is none of ``kinds``, unless there are none.
 
-        Embeddings are tied if either of the whole and the text part says so; false in the text part alone means the
-        default of the whole, as in transformers.
+        transformers 4.52 to 4.57 saved keys of the text part both there and beside it, and read the inner ones: an
+        outer key is judged only where the inner object lacks it.  Embeddings are tied if either of the whole and the
+        text part says so; false in the text part alone means the default of the whole, as in transformers.
         """
         found = self._find_text_part()
         if kinds:
@@ -81,12 +82,8 @@ class ConfigJson:
         whole = {name: value for name, value in self._values.items() if name in _OF_THE_WHOLE and value is not None}
         inner = self._values.get("text_config")
         if isinstance(inner, dict):
-            outer = {
-                name: value
-                for name, value in self._values.items()
-                if name not in (*_OF_THE_WHOLE, "text_config", "eos_token_id") and not _OTHER_PARTS.match(name)
-            }
-            self.below(outer).finish()
+            outer = self._beside_text_part()
+            self.below({name: value for name, value in outer.items() if name not in inner}).finish()
             if inner.get("tie_word_embeddings") is True:
                 whole["tie_word_embeddings"] = True
             elif "tie_word_embeddings" not in whole:
@@ -100,6 +97,21 @@ class ConfigJson:
         }
         return self.below(own)
 
+    def _beside_text_part(self) -> dict[str, Any]:
+        """The keys outside of ``text_config`` that are neither of the whole nor of another part."""
+        known = (*_OF_THE_WHOLE, "text_config", "eos_token_id")
+        return {
+            name: value for name, value in self._values.items() if name not in known and not _OTHER_PARTS.match(name)
+        }
+
+    @property
+    def copies_of_text_part(self) -> dict[str, Any]:
+        """The keys beside ``text_config`` that count for nothing, since it has them too."""
+        inner = self._values.get("text_config")
+        if not isinstance(inner, dict):
+            return {}
+        return {name: value for name, value in self._beside_text_part().items() if name in inner}
+
     def below(self, values: Mapping[str, Any], *names: str) -> ConfigJson:
         """Another object of the same file, found under the keys ``names`` of this one."""
         path, how = (*self._path, *names), self._can_override
@@ -110,12 +122,15 @@ class ConfigJson:
         return self.below({**self._values, **changes})
 
     def take(self, name: str, kind: type[T], default: T | None = None) -> T | None:
-        """Return the value of ``name``; ``default`` where it is absent or null.  Raises ``ConfigError`` for a wrong
-        type."""
+        """Return the value of ``name``, or ``default`` where it is absent.  Raises ``ConfigError`` for a wrong type.
+
+        Null is false, and the default of what is no number.  A number other than 0 has no value that means none, so
+        null is refused, unless there is no ``default``: then the caller knows what it means.
+        """
         self._taken.add(name)
         value = self._values.get(name)
         if value is None:
-            return default
+            return self._of_null(name, kind, default) if self.has(name) else default
         if type(value) in (int, float):
             self._check_size(name, value, _LARGEST if kind is int else _LARGEST_FLOAT)
         if kind is float and type(value) is int:
@@ -123,6 +138,14 @@ class ConfigJson:
         if type(value) is not kind:
             raise ConfigError(f"{self.origin}: {name} is {shown(value)}; it must be of type {kind.__name__}")
         return value
+
+    def _of_null(self, name: str, kind: type[T], default: T | None) -> T | None:
+        if default is None or kind not in (bool, int, float):
+            return default
+        if default and kind is not bool:
+            rule = f"there is no way to compute without this number, and without the key it is {default}"
+            raise self.refusal(name, None, rule, "write a number, or leave the key out")
+        return kind()  # false, or 0
 
     @property
     def architecture(self) -> str:
@@ -162,8 +185,8 @@ class ConfigJson:
 
     def take_positive(self, name: str, default: int, *, least: int = 1) -> int:
         """Return a size, at least ``least``, with a default."""
-        value = self.take(name, int)
-        if value is None:
+        value = self.take(name, int, default)
+        if value is None or self.peek(name) is None:
             return default
         if 0 < value < least:
             raise ConfigError(f"{self.origin}: {name} is {value}; it must be at least {least}")
@@ -243,9 +266,9 @@ class ConfigJson:
         return ConfigError(f"{self.origin}: {name} is {shown(value)}; {rule}: {remedy}")
 
     def expect(self, name: str, kind: type[T], supported: T) -> None:
-        """Take an option that has one supported value, which is also its default."""
-        value = self.take(name, kind, supported)
-        if value != supported:
+        """Take an option that has one supported value, which is also its default; a number may be null."""
+        value = self.take(name, kind, supported if kind is bool else None)
+        if value not in (None, supported):
             raise ConfigError(f"{self.origin}: {name} is {shown(value)}; this engine supports only {supported!r}")
 
     def finish(self) -> None:

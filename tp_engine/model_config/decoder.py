@@ -48,9 +48,7 @@ class DecoderReader:
         self.hidden_size = self._size("hidden_size")
         self.num_layers = self._size("num_hidden_layers")
         self.num_heads = self._size("num_attention_heads")
-        self.num_kv_heads = config.take_positive(
-            "num_key_value_heads", self._defaults.get("num_key_value_heads", self.num_heads)
-        )
+        self.num_kv_heads = self._read_kv_heads()
         self.head_dim = self._read_head_dim()
         self.inner_size = self._size("intermediate_size")
         self.max_position = self._size("max_position_embeddings")
@@ -77,8 +75,8 @@ class DecoderReader:
         return value
 
     def cap(self, name: str, default: float | None = None) -> float | None:
-        """Return a soft cap, above zero; None: there is none."""
-        value = self.config.take(name, float, default)
+        """Return a soft cap, above zero: ``default`` where it is absent; None, and null: there is none."""
+        value = self.config.take(name, float, None if self.config.has(name) else default)
         if value is not None and value <= 0:
             raise ConfigError(f"{self.config.origin}: {name} is {value}; it must be above 0, or null for none")
         return value
@@ -122,7 +120,10 @@ class DecoderReader:
         if len(set(given.values())) > 1:
             listed = ", ".join(f"{name} is {value}" for name, value in given.items())
             raise ConfigError(f"{self.config.origin}: {listed}; these are spellings of one key: give one of them")
-        return next(iter(given.values()), default) or self.config.require_positive(names[0])
+        if given:
+            return next(iter(given.values()))
+        name = next(filter(self.config.has, names), names[0])
+        return self.config.take_positive(name, default) if default else self.config.require_positive(name)
 
     def pre_norm_layer(
         self, attention: AttentionSpec | RecurrentSpec, mlp: MlpSpec | ExpertsSpec, **changes: Any
@@ -254,6 +255,14 @@ class DecoderReader:
         default = self._defaults.get(name)
         return self.config.require_positive(name) if default is None else self.config.take_positive(name, default)
 
+    def _read_kv_heads(self) -> int:
+        """Null is one for each query head in every family, absence in those without a default of their own."""
+        if self.config.peek("num_key_value_heads") is None and self.config.has("num_key_value_heads"):
+            self.config.skip("num_key_value_heads")
+            return self.num_heads
+        usual = self._defaults.get("num_key_value_heads", self.num_heads)
+        return self.config.take_positive("num_key_value_heads", usual)
+
     def _read_head_dim(self) -> int:
         own = self.config.take("head_dim", int) or self._defaults.get("head_dim")
         if own is None and self.hidden_size % self.num_heads:
@@ -261,7 +270,9 @@ class DecoderReader:
                 f"config.json: hidden_size is {self.hidden_size}; without a head_dim it must be a multiple of "
                 f"num_attention_heads, {self.num_heads}"
             )
-        return self.config.take_positive("head_dim", own or self.hidden_size // self.num_heads)
+        if self.config.peek("head_dim") is None:
+            return own or self.hidden_size // self.num_heads
+        return self.config.require_positive("head_dim")
 
     def _read_activation(self, key: str, default: str, known: Mapping[str, ActivationKind]) -> Activation:
         name = self.config.take(key, str, default) or default

@@ -419,6 +419,41 @@ def test_absent_keys_mean_what_transformers_means(name: str) -> None:
         part[key] = value
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_null_is_no_number(name: str) -> None:
+    """Oracle: transformers' class: the number or truth that it makes of null, and where it keeps None or refuses it,
+    anything but its default; a reader may refuse instead."""
+    import transformers
+
+    family = FAMILIES[name]
+    kind = getattr(transformers, family.config)
+    full = json.loads(kind(**NEEDED.get(name, {})).to_json_string(use_diff=False))
+    full["architectures"] = [family.hub_name or family.model]
+    part = full.get("text_config", full)
+    expected, num_seen = model_of(full), 0
+    for key, value in list(part.items()):
+        if type(value) not in (bool, int, float) or key in SEEN_IN_TENSORS:
+            continue
+        part[key] = not value if type(value) is bool else 2 * value
+        if (other := model_of(full)) not in (None, expected):  # it matters
+            part[key] = None
+            try:
+                kept = getattr(kind.from_dict(json.loads(json.dumps(full))).get_text_config(), key, None)
+            except Exception:  # of whatever kind: it refuses null
+                kept = None
+            found = model_of(full)
+            if kept is not None:
+                part[key] = kept
+                assert found in (None, model_of(full)), key
+            elif type(value) is bool:
+                assert found in (None, other if value else expected), key
+            elif value:
+                assert found != expected, key
+            num_seen += 1
+        part[key] = value
+    assert num_seen >= 5
+
+
 def model_of(config: dict[str, Any]) -> ModelSpec | None:
     """What the engine reads; None if it refuses the configuration."""
     try:

@@ -415,10 +415,28 @@ def test_dual_chunk_attention_is_bounded() -> None:
         read_model(llama(dual_chunk_attention_config=chunks))
 
 
-def test_the_nearest_architecture_is_named() -> None:
-    """Oracle: the name that differs by one digit."""
-    with pytest.raises(ConfigError, match=r"DeepseekV4ForCausalLM.*DeepseekV3ForCausalLM has the nearest name"):
-        read_model(llama(architectures=["DeepseekV4ForCausalLM"]))
+@pytest.mark.parametrize(
+    ("name", "relatives"),
+    [
+        ("DeepseekV4ForCausalLM", ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM")),
+        ("Glm5NextForConditionalGeneration", ("GlmForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")),
+        ("MiniMaxM3ForCausalLM", ("MiniMaxM2ForCausalLM",)),  # and not Ministral
+        ("HYV4ForCausalLM", ("HYV3ForCausalLM",)),
+        ("Cohere2MoeForCausalLM", ("Cohere2ForCausalLM",)),
+        ("LlamaForCasualLM", ("LlamaForCausalLM",)),
+        ("AfmoeForCausalLM", ()),
+        ("", ()),
+        ("x" * 100_000, ()),
+    ],
+)
+def test_the_relatives_of_an_architecture_are_named(name: str, relatives: tuple[str, ...]) -> None:
+    """Oracle: by hand: those of the same makers, and no list of all names; what helps is said."""
+    with pytest.raises(ConfigError, match=r"this engine runs exactly one of \d+ architectures") as caught:
+        read_model(llama(architectures=[name]))
+    text = str(caught.value)
+    assert all(one in text for one in relatives) and len(text) < 1000
+    assert "Qwen3ForCausalLM" not in text and "docs/models.md" in text and "take a " in text
+    assert ("Nearest by name" in text) == ("--hf-overrides" in text) == bool(relatives)
 
 
 @pytest.mark.parametrize("listed", [[], [3], [["a"]], ["LlamaForCausalLM", "X"], "LlamaForCausalLM", {}])

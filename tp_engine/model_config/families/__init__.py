@@ -6,7 +6,9 @@ A file lists the ``ARCHITECTURES`` of config.json that it describes, and its ``r
 
 import difflib
 import importlib
+import json
 import pkgutil
+import re
 from collections.abc import Callable
 from functools import cache
 
@@ -14,6 +16,10 @@ from tp_engine.errors import ConfigError, shown
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.heads import HEADS, decoder_config, decoder_of, with_classifier
 from tp_engine.model_config.spec import ModelSpec
+
+_OF_TEXT, _OF_WHOLE = "ForCausalLM", "ForConditionalGeneration"
+_FIRST_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Za-z][a-z]*")  # of an architecture, or of a model type
+_LONGEST_NAME, _MOST_RELATIVES = 100, 3
 
 
 @cache
@@ -24,6 +30,22 @@ def families() -> dict[str, Callable[[ConfigJson], ModelSpec]]:
         module = importlib.import_module(f"{__name__}.{found}")
         readers |= dict.fromkeys(module.ARCHITECTURES, module.read)
     return readers
+
+
+def named(config: ConfigJson) -> ConfigJson:
+    """Return ``config`` with an architecture: its own, or the one of its ``model_type``, as in transformers.
+
+    Raises ``ConfigError`` if neither tells one.
+    """
+    kind = config.peek("model_type")
+    if config.peek("architectures") not in (None, []) or not isinstance(kind, str):
+        return config
+    wanted = kind.lower().replace("_", "")
+    names = [name for end in (_OF_WHOLE, _OF_TEXT) for name in families() if name.endswith(end)]
+    found = [name for name in names if wanted in _kinds(name)]
+    if not found:
+        raise _refusal(f"there are no architectures, and model_type is {shown(kind)}", kind)
+    return config.changed({"architectures": found[:1]})
 
 
 def read_spec(config: ConfigJson) -> ModelSpec:
@@ -38,10 +60,43 @@ def read_spec(config: ConfigJson) -> ModelSpec:
     if reader is None and (decoder := decoder_of(config, families())) is not None:
         return with_classifier(families()[decoder](decoder_config(config, decoder)), config)
     if reader is None:
-        nearest = difflib.get_close_matches(name, families(), n=1)
-        hint = f", of which {nearest[0]} has the nearest name" if nearest else ""
-        raise ConfigError(
-            f"config.json: architectures is {shown([name])}; this engine runs exactly one of "
-            f"{', '.join(families())}{hint}. Classifiers on them end in {', '.join(HEADS)}"
-        )
+        raise _refusal(f"architectures is {shown([name])}", name)
     return reader(config)
+
+
+def _kinds(name: str) -> tuple[str, ...]:
+    """The model types of an architecture, without underscores: a text part alone has one of its own."""
+    stem = _stem(name)
+    return (stem, f"{stem}text") if name.endswith(_OF_TEXT) else (stem,)
+
+
+def _stem(name: str) -> str:
+    return name.removesuffix(_OF_TEXT).removesuffix(_OF_WHOLE).lower().replace("_", "")
+
+
+def _refusal(what: str, name: str) -> ConfigError:
+    """The error for a model that is not run, with those that are its relatives, as far as names tell."""
+    relatives = _relatives(name[:_LONGEST_NAME])
+    if relatives:
+        change = json.dumps({"architectures": relatives[:1]})
+        helps = (
+            f"Nearest by name: {', '.join(relatives)}. They are other models: take a checkpoint of one of them; if "
+            f"this one's maker says that it is built like one, name that with --hf-overrides '{change}'"
+        )
+    else:
+        helps = "None has a name like it: take a model of one of them"
+    heads = "" if name.endswith((_OF_TEXT, _OF_WHOLE)) else f". Classifiers on them end in {', '.join(HEADS)}"
+    return ConfigError(
+        f"config.json: {what}; this engine runs exactly one of {len(families())} architectures, which docs/models.md "
+        f"lists. {helps}{heads}"
+    )
+
+
+def _relatives(name: str) -> list[str]:
+    """The architectures that begin with the same word as ``name``, the ones that are most like it first."""
+    stem, alike = _stem(name), dict[str, float]()
+    for one in families():
+        word = max((found[0] for text in (name, one) if (found := _FIRST_WORD.match(text))), key=len).lower()
+        if stem.startswith(word) and _stem(one).startswith(word):
+            alike[one] = difflib.SequenceMatcher(None, stem, _stem(one)).ratio()
+    return sorted(alike, key=lambda one: -alike[one])[:_MOST_RELATIVES]

@@ -165,9 +165,10 @@ def _head_shapes(reader: DecoderReader, windows: tuple[int | None, ...]) -> list
     kv_heads = config.take_positive("num_global_key_value_heads", reader.num_kv_heads)
     kv_heads = kv_heads if config.peek("attention_k_eq_v") else reader.num_kv_heads
     usual, full = (reader.num_kv_heads, reader.head_dim), (kv_heads, head_dim)
-    found = config.take_object("per_layer_config")
-    if found is None:
+    changes = config.take("per_layer_config", dict)
+    if not config.has("per_layer_config"):
         return [full if window is None else usual for window in windows]
+    found = config.below(changes or {}, "per_layer_config")  # empty, or null, where no layer differs
     indices = {f"{index:0{width}}": index for index in range(len(windows)) for width in range(1, 4)}  # "5", "05"
     if wrong := [name for name in found.names if name not in indices]:
         rule = f"its keys must be numbers of layers, 0 to {len(windows) - 1}"

@@ -23,6 +23,7 @@ def read(config: ConfigJson) -> ModelSpec:
             changes = {"attention_out_norm": reader.norm("post_norm1"), "mlp_out_norm": reader.norm("post_norm2")}
     attention = read_attention(reader, scale=reader.head_dim**-0.5 if is_hyperclovax else 1.0)
     is_sparse = config.architecture == _SPARSE
+    config.expect("position_embedding_type", str, "rope")  # transformers 4.5x writes it, for a rotation that is there
     layer = reader.pre_norm_layer(
         attention,
         read_experts(reader, "block_sparse_moe") if is_sparse else reader.mlp(bias=reader.flag("mlp_bias")),

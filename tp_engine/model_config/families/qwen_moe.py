@@ -29,7 +29,7 @@ def _read_qwen2(config: ConfigJson) -> ModelSpec:
         shared_gate="shared_expert_gate",
     )
     bias, is_windowed = reader.flag("qkv_bias", True), reader.flag("use_sliding_window")
-    window = config.take("sliding_window", int, 4096) or None
+    window = config.take("sliding_window", int, None if config.has("sliding_window") else 4096) or None
     last = config.take("max_window_layers", int, 28) or 0
     windows = reader.windows(window if is_windowed else None, lambda index: index % 2 == 0 and index < last)
     layers = tuple(
