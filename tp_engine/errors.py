@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 _SHORTEST_BEGINNING = 3
+_LONGEST_NAME = 200
 # Codes of errors: of a request that is refused for now, which a server answers with HTTP 503, and of one that ended
 # because of its own grammar, or because its own fields leave no token that may come.
 CODE_UNAVAILABLE = "service_unavailable"
@@ -102,6 +103,8 @@ class _Brief(reprlib.Repr):
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``'; did you mean X?'`` with the nearest known name, or one that begins alike; an empty string if none does."""
+    if len(name) > _LONGEST_NAME:  # a stranger may have sent it
+        return ""
     names = list(known)
     begins_alike = [one for one in names if len(name) > _SHORTEST_BEGINNING and one.startswith(name)]
     nearest = [*difflib.get_close_matches(name, names, n=1, cutoff=0.6), *begins_alike]

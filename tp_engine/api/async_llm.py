@@ -483,7 +483,7 @@ class AsyncLLM:
             "adapter": "" if lora is None else lora.lora_name,
         }
         size = len(prompt_text(prompt) or "")
-        has_images = isinstance(prompt, Mapping) and "multi_modal_data" in prompt
+        has_images = isinstance(prompt, Mapping) and bool(prompt.get("multi_modal_data"))
         if size > _LONG_TEXT or params.structured_outputs is not None or has_images:
             work = partial(self.input_processor.process, prompt, params, **fields)
             return await self._preparing.run(size, work, has_images=has_images)

@@ -120,6 +120,7 @@ class ChatTemplateOptions(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
     enable_thinking: bool
     add_special_tokens: bool
+    mm_processor_kwargs: Mapping[str, Any] | None
 
 
 class Configs(NamedTuple):

@@ -6,6 +6,7 @@ The order is that of cost: headers of all files first, then the tokens, then whe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tp_engine.errors import RequestError, shown
@@ -31,7 +32,7 @@ class TextTokens(Protocol):
         """Raise ``ContextLengthError`` for a prompt that is too long."""
 
 
-_KEYS = {"prompt", "prompt_token_ids", "multi_modal_data"}
+_KEYS = {"prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs"}
 
 
 class ImagePrompts:
@@ -53,11 +54,11 @@ class ImagePrompts:
         given = {name for name, value in prompt.items() if value is not None}
         if wrong := given - _KEYS:
             raise RequestError(
-                f"a prompt with multi_modal_data has {shown(min(wrong))}; beside it may be prompt or prompt_token_ids "
-                "(settings of the processor are the engine's: mm_processor_kwargs)",
+                f"a prompt with multi_modal_data has {shown(min(wrong))}; beside it may be prompt or prompt_token_ids, "
+                "and mm_processor_kwargs",
                 param=param,
             )
-        sources = _sources(prompt["multi_modal_data"])
+        sources = _sources(prompt["multi_modal_data"], prompt.get("mm_processor_kwargs"))
         text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if isinstance(text, str) and token_ids is None:
             pieces = tuple(text.split(self.marker))
@@ -103,13 +104,42 @@ class ImagePrompts:
         return self.reader.stage(opened, starts) if self._reads_pixels else ()
 
 
-def _sources(given: object) -> list[ImageSource]:
-    """The images of ``multi_modal_data``."""
+def without_empty_data(prompt: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a prompt of ``LLM`` without ``multi_modal_data`` that has nothing, and without what is nothing in it:
+    batches with and without images have the same fields in all rows."""
+    if "multi_modal_data" not in prompt:
+        return prompt
+    data = prompt["multi_modal_data"]
+    if isinstance(data, Mapping):
+        data = {name: value for name, value in data.items() if not _is_nothing(value)}
+    if _is_nothing(data):
+        return {
+            name: value for name, value in prompt.items() if name not in ("multi_modal_data", "mm_processor_kwargs")
+        }
+    return {**prompt, "multi_modal_data": data}
+
+
+def _is_nothing(value: object) -> bool:
+    return value is None or (isinstance(value, (list, tuple, Mapping)) and not value)
+
+
+def _sources(given: object, sizes: object) -> list[ImageSource]:
+    """The images of ``multi_modal_data``, in ``sizes`` (``mm_processor_kwargs``)."""
     if not isinstance(given, Mapping) or given.keys() != {"image"}:
         raise RequestError(
             f"multi_modal_data is {shown(given)}; it must be {{'image': one image, or a list of them}}", param="prompt"
         )
     images = given["image"] if isinstance(given["image"], (list, tuple)) else [given["image"]]
-    if not images:
-        raise RequestError("multi_modal_data has no image; leave it out", param="prompt")
-    return [ImageSource(where=f"image {number}", content=one) for number, one in enumerate(images)]
+    return with_sizes([ImageSource(where=f"image {number}", content=one) for number, one in enumerate(images)], sizes)
+
+
+def with_sizes(images: Sequence[ImageSource], sizes: object) -> list[ImageSource]:
+    """Return ``images`` in the sizes that a request asks for (``mm_processor_kwargs``), unless one has its own."""
+    if sizes is None:
+        return list(images)
+    if not isinstance(sizes, Mapping):
+        raise RequestError(
+            f"mm_processor_kwargs is {shown(sizes)}; it must be an object such as {{'max_pixels': 1000000}}",
+            param="mm_processor_kwargs",
+        )
+    return [replace(one, sizes={**sizes, **one.sizes}) for one in images]

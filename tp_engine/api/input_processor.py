@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, Literal, TypeAlias
 
-from tp_engine.api.image_prompts import ImagePrompts
+from tp_engine.api.image_prompts import ImagePrompts, with_sizes, without_empty_data
 from tp_engine.api.openai.chat.prompt import ChatFormat, ChatPrompt
 from tp_engine.api.text_measure import TextMeasure
 from tp_engine.engine.messages import ModelInfo
@@ -124,6 +124,8 @@ class InputProcessor:
             truncate_prompt_tokens = params.truncate_prompt_tokens
         must_fit = truncate_prompt_tokens is None
         images: tuple[ImageInput, ...] = ()
+        if isinstance(prompt, Mapping):
+            prompt = without_empty_data(prompt)
         if isinstance(prompt, Mapping) and not {"images", "multi_modal_data"}.isdisjoint(prompt):
             if pooling is not None:
                 raise RequestError("vectors and scores are made of text alone; leave images out", param="input")
@@ -165,13 +167,15 @@ class InputProcessor:
         *,
         add_special_tokens: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         **template_options: Any,
     ) -> Mapping[str, Any]:
         """Return the prompt of a conversation, up to the assistant's answer, as tokens, with its images.
 
         ``template_options`` and ``chat_template_kwargs`` go to the chat template (``enable_thinking=False``);
         ``continue_final_message=True`` lets the model continue the last message instead.  Templates write the special
-        tokens themselves; ``add_special_tokens`` adds the tokenizer's to them.
+        tokens themselves; ``add_special_tokens`` adds the tokenizer's to them.  ``mm_processor_kwargs`` are the sizes
+        of images.
         """
         variables = {} if chat_template_kwargs is None else chat_template_kwargs
         if not isinstance(variables, Mapping):
@@ -185,6 +189,7 @@ class InputProcessor:
                 param="chat_template_content_format",
             )
         chat = self.chat.render(messages, {**template_options, **variables}, image_marker=self.image_marker)
+        chat = dataclasses.replace(chat, images=tuple(with_sizes(chat.images, mm_processor_kwargs)))
         return self.chat_tokens(chat, add_special_tokens=add_special_tokens)
 
     def chat_token_ids(self, messages: Sequence[Mapping[str, Any]], **template_options: Any) -> list[int]:

@@ -132,7 +132,7 @@ class LLM(Closing):
         """Complete every prompt; results come in the order of the prompts.
 
         A prompt is text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; these two may have
-        ``multi_modal_data`` too: ``{"image": image}``, or a list (docs/images.md).
+        ``multi_modal_data`` too: ``{"image": image}``, or a list, and ``mm_processor_kwargs`` (docs/images.md).
         ``sampling_params`` may be a mapping of fields; None means ``get_default_sampling_params()``.  One serves all
         prompts; a list must have one for each; so with ``lora_request``, the adapter, and ``priority``.  Raises
         ``RequestError`` for a bad prompt before any prompt runs.

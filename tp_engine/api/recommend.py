@@ -11,7 +11,7 @@ from tp_engine.advice.question import Hardware, Question, Workload, find_gpu, fi
 from tp_engine.advice.recommendation import Recommendation
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.errors import ConfigError
-from tp_engine.images.rules import PROCESSOR_FILES
+from tp_engine.images.rules import PROCESSOR_FILES, has_processor
 from tp_engine.images.settings import image_settings
 from tp_engine.model_config import load_model_config
 from tp_engine.model_config.drafting import has_assistant, with_own_head
@@ -94,7 +94,7 @@ def recommend(  # noqa: PLR0913 (one keyword per question)
 def _with_images(model: ModelSpec, folder: Path) -> ModelSpec:
     """``model`` with the size of its largest image; without the tower, if it is served as text."""
     vision = model.vision
-    if vision is None or not any((folder / name).is_file() for name in PROCESSOR_FILES):
+    if vision is None or not has_processor(folder):
         return dataclasses.replace(model, vision=None)
     settings = image_settings(EngineConfig(), vision, folder)
     assert settings is not None, "images have no limit here"

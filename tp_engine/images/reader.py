@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections import deque
 from collections.abc import Sequence
@@ -15,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from tp_engine.errors import RequestError
+from tp_engine.errors import ConfigError, RequestError
 from tp_engine.images.image_input import ImageInput
 from tp_engine.images.loading import OpenedImage, open_bytes, open_object
 from tp_engine.images.placeholders import Grid, Placeholders
+from tp_engine.images.rules import ImageRules
 from tp_engine.images.settings import ImageSettings
 from tp_engine.images.sources import ImageSource, file_bytes
 from tp_engine.images.staged import ALIGNMENT, ByteBudget, ImageMemory, StagedImage
@@ -42,6 +44,7 @@ class ImageReader:
         self.staged = ByteBudget(settings.transport_bytes if waits else None, "images")
         self.seconds: deque[float] = deque(maxlen=_MOST_TIMES)
         """How long each request's images took, for those who observe."""
+        self._most_rows = math.prod(self.rules.grid(*self.rules.largest))
         self._decoding = ByteBudget(_DECODING_BYTES, "images that are decoded")
         salt = (settings.family, settings.cell, self.rules.mean, self.rules.std)
         self._salt = repr(salt).encode()
@@ -59,17 +62,17 @@ class ImageReader:
 
     def grids(self, images: Sequence[OpenedImage]) -> list[Grid]:
         """Return rows and columns of embeddings of each; ``RequestError`` for a shape that the model does not take."""
-        return [self.rules.grid(*self._resized(one)) for one in images]
+        return [self.rules.grid(*self._sized(one)[1]) for one in images]
 
     def stage(self, images: Sequence[OpenedImage], starts: Sequence[int]) -> tuple[ImageInput, ...]:
         """Decode all and put their pixels into shared memory; ``starts`` are their places in the prompt."""
-        sizes = [self._resized(one) for one in images]
-        offsets = np.cumsum([0, *(round_up(3 * height * width, ALIGNMENT) for height, width in sizes)]).tolist()
+        sized = [self._sized(one) for one in images]
+        offsets = np.cumsum([0, *(round_up(3 * height * width, ALIGNMENT) for _, (height, width) in sized)]).tolist()
         memory = ImageMemory(offsets[-1], self.staged)
         inputs = []
-        for image, (height, width), start, offset in zip(images, sizes, starts, offsets, strict=False):
+        for image, (rules, (height, width)), start, offset in zip(images, sized, starts, offsets, strict=False):
             with self._decoding.taken(image.decode_bytes):
-                pixels = image.pixels(*self.rules.filled(*image.sizes), self.rules.resample)
+                pixels = image.pixels(*rules.filled(*image.sizes), rules.resample)
                 below, beside = height - pixels.shape[0], width - pixels.shape[1]
                 if below or beside:
                     pixels = np.pad(pixels, ((0, below), (0, beside), (0, 0)))
@@ -78,7 +81,7 @@ class ImageReader:
             memory.write(offset, data)
             digest = hashlib.sha256(self._salt + repr((height, width)).encode())
             digest.update(data)
-            grid = self.rules.grid(height, width)
+            grid = rules.grid(height, width)
             staged = StagedImage(
                 start=start,
                 num_tokens=self.placeholders.num_tokens(grid),
@@ -100,8 +103,21 @@ class ImageReader:
             return open_bytes(source, file_bytes(source, self.settings), limit)
         return open_object(source, limit)
 
-    def _resized(self, image: OpenedImage) -> tuple[int, int]:
+    def _sized(self, image: OpenedImage) -> tuple[ImageRules, tuple[int, int]]:
+        """The rules of an image, and its height and width by these.  The start has measured the largest image of the
+        engine's own rules, so none may have more rows of embeddings."""
+        asked = image.source.sizes
         try:
-            return self.rules.resized(*image.sizes)
+            rules = self.settings.rules(asked) if asked else self.rules
+            resized = rules.resized(*image.sizes)
+        except ConfigError as error:
+            raise image.source.refusal(str(error), param="mm_processor_kwargs") from None
         except RequestError as error:
             raise image.source.refusal(str(error)) from None
+        if (num_rows := math.prod(rules.grid(*resized))) > self._most_rows:
+            raise image.source.refusal(
+                f"the image takes {num_rows:,} tokens at the size that is asked for; this engine takes at most "
+                f"{self._most_rows:,}: ask for less, or start it with --mm-processor-kwargs and this size",
+                param="mm_processor_kwargs",
+            )
+        return rules, resized

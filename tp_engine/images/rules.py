@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -29,6 +29,7 @@ from tp_engine.units import round_up
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
+_TEKKEN = "tekken.json"
 _CLIP = {"image_mean": (0.48145466, 0.4578275, 0.40821073), "image_std": (0.26862954, 0.26130258, 0.27577711)}
 _HALF = {"image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}
 _BILINEAR, _BICUBIC = 2, 3
@@ -116,6 +117,8 @@ class QwenRules(ImageRules):
         least = settings.pixels("min_pixels", size.get("shortest_edge", 56 * 56))
         most = settings.pixels("max_pixels", size.get("longest_edge", 28 * 28 * 1280))
         cell = common["cell"]
+        if "max_pixels" in settings.asked and settings.asked.isdisjoint(("min_pixels", "size")):
+            least = min(least, most)  # who asks for less than the file's least has not asked for that
         if not least <= most or most < cell * cell:
             raise settings.refusal(
                 "size", {"shortest_edge": least, "longest_edge": most}, f"min <= max, and a cell has {cell * cell} px"
@@ -314,9 +317,12 @@ class PaddedRules(ImageRules):
 
 class Settings:
     """A processor's settings as a file has them, with the defaults of a family in transformers; ``origin`` is the
-    file's name in errors."""
+    file's name in errors.  ``asked`` are the names of those that override the file's."""
 
-    def __init__(self, values: Mapping[str, Any], origin: str, defaults: Mapping[str, Any]) -> None:
+    def __init__(
+        self, values: Mapping[str, Any], origin: str, defaults: Mapping[str, Any], asked: Collection[str] = ()
+    ) -> None:
+        self.asked = frozenset(asked)
         self._values = {**defaults, **{name: value for name, value in values.items() if value is not None}}
         self._origin = origin
 
@@ -392,13 +398,14 @@ def image_rules(
     cell: int,
     overrides: Mapping[str, Any] | None = None,
     origin: str = PROCESSOR_FILES[1],
+    asked_by: str = "--mm-processor-kwargs",
 ) -> ImageRules:
     """Return the rules of a model.
 
     ``family`` is that of ``VisionSpec``, ``processor`` the content of the file ``origin``
-    (``read_processor``), ``cell`` the tower's patch size times the merged patches of a side, and ``overrides`` those of
-    ``--mm-processor-kwargs``.  ``ConfigError`` for a family without rules, and for settings that have no effect or
-    that no tower could take.
+    (``read_processor``), ``cell`` the tower's patch size times the merged patches of a side, and ``overrides`` those
+    that ``asked_by`` has.  ``ConfigError`` for a family without rules, and for settings that have no effect or that no
+    tower could take.
     """
     if family not in _FAMILIES:
         raise ConfigError(f"images of {family} have no rules; those of {', '.join(_FAMILIES)} have")
@@ -407,22 +414,23 @@ def image_rules(
     for name in overrides or {}:
         if name not in known:
             raise ConfigError(
-                f"--mm-processor-kwargs has {shown(name)}; it may have {', '.join(known)}, for {family}"
-                + did_you_mean(name, known)
+                f"{asked_by} has {shown(name)}; it may have {', '.join(known)}, for {family}"
+                + did_you_mean(str(name), known)
             )
     values = kind.respelled(processor, origin)
     if overrides:
-        values, origin = {**values, **overrides}, "--mm-processor-kwargs"
+        values, origin = {**values, **overrides}, asked_by
         if "size" in overrides:  # it also stands for the file's older names
             values |= {name: overrides.get(name) for name in ("min_pixels", "max_pixels")}
-    settings = Settings(values, origin, defaults)
+    settings = Settings(values, origin, defaults, overrides or ())
     return kind.of(settings, **settings.common(cell))
 
 
 def read_processor(folder: Path) -> tuple[dict[str, Any], str]:
     """Return a checkpoint's settings of its image processor, and the name of their file.
 
-    Newer files have them in processor_config.json below ``image_processor``.  ``ConfigError`` where there is no file.
+    Newer files have them in processor_config.json below ``image_processor``, Mistral's own in tekken.json.
+    ``ConfigError`` where there is none.
     """
     for name in PROCESSOR_FILES:
         try:
@@ -435,10 +443,28 @@ def read_processor(folder: Path) -> tuple[dict[str, Any], str]:
             found = found.get("image_processor")
         if isinstance(found, dict):
             return found, name
+    if (found := _read_tekken(folder)) is not None:
+        return found, _TEKKEN
     raise ConfigError(
         f"{folder} has no {PROCESSOR_FILES[1]}, which says to which size this model resizes images: download it from "
         "the model's repository, or serve the text part alone with --limit-mm-per-prompt '{\"image\": 0}'"
     )
+
+
+def has_processor(folder: Path) -> bool:
+    """Return whether a checkpoint says to which size its images are resized."""
+    return any((folder / name).is_file() for name in PROCESSOR_FILES) or _read_tekken(folder) is not None
+
+
+def _read_tekken(folder: Path) -> dict[str, Any] | None:
+    """The longest side that a tokenizer of Mistral's names; None without one, and for one of text."""
+    try:
+        found = read_json(folder / _TEKKEN)
+    except (OSError, ValueError):
+        return None
+    own = found.get("image") or found.get("multimodal") if isinstance(found, dict) else None
+    longest = own.get("max_image_size") if isinstance(own, dict) else None
+    return None if longest is None else {"size": {"longest_edge": longest}}
 
 
 def _largest(num_cells: int, cell: int) -> tuple[int, int]:

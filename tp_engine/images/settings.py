@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,10 +43,17 @@ class ImageSettings:
     allowed_domains: tuple[str, ...] = ()
     allowed_path: str | None = None
 
-    def rules(self) -> ImageRules:
-        """Return the rules of sizes; ``ConfigError`` for a processor's file that can not be served."""
+    def rules(self, asked: Mapping[str, Any] | None = None) -> ImageRules:
+        """Return the rules of sizes; ``ConfigError`` for a processor's file that can not be served.
+
+        What is ``asked`` for one image goes before the operator's ``overrides``.
+        """
+        asked = asked or {}
+        replaced = ("min_pixels", "max_pixels") if "size" in asked else ()  # older names of the same
+        overrides = {name: value for name, value in self.overrides.items() if name not in replaced} | dict(asked)
+        asked_by = "mm_processor_kwargs" if asked else "--mm-processor-kwargs"
         return image_rules(
-            self.family, self.processor, cell=self.cell, overrides=self.overrides or None, origin=self.origin
+            self.family, self.processor, cell=self.cell, overrides=overrides, origin=self.origin, asked_by=asked_by
         )
 
 

@@ -14,7 +14,7 @@ import base64
 import binascii
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -40,6 +40,8 @@ _KINDS = {
 }
 _WITH_IMAGES = frozenset({*_KINDS, "image_generation_call"})  # the latter is an item of responses
 _SPACES = " \t\n\f\r"  # what the URL standard calls ASCII whitespace
+# Sizes of one image that parts have for Qwen's own tools.
+_SIZES, _UNTAKEN_SIZES = ("min_pixels", "max_pixels"), ("resized_height", "resized_width")
 # What encoders of URLs write for bytes of base64, and for line ends between them.
 _ESCAPES = tuple(
     (f"%{ord(byte):{form}}".encode(), byte.encode()) for byte in "+/=" + _SPACES for form in ("02X", "02x")
@@ -50,11 +52,13 @@ _NO_OBJECTS = (bytes, Mapping, list, bool, int, float)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSource:
-    """One image of a request.  ``where`` names it in errors; ``content`` is a URL, or an object of Pillow or numpy."""
+    """One image of a request.  ``where`` names it in errors; ``content`` is a URL, or an object of Pillow or numpy.
+    ``sizes`` are settings of the processor for this image alone, under the names of ``--mm-processor-kwargs``."""
 
     where: str
     content: Any
     detail: str = "auto"
+    sizes: Mapping[str, Any] = field(default_factory=dict)
 
     def refusal(self, reason: str, *, param: str = "messages") -> RequestError:
         """Return the error for this image."""
@@ -87,9 +91,10 @@ def image_source(where: str, part: Mapping[str, Any] | ImageSource) -> ImageSour
     kind: str = part["type"]
     name = next((name for name in _KINDS[kind] if part.get(name) is not None), _KINDS[kind][0])
     given: Any = part.get(name)
-    detail: Any = part.get("detail")
+    beside: Mapping[str, Any] = part
     if name == "image_url" and isinstance(given, Mapping):
-        given, detail = given.get("url"), given.get("detail", detail)
+        given, beside = given.get("url"), {**part, **given}
+    detail: Any = beside.get("detail")
     takes_objects = kind == "image_pil" or name == "image"  # of Python alone: JSON has none
     if kind == "image_pil" and (given is None or isinstance(given, (str, *_NO_OBJECTS))):
         raise RequestError(f"{where}: image_pil must be an image of Pillow; send image_url", param="messages")
@@ -108,7 +113,13 @@ def image_source(where: str, part: Mapping[str, Any] | ImageSource) -> ImageSour
         detail = "auto"
     if detail not in DETAILS:
         raise RequestError(f"{where}: detail is {shown(detail)}; it must be {' or '.join(DETAILS)}", param="messages")
-    return ImageSource(where=where, content=given, detail=detail)
+    for other in _UNTAKEN_SIZES:
+        if beside.get(other) is not None:
+            raise RequestError(
+                f"{where}: {other} is not taken; send max_pixels, or the image in its size", param="messages"
+            )
+    sizes = {name: beside[name] for name in _SIZES if beside.get(name) is not None}
+    return ImageSource(where=where, content=given, detail=detail, sizes=sizes)
 
 
 def file_bytes(source: ImageSource, settings: ImageSettings) -> bytes:

@@ -13,7 +13,7 @@ from tp_engine.config import EngineConfig
 from tp_engine.device_map import DeviceMap, map_devices, parse_devices
 from tp_engine.distributed import all_reduce
 from tp_engine.errors import ConfigError
-from tp_engine.images.rules import PROCESSOR_FILES
+from tp_engine.images.rules import PROCESSOR_FILES, has_processor
 from tp_engine.images.settings import image_settings
 from tp_engine.kv_codec import is_lossy, may_refuse, pca_settings
 from tp_engine.kv_layout import default_snapshots
@@ -202,7 +202,7 @@ def _with_images(config: EngineConfig, model: ModelSpec, path: Path, num_hosts: 
     if config.convert != "none":
         return dataclasses.replace(model, vision=None)
     without = dataclasses.replace(model, vision=None)
-    if not any((path / name).is_file() for name in PROCESSOR_FILES):
+    if not has_processor(path):
         note = f"images are refused: the checkpoint has no {PROCESSOR_FILES[1]}, which says how they are resized"
         return dataclasses.replace(without, notes=(*model.notes, note))
     settings = image_settings(config, vision, path)

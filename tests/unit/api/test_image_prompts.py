@@ -413,10 +413,12 @@ def test_prompts_of_python_have_their_images_beside_them() -> None:
         ({"prompt": "no mark", "multi_modal_data": {"image": PICTURE}}, r"has 0 marks .* for 1 images"),
         ({"prompt_token_ids": [5], "multi_modal_data": {"image": PICTURE}}, r"has 0 marks .* for 1 images"),
         ({"prompt": "x", "multi_modal_data": {"video": 1}}, "must be {'image'"),
-        ({"prompt": "x", "multi_modal_data": {"image": []}}, "has no image"),
-        ({"prompt": "x", "multi_modal_data": None}, "multi_modal_data is None"),
+        ({"prompt": "x", "multi_modal_data": {"image": PICTURE, "video": [1]}}, "must be {'image'"),
+        ({"prompt": "x", "multi_modal_data": "a"}, "multi_modal_data is 'a'"),
+        ({"prompt": "x", "multi_modal_data": {"image": [None]}}, "has 0 marks"),
         ({"multi_modal_data": {"image": PICTURE}}, "give either 'prompt' or 'prompt_token_ids'"),
-        ({"prompt": "x", "multi_modal_data": {"image": PICTURE}, "mm_processor_kwargs": {}}, "mm_processor_kwargs"),
+        ({"prompt": "x", "multi_modal_data": {"image": PICTURE}, "multi_modal_uuids": {"image": ["a"]}}, "uuids"),
+        ({"prompt": "<|image_pad|>", "multi_modal_data": {"image": PICTURE}, "mm_processor_kwargs": 7}, "_kwargs is 7"),
         ({"prompt": "<|image_pad|>", "multi_modal_data": {"image": "/etc/passwd"}}, "must begin with data:image/"),
         ({"prompt": "<|image_pad|>", "multi_modal_data": {"image": 7}}, "image 0: the image is of type int"),
     ],
@@ -425,6 +427,103 @@ def test_prompts_of_python_that_fit_no_image_are_refused(prompt: Any, message: s
     """Oracle: the message has both numbers, or the form that is taken."""
     with pytest.raises(RequestError, match=message):
         process(prompt)
+
+
+@pytest.mark.parametrize(
+    "data", [None, {}, {"image": None}, {"image": []}, {"image": [], "video": []}, {"video": None}, {"image": ()}]
+)
+def test_empty_multi_modal_data_is_none(data: Any) -> None:
+    """Oracle: the same tokens without it, on a model that sees and on one of text: RL's rows all have the field."""
+    blind = InputProcessor(msgspec.structs.replace(image_info(), images=None), image_tokenizer())
+    for one in (processor(), blind):
+        for prompt in ({"prompt": "plain"}, {"prompt_token_ids": [5, 6]}):
+            plain = one.process(prompt, SamplingParams(max_tokens=3), request_id="r")
+            given = {**prompt, "multi_modal_data": data, "mm_processor_kwargs": {"max_pixels": 4096}}
+            found = one.process(given, SamplingParams(max_tokens=3), request_id="r")
+            assert found.prompt_token_ids == plain.prompt_token_ids and found.images == ()
+    both = process({"prompt": "<|image_pad|>", "multi_modal_data": {"image": PICTURE, "video": [], "audio": None}})
+    assert len(both.images) == 1
+
+
+BIG = picture(256, 256)  # 64 cells
+
+
+def sized(one: InputProcessor | None = None, part: Any = None, **sizes: Any) -> list[EngineRequest]:
+    """Requests with one image in the size that is asked for, in each way in which it can be."""
+    one = one or processor()
+    part = part or image_part(BIG)
+    content: list[Any] = [part]
+    item = {"type": "input_image", "image_url": part["image_url"], **{k: v for k, v in part.items() if "_pixels" in k}}
+    found = [
+        prepared(chat(*content, mm_processor_kwargs=sizes), one),
+        prepared(
+            ResponsesBody.model_validate(
+                {"input": [{"role": "user", "content": [item]}], "mm_processor_kwargs": sizes}
+            ),
+            one,
+        ),
+        one.process(
+            one.chat_prompt([{"role": "user", "content": content}], mm_processor_kwargs=sizes),
+            SamplingParams(),
+            request_id="r",
+        ),
+    ]
+    body = {"messages": [{"role": "user", "content": content}], "mm_processor_kwargs": sizes}
+    assert tokenize(TokenizeBody.model_validate(body), one)["tokens"] == found[0].prompt_token_ids
+    return found
+
+
+def test_a_request_asks_for_the_size_of_its_images() -> None:
+    """Oracle: the grids by hand, 32 pixels a cell; another size is another image to the caches, the same is the same.
+    A part's own size goes before its request's, and that before the engine's."""
+    engines = processor(overrides={"max_pixels": 128 * 128})
+    for one, part, sizes, grid in (
+        (None, None, {}, (8, 8)),
+        (None, None, {"max_pixels": 128 * 128}, (4, 4)),
+        (None, None, {"max_pixels": 32 * 32}, (1, 1)),  # less than the file's least
+        (None, None, {"size": {"longest_edge": 64 * 64, "shortest_edge": 1024}}, (2, 2)),
+        (None, None, {"min_pixels": 512 * 512}, (16, 16)),
+        (None, image_part(BIG) | {"max_pixels": 64 * 64}, {"max_pixels": 128 * 128}, (2, 2)),
+        (None, image_part(BIG, max_pixels=64 * 64), {}, (2, 2)),
+        (engines, None, {}, (4, 4)),
+        (engines, None, {"max_pixels": 64 * 64}, (2, 2)),
+        (engines, None, {"size": {"longest_edge": 64 * 64, "shortest_edge": 1024}}, (2, 2)),
+    ):
+        requests = sized(one, part, **sizes)
+        assert [image.grid for request in requests for image in request.images] == [grid] * 3
+    prompt = {"prompt": "<|image_pad|>", "multi_modal_data": {"image": BIG}}
+    small, large = (process({**prompt, "mm_processor_kwargs": sizes}) for sizes in ({"max_pixels": 128 * 128}, {}))
+    assert small.images[0].grid == (4, 4) and small.images[0].digest != large.images[0].digest
+    assert (
+        process({**prompt, "mm_processor_kwargs": {"max_pixels": 1 << 20}}).images[0].digest == large.images[0].digest
+    )
+
+
+def test_soft_tokens_of_a_request() -> None:
+    """Oracle: Gemma 4's own numbers; the engine's are the most, since the start measures their memory."""
+    gemma: dict[str, Any] = {"processor": {"size": None, "max_soft_tokens": 280}, "family": "gemma4"}
+    one = InputProcessor(image_info(**gemma), image_tokenizer())
+    for asked, most in ((70, 70), (280, 280)):
+        assert most * 0.8 < sized(one, max_soft_tokens=asked)[0].images[0].num_rows <= most
+    with pytest.raises(RequestError, match=r"content\[0\]: the image takes 1,089 tokens at the size .* at most 280"):
+        sized(one, max_soft_tokens=1120)
+
+
+@pytest.mark.parametrize(
+    ("part", "sizes", "message"),
+    [
+        (image_part(BIG), {"fps": 1}, "mm_processor_kwargs has 'fps'; it may have size, min_pixels, max_pixels"),
+        (image_part(BIG), {"max_pixels": "1"}, "mm_processor_kwargs: max_pixels is '1'; it must be a whole number"),
+        (image_part(BIG), {"max_pixels": 9}, "mm_processor_kwargs: size is .* a cell has 1024 px"),
+        (image_part(BIG), {"min_pixels": 1 << 22, "max_pixels": 1 << 22}, "takes 4,096 tokens .* at most 1,024"),
+        (image_part(BIG) | {"max_pixels": [1]}, {}, r"content\[0\]: mm_processor_kwargs: max_pixels is \[1\]"),
+        (image_part(BIG) | {"resized_height": 64}, {}, "resized_height is not taken; send max_pixels"),
+    ],
+)
+def test_sizes_that_can_not_be_are_refused_by_name(part: Any, sizes: dict[str, Any], message: str) -> None:
+    """Oracle: the message has the place, the value and the rule."""
+    with pytest.raises(RequestError, match=message):
+        prepared(chat(part, mm_processor_kwargs=sizes))
 
 
 def test_a_chat_of_python_takes_pillows_images() -> None:

@@ -30,7 +30,7 @@ from transformers.models.pixtral.image_processing_pil_pixtral import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 from tp_engine.errors import ConfigError, RequestError
-from tp_engine.images.rules import ImageRules, image_rules, read_processor
+from tp_engine.images.rules import ImageRules, has_processor, image_rules, read_processor
 
 HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 # family -> the file's settings as the Hub has them, the side of a cell, transformers' class.
@@ -231,6 +231,22 @@ def test_settings_that_no_tower_takes_are_refused_by_name(family: str, settings:
     """Oracle: the message names the setting, its value and the rule."""
     with pytest.raises(ConfigError, match=message):
         image_rules(family, settings, cell=32)
+
+
+def test_mistrals_tokenizer_says_the_size_where_no_processor_does(tmp_path: Path) -> None:
+    """Oracle: the number in its file, under both names that mistral-common reads; a tokenizer of text says none."""
+    for name in ("image", "multimodal"):
+        own = {"image_patch_size": 14, "max_image_size": 1540, "spatial_merge_size": 2}
+        (tmp_path / "tekken.json").write_text(json.dumps({"config": {}, name: own}))
+        processor, origin = read_processor(tmp_path)
+        assert origin == "tekken.json" and has_processor(tmp_path)
+        assert image_rules("mistral3", processor, cell=28, origin=origin).largest == (1540, 1540)
+    texts: tuple[Any, ...] = ({"config": {}}, {"image": None}, [])
+    for text in texts:
+        (tmp_path / "tekken.json").write_text(json.dumps(text))
+        assert not has_processor(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    assert has_processor(tmp_path)
 
 
 def test_both_files_of_a_folder_are_read(tmp_path: Path) -> None:

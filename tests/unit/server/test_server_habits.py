@@ -148,7 +148,6 @@ def test_the_engine_names_the_field_too(path: str, body: dict[str, Any], param: 
     [
         ("logprob_token_ids", [], [5]),
         ("thinking_token_budget", -1, 100),
-        ("mm_processor_kwargs", {}, {"max_pixels": 9}),
         ("kv_transfer_params", {"x": 1}, None),
     ],
 )

@@ -40,13 +40,17 @@ def test_answers_count_the_tokens_of_images() -> None:
         assert usage["prompt_tokens"] > 12
         stream = await app.post(PATH, body(PICTURE, stream=True, stream_options={"include_usage": True}))
         assert stream.events[-1]["usage"]["prompt_tokens_details"]["image_tokens"] == 6
+        part = {"type": "input_image", "image_url": image_part(PICTURE)["image_url"]}
+        asked = {"input": [{"role": "user", "content": [part]}], "max_output_tokens": 1}
+        response = (await app.post("/v1/responses", asked)).json()["usage"]
+        assert response["input_tokens_details"]["image_tokens"] == 6
         plain = (await app.post(PATH, body())).json()["usage"]
         assert "image_tokens" not in plain["prompt_tokens_details"]
         await until(lambda: staged(app) == 0, "all pixels to be given back")
         metrics = (await app.get("/metrics")).content.decode()
         for line in ("images_total{", "image_tokens_total{", "image_load_seconds_count{"):
             value = next(one for one in metrics.splitlines() if f":{line}" in one).rpartition(" ")[2]
-            assert float(value) == {"images_total{": 3, "image_tokens_total{": 18}.get(line, 2)
+            assert float(value) == {"images_total{": 4, "image_tokens_total{": 24}.get(line, 3)
 
     run_served(scenario, engine(), image_tokenizer())
 

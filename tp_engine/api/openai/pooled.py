@@ -303,6 +303,7 @@ class TokenizeBody(ThinkingBody):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 

@@ -42,10 +42,6 @@ _NOT_HERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
         (None, []),
         "ask for logprobs -1 of a server with --max-logprobs -1, and read those of the tokens",
     ),
-    "mm_processor_kwargs": (
-        (None, {}),
-        "the server's --mm-processor-kwargs are for all requests, and detail low lowers one image",
-    ),
     "thinking_token_budget": ((None, -1), "limit the whole answer with max_tokens, or set reasoning_effort"),
 }
 
@@ -56,6 +52,11 @@ def completion_params(body: CompletionBody, defaults: Mapping[str, Any] | None =
     echoes_logprobs = body.echo and body.logprobs is not None
     if body.max_tokens == 0 and not body.echo:
         raise RequestError("max_tokens is 0; it must be at least 1, except with echo", param="max_tokens")
+    if body.mm_processor_kwargs:
+        raise RequestError(
+            "mm_processor_kwargs are sizes of images, which completions do not take; send a chat",
+            param="mm_processor_kwargs",
+        )
     if body.best_of not in (None, body.n or 1):
         raise RequestError(f"best_of is {body.best_of}; only best_of equal to n is supported", param="best_of")
     given = _given(body)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from tp_engine.api.image_prompts import with_sizes
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.openai.chat.parser import ChatParsing
 from tp_engine.api.openai.chat.prompt import ChatPrompt
@@ -42,7 +43,8 @@ def chat_prompt(body: ChatBody, processor: InputProcessor) -> ChatPrompt:
     tools = ToolRequest.of(body)
     if tools is not None:
         options["tools"] = [dict(tool) for tool in tools.tools]
-    return processor.chat.render(body.messages, options, adapts_calls=True, image_marker=processor.image_marker)
+    chat = processor.chat.render(body.messages, options, adapts_calls=True, image_marker=processor.image_marker)
+    return replace(chat, images=tuple(with_sizes(chat.images, body.mm_processor_kwargs)))
 
 
 def _template_options(body: ChatBody) -> dict[str, Any]:

@@ -226,9 +226,11 @@ def _usage(usage: Mapping[str, Any]) -> JsonObject:
     """The ``usage`` of a chat, under the names of the Responses API."""
     prompt_details = usage.get("prompt_tokens_details") or {}
     completion_details = usage.get("completion_tokens_details") or {}
+    images = {name: prompt_details[name] for name in ("image_tokens",) if name in prompt_details}
+    cached = {"cached_tokens": prompt_details.get("cached_tokens", 0), "cache_write_tokens": 0}
     return {
         "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": prompt_details.get("cached_tokens", 0), "cache_write_tokens": 0},
+        "input_tokens_details": cached | images,
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": completion_details.get("reasoning_tokens", 0)},
         "total_tokens": usage["total_tokens"],
