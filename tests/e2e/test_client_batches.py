@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import psutil
 import pytest
 from openai.types import Batch as BatchType
 from openai.types import FileObject
 
-from tests.e2e.frontend import DEADLINE_S, RunningServer, running_server, wait_until
-from tests.e2e.scripted import scripted_engine
+from tests.e2e.frontend import DEADLINE_S, INFO, RunningServer, running_server, wait_until
+from tests.e2e.scripted import say, scripted_engine
+from tests.fake_engine import FakeEngine
+from tests.panicking import PANIC_TEXT, panicking_model
 from tp_engine.api.batches.lines import count_results
 from tp_engine.api.batches.objects import Batch, new_id
 from tp_engine.api.batches.store import BatchStore, page
@@ -42,7 +45,10 @@ def config(folder: Path, **options: Any) -> ServerConfig:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("batches")
     keys = {"api_key": ("sesame", "other"), "admin_api_key": ("operator",)}
-    with running_server(scripted_engine(), config(folder, **keys, batch_max_file_bytes=100_000)) as running:
+    info = msgspec.structs.replace(INFO, tokenizer=str(panicking_model(tmp_path_factory.mktemp("model"))))
+    with running_server(
+        FakeEngine(say, model_info=info), config(folder, **keys, batch_max_file_bytes=100_000)
+    ) as running:
         yield running
 
 
@@ -94,19 +100,21 @@ def results(client: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
 
 
 def test_a_batch_from_its_file_to_its_results(server: RunningServer, client: openai.OpenAI) -> None:
-    """Oracle: the scripted answers; a line that can not be served is an error of its own; the metrics count both."""
+    """Oracle: the scripted answers; a line that can not be served, also one over which the tokenizer's library panics,
+    is an error of its own; the metrics count both."""
     before = metrics(server)
     lines = [line(f"c{number}", f"text {number}") for number in range(20)]
     lines.append(line("wrong", max_tokens=-1))
+    lines.append(line("panic", PANIC_TEXT))
     batch = sent(client, lines, metadata={"k": "v"})
     assert (batch.status, batch.metadata) == ("validating", {"k": "v"})
     done = ended(client, batch)
     assert (done.status, done.errors, done.model) == ("completed", None, "demo")
     counts = done.request_counts
-    assert counts is not None and (counts.total, counts.completed, counts.failed) == (21, 20, 1)
+    assert counts is not None and (counts.total, counts.completed, counts.failed) == (22, 20, 2)
     after = metrics(server)
     changes = {name: after[name] - before[name] for name in after if after[name] != before[name]}
-    assert changes == {"batches completed": 1, "batch_lines_total completed": 20, "batch_lines_total failed": 1}
+    assert changes == {"batches completed": 1, "batch_lines_total completed": 20, "batch_lines_total failed": 2}
     assert after["batch_lines_waiting"] == 0
     answers = results(client, done.output_file_id)
     for number in range(20):
@@ -114,7 +122,7 @@ def test_a_batch_from_its_file_to_its_results(server: RunningServer, client: ope
         assert response["status_code"] == 200
         assert response["body"]["choices"][0]["message"]["content"] == f"text {number}"
     errors = results(client, done.error_file_id)
-    assert list(errors) == ["wrong"] and errors["wrong"]["response"]["status_code"] == 400
+    assert {name: one["response"]["status_code"] for name, one in errors.items()} == {"wrong": 400, "panic": 400}
     usage = [one["response"]["body"]["usage"] for one in answers.values()]
     assert done.usage is not None
     assert done.usage.output_tokens == sum(one["completion_tokens"] for one in usage)

@@ -10,7 +10,7 @@ from tp_engine.api.image_prompts import ImagePrompts, with_sizes, without_empty_
 from tp_engine.api.openai.chat.prompt import ChatFormat, ChatPrompt
 from tp_engine.api.text_measure import TextMeasure
 from tp_engine.engine.messages import ModelInfo
-from tp_engine.engine.tokenizer import load_tokenizer, special_ids
+from tp_engine.engine.tokenizer import load_tokenizer, special_ids, tokenize
 from tp_engine.errors import ContextLengthError, RequestError, shown
 from tp_engine.grammar.vocabulary import check_tokenizer
 from tp_engine.images.image_input import ImageInput
@@ -23,9 +23,10 @@ __all__ = ["InputProcessor", "Prompt", "load_tokenizer", "prompt_text"]
 # Characters; shorter texts are tokenized at once, which tells their length exactly.
 _LONG_TEXT = 1 << 13
 _MAX_REMEMBERED = 16
-# Characters, or tokens, that are looked at although they may not fit: all, and per token of the context.
+# Characters, or tokens, that are looked at although they may not fit: all, and per token of the context.  Tokenizers
+# take some 200 bytes of memory for each.
 _MOST_AT_ONCE = 1 << 20
-_PER_TOKEN = 8
+_PER_TOKEN = 16
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 TruncationSide: TypeAlias = Literal["left", "right"]
@@ -228,17 +229,16 @@ class InputProcessor:
     ) -> list[int]:
         """Return the token ids of ``text``; raises ``RequestError``, which names the field ``param``.
 
-        A text that ``must_fit`` into the context, and can not, is refused before it is tokenized; any other if it is
-        much longer than that.
+        A text that ``must_fit`` into the context, and can not, is refused before it is tokenized; so is one that is
+        much longer than texts that fit.
         """
         if self.tokenizer is None:
             raise RequestError("the model has no tokenizer; send the prompt as a list of token ids", param=param)
         check_text(param, text)
         if must_fit and len(text) > _LONG_TEXT:
             self._refuse_too_long(text, param)
-        if not must_fit:
-            self.check_size(param, len(text), "characters")
-        token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        self.check_size(param, len(text), "characters")
+        token_ids = tokenize(self.tokenizer, text, add_special_tokens=add_special_tokens, param=param)
         if token_ids or not may_be_empty:
             self.check_token_ids(token_ids, param)
         return token_ids
@@ -248,8 +248,7 @@ class InputProcessor:
         of ``text_token_ids``."""
         for text in (first, second):  # bounds what is tokenized
             self.text_token_ids(text, add_special_tokens=False, may_be_empty=True, must_fit=must_fit, param=param)
-        assert self.tokenizer is not None, "text_token_ids would have refused"
-        token_ids: list[int] = self.tokenizer.encode(first, second)
+        token_ids = tokenize(self.tokenizer, first, second, add_special_tokens=True, param=param)
         self.check_token_ids(token_ids, param)
         return token_ids
 
@@ -344,8 +343,7 @@ class InputProcessor:
         return tuple(dict.fromkeys(map(self._word_ids, spaced)))
 
     def _word_ids(self, text: str) -> tuple[int, ...]:
-        assert self.tokenizer is not None
-        token_ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        token_ids = tuple(tokenize(self.tokenizer, text, add_special_tokens=False, param="bad_words"))
         if not token_ids or max(token_ids) >= self.model.vocab_size:
             raise RequestError(
                 f"bad_words contains {shown(text)}, which the vocabulary of this model can not write", param="bad_words"

@@ -20,6 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
+from tp_engine.heap import HeapTrimmer
+from tp_engine.panics import panics_refused
 from tp_engine.units import KIB
 
 LARGE = 64 * KIB
@@ -27,6 +29,7 @@ _NUM_LARGE_THREADS = 2
 _NUM_IMAGE_THREADS = 4
 _S_PER_UNIT = 1e-4  # of a request's size; tokenizing takes about a hundredth of that
 _LONGEST_PAUSE_S = 1.0
+_HEAP_PER_UNIT = 200  # bytes that tokenizing takes for a while
 
 Result = TypeVar("Result")
 
@@ -39,6 +42,7 @@ class PreparingThreads:
         self._large = _Line("preparing-large", _NUM_LARGE_THREADS)
         self._images = _Line("preparing-images", _NUM_IMAGE_THREADS)
         self._bodies = _Line("parsing", 1)
+        self._trimmer = HeapTrimmer()
         self._began_s: float | None = None
         self._pauses_until_s = 0.0
 
@@ -46,16 +50,19 @@ class PreparingThreads:
         self, size: int, function: Callable[..., Result], *arguments: Any, has_images: bool = False, **named: Any
     ) -> Result:
         """Call ``function`` for a request of ``size`` bytes or characters; not if cancelled before its turn."""
-        work = partial(function, *arguments, **named)
+        work = partial(_call, partial(function, *arguments, **named))
         if has_images:
             return await self._images.run(size, work)
         if size > LARGE:
-            return await self._large.run(size, work)
+            try:
+                return await self._large.run(size, work)
+            finally:
+                self._trimmer.note_freed(size * _HEAP_PER_UNIT)
         return await self._small.run(size, partial(self._timed, work))
 
     async def parse(self, size: int, function: Callable[..., Result], *arguments: Any) -> Result:
         """Do as ``run``, for a function that keeps the GIL and a large body of ``size`` bytes."""
-        return await self._bodies.run(size, partial(self._paused, partial(function, *arguments)))
+        return await self._bodies.run(size, partial(self._paused, partial(_call, partial(function, *arguments))))
 
     def busy_s(self) -> float:
         """Return how long the small request that is prepared now has taken; 0 if none is."""
@@ -82,6 +89,11 @@ class PreparingThreads:
         finally:
             ended_s = time.monotonic()
             self._pauses_until_s = ended_s + min(ended_s - began_s, _LONGEST_PAUSE_S)
+
+
+def _call(work: Callable[[], Result]) -> Result:
+    with panics_refused("the request can not be prepared"):
+        return work()
 
 
 class _Line:

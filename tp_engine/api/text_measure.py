@@ -1,8 +1,9 @@
 """How many tokens a text has at least, found without tokenizing it, so that one that can not fit is refused early.
 
-A token of a BPE vocabulary stands for as many bytes of the text as it has itself, and each byte has a token.  White
-space does not count, because runs of any length may disappear, and letters may have been put together before.
-Tokenizers that drop other characters, or make one token of many unknown ones, tell nothing about lengths.
+A token of a BPE vocabulary stands for as many bytes of the text as it has itself, and each byte has a token; letters
+may have been put together before.  White space counts where the tokenizer keeps it: some split words at it, and some
+tokens take the white space beside them with them, in runs of any length.  Tokenizers that drop other characters, or
+make one token of many unknown ones, tell nothing about lengths.
 """
 
 import json
@@ -20,7 +21,8 @@ _MOST_BYTES_INTO_ONE = 4
 _MOST_BYTES_OF_LETTER = 4
 _LETTER_FORMS = ("NFC", "NFD", "NFKC", "NFKD", "Lowercase")
 _ADDING = ("ByteLevel", "Prepend", "Strip")
-_SPLITTING = ("ByteLevel", "Digits", "Metaspace", "UnicodeScripts", "Whitespace", "WhitespaceSplit", "BertPreTokenizer")
+_DROPPING_SPACES = ("Whitespace", "WhitespaceSplit", "BertPreTokenizer")
+_SPLITTING = ("ByteLevel", "Digits", "Metaspace", "UnicodeScripts", *_DROPPING_SPACES)
 
 
 class TextMeasure:
@@ -31,13 +33,19 @@ class TextMeasure:
 
     def least_tokens(self, text: str) -> int:
         """Return a number of tokens that ``text`` does not fall below; 0 if nothing is known."""
-        if self._longest_token == 0:
+        longest, longest_word = self._longest_tokens
+        if longest_word == 0:
             return 0
-        num_bytes = len(text.encode())
-        if text.isascii():
-            return ceil_div(num_bytes - sum(map(text.count, _ASCII_SPACES)), self._longest_token)
-        num_bytes -= sum(text.count(space) * len(space.encode()) for space in _SPACES)
-        return ceil_div(num_bytes, self._longest_token * self._bytes_into_one)
+        if self._strips_text:
+            text = text.strip()
+        is_ascii = text.isascii()
+        num_bytes = len(text) if is_ascii else len(text.encode())
+        spaces, into_one = (_ASCII_SPACES, 1) if is_ascii else (_SPACES, self._bytes_into_one)
+        num_in_words = num_bytes - sum(text.count(space) * len(space.encode()) for space in spaces)
+        least = ceil_div(num_in_words, longest_word * into_one)
+        if self._drops_spaces or any(token in text for token in self._stripping_tokens):
+            return least
+        return max(least, ceil_div(num_bytes, longest * into_one))
 
     @cached_property
     def _steps(self) -> list[dict[str, Any]]:
@@ -51,24 +59,42 @@ class TextMeasure:
         return _MOST_BYTES_INTO_ONE if forms else 1
 
     @cached_property
-    def _longest_token(self) -> int:
-        """The most bytes that a token stands for, without white space; 0 if that is not known."""
+    def _strips_text(self) -> bool:
+        """Whether white space at the ends of a text disappears."""
+        return any(step["type"] == "Strip" for step in self._steps)
+
+    @cached_property
+    def _drops_spaces(self) -> bool:
+        """Whether white space anywhere in a text disappears."""
+        return any(step["type"] in _DROPPING_SPACES for step in self._steps)
+
+    @cached_property
+    def _stripping_tokens(self) -> list[str]:
+        """Tokens that take white space beside them with them."""
+        added = self._tokenizer.added_tokens_decoder.values()
+        return [token.content for token in added if token.lstrip or token.rstrip]
+
+    @cached_property
+    def _longest_tokens(self) -> tuple[int, int]:
+        """The most bytes that a token stands for, and that without white space; zeros if they are not known."""
         model: Any = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "model", None)
         if type(model).__name__ != "BPE" or not all(map(_keeps_all, self._steps)):
-            return 0
+            return 0, 0
         vocabulary, added = self._tokenizer.get_vocab(), self._tokenizer.get_added_vocab()
         letters = byte_letters()
         is_byte_level = any(step["type"] == "ByteLevel" for step in self._steps)
         names = letters if is_byte_level else [f"<0x{byte:02X}>" for byte in range(256)]
         if not (is_byte_level or model.byte_fallback) or any(name not in vocabulary for name in names):
-            return 0
+            return 0, 0
         spaces = str.maketrans("", "", "".join(letters[ord(space)] for space in _ASCII_SPACES))
-        longest = max((len(token.encode()) for token in added), default=1)
+        longest = longest_word = max((len(token.encode()) for token in added), default=1)
         for token in sorted(vocabulary, key=len, reverse=True):
-            if len(token) * (1 if is_byte_level else _MOST_BYTES_OF_LETTER) <= longest:
+            if len(token) * (1 if is_byte_level else _MOST_BYTES_OF_LETTER) <= longest_word:
                 break
-            longest = max(longest, len(token.translate(spaces)) if is_byte_level else len(token.encode()))
-        return longest
+            num_bytes = len(token) if is_byte_level else len(token.encode())
+            num_in_word = len(token.translate(spaces)) if is_byte_level else num_bytes
+            longest, longest_word = max(longest, num_bytes), max(longest_word, num_in_word)
+        return longest, longest_word
 
 
 def _parts(step: Any, key: str) -> list[dict[str, Any]]:

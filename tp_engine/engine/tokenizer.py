@@ -13,6 +13,7 @@ from tp_engine.engine.tiktoken_model import TEKKEN_FILE, is_ranked, load_ranked
 from tp_engine.errors import ConfigError
 from tp_engine.files import MAX_TOKENIZER_BYTES, check_folder, read_json, read_text
 from tp_engine.log import get_logger, warn_once
+from tp_engine.panics import is_panic, panics_refused
 
 logger = get_logger(__name__)
 
@@ -45,6 +46,17 @@ def load_tokenizer(source: str, revision: str | None = None) -> Any | None:
     if tokenizer is not None and tokenizer.chat_template is None:
         tokenizer.chat_template = _folder_template(folder)
     return tokenizer
+
+
+def tokenize(
+    tokenizer: Any, text: str, second: str | None = None, *, add_special_tokens: bool, param: str
+) -> list[int]:
+    """Return the tokens of a text of a client's, or of two as the tokenizer writes pairs; ``RequestError`` for one over
+    which the tokenizer's library fails, such as a run of white space that is too long for its regular expressions."""
+    with panics_refused(f"{param} can not be tokenized", param):
+        texts = (text,) if second is None else (text, second)
+        token_ids: list[int] = tokenizer.encode(*texts, add_special_tokens=add_special_tokens)
+        return token_ids
 
 
 def _folder_template(folder: Path) -> str | None:
@@ -124,12 +136,14 @@ def _load(source: str, folder: Path) -> Any | None:
             str(folder), trust_remote_code=False, config=_plain_config(folder), mistral_format=False
         )
         tokenizer.encode("")  # the first call sets truncation and padding: make it here
-    except Exception as error:
-        raise _refusal(source, error) from error
+    except BaseException as error:
+        if isinstance(error, Exception) or is_panic(error):
+            raise _refusal(source, error) from error
+        raise
     return tokenizer
 
 
-def _refusal(source: str, error: Exception) -> ConfigError:
+def _refusal(source: str, error: BaseException) -> ConfigError:
     return ConfigError(
         f"tokenizer is {source!r}; it can not be loaded ({type(error).__name__}: {error}): give a folder or hub "
         "name with a tokenizer that needs no code of its own"

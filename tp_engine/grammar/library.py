@@ -10,6 +10,7 @@ from typing import Any
 
 from tp_engine.errors import INVALID_GRAMMAR, RequestError
 from tp_engine.grammar.schema import normal_schema, unkept_keywords
+from tp_engine.panics import panics_refused
 from tp_engine.structured_outputs import PARAM, StructuredOutputsParams
 
 # Some models write white space without end, so it is limited to some blanks, or a line end and an indentation.
@@ -73,6 +74,7 @@ def byte_tokens(special: SpecialTokens = _BYTES_ALONE) -> Any:
     return library.LLTokenizer(library.TokenizerWrapper(Tokens()))
 
 
+@panics_refused("the grammar can not be used", PARAM)
 def new_matcher(params: StructuredOutputsParams, tokens: Any) -> Any:
     """Return the library's matcher before the first token, for its tokenizer ``tokens``.
 

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from tp_engine.api.openai.errors import HttpError, describe_error
 from tp_engine.errors import EngineDeadError
 from tp_engine.log import get_logger
+from tp_engine.panics import panics_refused
 from tp_engine.server.body_budget import NO_ROOM_FOR_BODY
 
 logger = get_logger(__name__)
@@ -51,7 +52,8 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) 
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
-            return task.result()
+            with panics_refused("the request can not be answered"):
+                return task.result()
         raise ClientGoneError
     finally:
         task.cancel()
@@ -125,9 +127,10 @@ class EventStream(Response):
     async def _send_events(self, scope: Scope, receive: Receive, send: Send) -> None:
         parts = _Parts(send)
         try:
-            async with _pinging(parts, self._ping, self._ping_s), contextlib.aclosing(self._events) as events:
-                async for data in events:
-                    await parts.send(data)
+            with panics_refused("the stream can not go on"):
+                async with _pinging(parts, self._ping, self._ping_s), contextlib.aclosing(self._events) as events:
+                    async for data in events:
+                        await parts.send(data)
         except Exception as error:
             if not parts.begun:
                 await error_reply(error)(scope, receive, send)

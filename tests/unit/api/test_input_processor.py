@@ -137,6 +137,35 @@ def test_context_length() -> None:
     assert caught.value.param == "min_tokens"
 
 
+class Untouched:
+    """A tokenizer that may not be called; of one whose texts can not be measured there is no ``backend_tokenizer``."""
+
+    def __init__(self, inner: Any = None) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "encode":
+            raise AssertionError("the text is tokenized")
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize("text", [" " * 10**6 + "x", "\n" * 10**6, "x " * 10**6, "\u3000" * 10**6])
+def test_a_text_that_can_not_fit_is_not_tokenized(text: str) -> None:
+    """Oracle: a tokenizer that fails when it is called; white space counts as other characters do."""
+    processor = InputProcessor(INFO, Untouched(byte_level_tokenizer()))
+    with pytest.raises(RequestError, match=r"maximum context length is 32 tokens\. However, your text has at least"):
+        process(text, processor)
+
+
+@pytest.mark.parametrize("truncate", [None, 5])
+def test_a_text_far_beyond_the_context_is_not_tokenized(truncate: int | None) -> None:
+    """Oracle: the same, with a tokenizer of which nothing is known: WordPiece makes one token of a long word."""
+    processor = InputProcessor(INFO, Untouched())
+    for text in (" " * (1 << 21), "x" * (1 << 21)):
+        with pytest.raises(RequestError, match="prompt has 2097152 characters; at most 1048576 are taken"):
+            process(text, processor, truncate_prompt_tokens=truncate)
+
+
 def test_without_a_tokenizer_token_ids_work() -> None:
     """Oracle: the given ids; the error for text has the remedy."""
     processor = InputProcessor(INFO, None)

@@ -18,12 +18,14 @@ import tp_engine
 from tests.e2e.batch_fake import FakeLLM
 from tests.e2e.frontend import INFO
 from tests.fake_engine import FakeEngine
+from tests.panicking import PANIC_TEXT, panicking_model
 from tests.unit.batch.jobs import ENGINE, ERRORS, NUM_LINES, check_all_there, completion, results_of, run
 from tp_engine.api.batch_job import endpoints
 from tp_engine.api.batch_job import run as batch_run
 from tp_engine.api.batch_job.config import BatchConfig
 from tp_engine.api.batch_job.lines import line_number
 from tp_engine.api.batch_job.run import run_job
+from tp_engine.api.input_processor import InputProcessor, load_tokenizer
 from tp_engine.cli.launched import exit_code
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError, RequestError
@@ -51,6 +53,17 @@ def test_every_line_gets_its_result(
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
     assert exit_code(summary) == 0 and exit_code(summary, 3) == 3, "torchrun would call it a failed job"
+
+
+def test_a_line_that_the_tokenizer_fails_over_is_an_error(llm: FakeLLM, tmp_path: Path) -> None:
+    """Oracle: the other lines; a library's panic passes every ``except Exception``."""
+    llm.input_processor = InputProcessor(INFO, load_tokenizer(str(panicking_model(tmp_path / "model"))))
+    lines = [completion(name, text) for name, text in (("a", "ab"), ("panic", PANIC_TEXT), ("b", "cd"))]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    summary = run(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    assert (summary.num_succeeded, summary.num_failed, summary.status) == (2, 1, "completed")
+    (error,) = [result["error"] for result in results_of(tmp_path / "out.jsonl") if result["error"]]
+    assert "can not be tokenized" in error["message"]
 
 
 def test_all_endpoints(tmp_path: Path) -> None:

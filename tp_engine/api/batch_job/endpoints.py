@@ -19,6 +19,7 @@ from tp_engine.api.openai.structured import named_refusal
 from tp_engine.closing import Closing
 from tp_engine.errors import RequestError
 from tp_engine.grammar.compiler_process import CompilerProcess
+from tp_engine.panics import panics_refused
 from tp_engine.sampling_params import SamplingParams
 from tp_engine.structured_outputs import PARAM, StructuredOutputsParams
 
@@ -63,6 +64,7 @@ ENDPOINTS: Mapping[str, type[Body]] = {
 }
 
 
+@panics_refused("the line can not be checked")
 def check_request(request: BatchRequest, model_names: Sequence[str], grammars: GrammarTrials) -> None:
     """Check all that does not need the model's tokenizer and limits; raises ``RequestError``."""
     body = _parse(request, model_names)
@@ -79,6 +81,7 @@ def check_request(request: BatchRequest, model_names: Sequence[str], grammars: G
         check_pooled(body)
 
 
+@panics_refused("the line can not be prepared")
 def prepare_request(
     request: BatchRequest,
     processor: InputProcessor,

@@ -14,6 +14,7 @@ from pydantic_core import CoreSchema
 from tp_engine.api.preparing import LARGE
 from tp_engine.errors import RequestError, shown
 from tp_engine.log import get_logger, warn_once
+from tp_engine.panics import panics_refused
 
 logger = get_logger(__name__)
 
@@ -225,7 +226,8 @@ def parse_body(kind: type[Body], raw: bytes | bytearray | str) -> Body:
     if is_large:
         _check_size(raw.encode() if isinstance(raw, str) else raw)
     try:
-        body = kind.model_validate_json(raw)
+        with panics_refused("the body can not be read"):
+            body = kind.model_validate_json(raw)
     except ValidationError as error:
         raise request_error(error, shows_value=not is_large) from None
     for name in itertools.islice(body.model_extra or (), _MOST_WARNED):
