@@ -17,7 +17,7 @@ from tp_engine.kv_events import KVEventsConfig
 from tp_engine.log import LOG_FORMATS
 from tp_engine.lora import parse_modules
 from tp_engine.options.fields import check_fields, option
-from tp_engine.speculative import CONFIG_NAME, SpeculativeConfig
+from tp_engine.speculative import SpeculativeConfig
 from tp_engine.structured_outputs import StructuredOutputsDefaults
 from tp_engine.units import GIB
 
@@ -300,18 +300,19 @@ class EngineConfig:
         StructuredOutputsDefaults.of(self.structured_outputs_config)
         parse_overrides(self.hf_overrides)
         KVEventsConfig.of(self.kv_events_config)
-        self._check_speculation()
+        SpeculativeConfig.of(self.speculative_config)
         self._check_adapters()
 
-    def _check_speculation(self) -> None:
-        """A step with draft tokens has no more decodes than any other."""
+    @property
+    def num_draft_rows(self) -> int:
+        """Rows behind those of the sequences, for draft tokens."""
         speculation = SpeculativeConfig.of(self.speculative_config)
-        if speculation is not None and self.max_num_seqs <= speculation.num_speculative_tokens:
-            raise ConfigError(
-                f"max_num_seqs is {self.max_num_seqs}, and {CONFIG_NAME} has num_speculative_tokens "
-                f"{speculation.num_speculative_tokens}; a step has at most max_num_seqs decodes, draft tokens "
-                "included: raise max_num_seqs, or lower num_speculative_tokens"
-            )
+        return 0 if speculation is None else speculation.num_draft_rows(self.max_num_seqs, self.max_num_batched_tokens)
+
+    @property
+    def max_step_decodes(self) -> int:
+        """Most decodes of a step: one of each sequence, or of fewer sequences with draft tokens."""
+        return max(self.max_num_seqs, 1 + self.num_draft_rows)
 
     def _check_adapters(self) -> None:
         if parse_modules(self.lora_modules) and not self.enable_lora:

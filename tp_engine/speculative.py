@@ -37,9 +37,9 @@ class SpeculativeConfig:
 
     ``mtp``: so does the head for multi-token prediction in the model's own checkpoint; a ``model`` can only be that.
 
-    A step has at most ``max_step_rows`` decodes, draft tokens included; where more requests decode, none are drafted.
-    None is at most ``MOST_STEP_ROWS``, and the times of decode steps, measured at the start, say how many draft tokens
-    pay.
+    Draft tokens have rows of their own beside those of the sequences.  A step with some has at most ``max_step_rows``
+    decodes, draft tokens included; where more requests decode, none are drafted.  None is at most ``MOST_STEP_ROWS``,
+    and the times of decode steps, measured at the start, say how many draft tokens pay.
 
     Raises ``ConfigError`` for what can not be.
     """
@@ -80,9 +80,10 @@ class SpeculativeConfig:
         """Most decodes of a step, before times have been measured."""
         return MOST_STEP_ROWS if self.max_step_rows is None else self.max_step_rows
 
-    def num_draft_rows(self, max_num_seqs: int) -> int:
-        """Return how many rows behind those of a batch of ``max_num_seqs`` are for draft tokens."""
-        return min(self.most_rows, max_num_seqs) - 1
+    def num_draft_rows(self, max_num_seqs: int, max_num_batched_tokens: int) -> int:
+        """Return how many rows behind those of a batch of ``max_num_seqs`` are for draft tokens: all of a step with
+        draft tokens but one."""
+        return min(self.most_rows, max_num_seqs * (1 + self.num_speculative_tokens), max_num_batched_tokens) - 1
 
     @classmethod
     def of(cls, text: str | None) -> SpeculativeConfig | None:

@@ -94,11 +94,12 @@ def _attempt(question: Question, world_size: int, num_sequences: int) -> Recomme
     )
     states = partial(sizes.state_bytes, model, world_size)
     per_row = states(MAX_NUM_SEQS) / MAX_NUM_SEQS
-    of_drafts = states(num_sequences, question.num_draft_rows(num_sequences)) - states(num_sequences)
+    draft_rows = partial(question.num_draft_rows, max_num_batched_tokens=num_batched_tokens)
+    of_drafts = states(num_sequences, draft_rows(num_sequences)) - states(num_sequences)
     num_blocks = max(0, (spare - of_drafts) // block_bytes)
     concurrency = _concurrency(workload, capacity, num_blocks, per_row / block_bytes)
     max_num_seqs = _num_sequences(concurrency)
-    available = spare - states(max_num_seqs, question.num_draft_rows(max_num_seqs))
+    available = spare - states(max_num_seqs, draft_rows(max_num_seqs))
     num_blocks = max(0, available // block_bytes)
     problems = _problems(question, available, capacity, num_blocks)
     return Recommendation(

@@ -93,7 +93,14 @@ class SchedulerLimits:
     @property
     def num_draft_rows(self) -> int:
         """Rows behind those of the batch, for draft tokens."""
-        return 0 if self.speculation is None else self.speculation.num_draft_rows(self.max_num_seqs)
+        if self.speculation is None:
+            return 0
+        return self.speculation.num_draft_rows(self.max_num_seqs, self.max_num_batched_tokens)
+
+    @property
+    def max_step_decodes(self) -> int:
+        """Most rows that a step samples: those of all sequences, or of fewer with draft rows."""
+        return max(self.max_num_seqs, 1 + self.num_draft_rows)
 
     @property
     def kv_windows(self) -> KvWindows:

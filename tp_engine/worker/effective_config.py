@@ -89,7 +89,7 @@ class EffectiveConfig:
     @property
     def most_drafting_rows(self) -> int:
         """Most decodes of a step with draft tokens; 0 without speculation."""
-        return 0 if self.speculation is None else min(self.speculation.most_rows, self.config.max_num_seqs)
+        return 0 if self.speculation is None else 1 + self.num_draft_rows
 
     @property
     def adapters(self) -> AdapterLimits | None:
@@ -113,7 +113,7 @@ class EffectiveConfig:
     @property
     def num_draft_rows(self) -> int:
         """Rows behind those of the batch, for draft tokens."""
-        return 0 if self.speculation is None else self.speculation.num_draft_rows(self.config.max_num_seqs)
+        return self.config.num_draft_rows
 
     @property
     def gpu_memory_utilization(self) -> float:
@@ -178,7 +178,7 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
     head = _resolve_head(config, model, path)
     if head is not None:
         model = dataclasses.replace(model, beside=head.spec.kv_kind)
-    capture_sizes(config.cudagraph_capture_sizes, config.max_num_seqs)  # raises for wrong sizes
+    capture_sizes(config.cudagraph_capture_sizes, config.max_step_decodes)  # raises for wrong sizes
     prefill_sizes(config.cudagraph_prefill_capture_sizes, config.max_num_batched_tokens)
     parse_steps(config.profile_steps)  # raises for wrong steps
     needs = _attention_needs(effective, model, parse_devices(config.device_ids, local_world_size))

@@ -133,5 +133,5 @@ def count_bytes(parts: RunnerFeatureParts) -> Counter[str]:
         found["tables"] += codec.work_bytes + (staging_bytes(codec) if parts.device.type == "cuda" else 0)
     if parts.head is not None:
         num_columns = ceil_div(effective.max_model_len, effective.config.block_size)
-        found["tables"] += head_bytes(parts.head, effective.config.max_num_seqs, num_columns)
+        found["tables"] += head_bytes(parts.head, effective.config.max_step_decodes, num_columns)
     return found

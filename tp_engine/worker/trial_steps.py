@@ -73,8 +73,10 @@ def warm_up(runner: ModelRunner, config: EngineConfig) -> None:
 
 def run_largest_decodes(runner: ModelRunner, config: EngineConfig, adapter: int = 0) -> None:
     """Run decodes of 1, 2, 4, ... rows: one of them needs the most memory for attention's partial results."""
-    for num_rows in _decode_sizes(config.max_num_seqs):
-        runner.run(_plan(config, runner.num_groups, [_GREEDY] * num_rows, adapter=adapter)).result()
+    for first, again in _decodes(config, runner.num_groups, config.max_step_decodes, adapter=adapter).values():
+        runner.run(first).result()
+        if len(again.draft_base_rows):
+            runner.run(again).result()
 
 
 def time_decodes(
@@ -90,18 +92,8 @@ def time_decodes(
     three later ones counts.
     """
     found: dict[int, float] = {}
-    run_length = max(1, min(run_length, (config.max_model_len or run_length) - _LENGTH))
-    for num_rows in _decode_sizes(most_rows):
-        num_own = ceil_div(num_rows, run_length)
-        first = _plan(config, runner.num_groups, [_GREEDY] * num_own)
-        draft_rows = config.max_num_seqs + np.arange(num_rows - num_own, dtype=np.int32)
-        again = StepPlan(
-            step_id=FIRST_STEP_ID,
-            decode_rows=np.concatenate((first.decode_rows, draft_rows)),
-            draft_base_rows=first.decode_rows.repeat(run_length - 1)[: len(draft_rows)],
-            draft_tokens=np.zeros(len(draft_rows), dtype=np.int32),
-            num_drafts=num_drafts,
-        )
+    for num_rows, (first, again) in _decodes(config, runner.num_groups, most_rows, run_length).items():
+        again = msgspec.structs.replace(again, num_drafts=num_drafts)
         times: list[float] = []
         for _ in range(4):
             runner.run(first).result()
@@ -109,6 +101,32 @@ def time_decodes(
             runner.run(again).result()
             times.append(time.perf_counter() - began_s)
         found[num_rows] = min(times[1:])
+    return found
+
+
+def _decodes(
+    config: EngineConfig, num_groups: int, most_rows: int, run_length: int = 1, adapter: int = 0
+) -> dict[int, tuple[StepPlan, StepPlan]]:
+    """Greedy decodes of 1, 2, 4, ... and ``most_rows`` rows, as far as the context goes: a step that admits the
+    sequences, and one of all rows.
+
+    Of every ``run_length`` rows, or more where there are more rows than sequences, one is a sequence's and the others
+    are its draft rows.
+    """
+    longest = max(1, config.max_model_len - _LENGTH) if config.max_model_len else most_rows
+    found = {}
+    for num_rows in _decode_sizes(min(most_rows, config.max_num_seqs * longest)):
+        length = min(longest, max(run_length, ceil_div(num_rows, config.max_num_seqs)))
+        num_own = ceil_div(num_rows, length)
+        first = _plan(config, num_groups, [_GREEDY] * num_own, adapter=adapter)
+        draft_rows = config.max_num_seqs + np.arange(num_rows - num_own, dtype=np.int32)
+        again = StepPlan(
+            step_id=FIRST_STEP_ID,
+            decode_rows=np.concatenate((first.decode_rows, draft_rows)),
+            draft_base_rows=first.decode_rows.repeat(length - 1)[: len(draft_rows)],
+            draft_tokens=np.zeros(len(draft_rows), dtype=np.int32),
+        )
+        found[num_rows] = first, again
     return found
 
 
@@ -191,7 +209,8 @@ def run_largest_step(
 ) -> None:
     """Run the largest step that the limits allow, to find the peak of memory with a cache of one block; a collective.
 
-    It has ``max_num_batched_tokens`` tokens of new prompts and samples ``max_num_seqs`` rows, with log-probabilities.
+    It has ``max_num_batched_tokens`` tokens of new prompts and samples ``max_step_decodes`` rows, with
+    log-probabilities.
     Prompts are scored too: rank 0 gathers the logits that are made at once, while the results of two whole steps are
     held, as when one is on its way to the host and the next is being made.  A draft ``head`` takes all
     tokens in, if it keeps K/V.
@@ -215,9 +234,9 @@ def run_largest_step(
     with part, forward_context(groups), adapting(adapters):
         hidden = model(input_ids, positions, None, states)
         if head is not None and states is not None and head.keeps_kv:
-            head(input_ids, head.combine(states), positions, input_ids[: config.max_num_seqs])
+            head(input_ids, head.combine(states), positions, input_ids[: config.max_step_decodes])
     state = SamplingState(
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.max_step_decodes,
         vocab_size=effective.model.vocab_size,
         device=device,
         info=communicator.info,
@@ -225,9 +244,9 @@ def run_largest_step(
     )
     num_logprobs = config.max_logprobs if config.max_logprobs >= 0 else MEASURED_LOGPROBS
     held = [empty_scores(num_tokens, state.vocab_size, num_logprobs, device) for _ in range(2)]
-    num_positions = positions_at_once(config.max_num_seqs)
+    num_positions = positions_at_once(config.max_step_decodes)
     logits = model.compute_local_logits(hidden[:num_positions])
-    _sample_all(logits[: config.max_num_seqs], state, communicator, num_logprobs)
+    _sample_all(logits[: config.max_step_decodes], state, communicator, num_logprobs)
     score_largest(model, logits, input_ids[: len(logits)], num_logprobs)
     del held
 

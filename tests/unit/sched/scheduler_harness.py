@@ -105,7 +105,7 @@ class FakeWorker:
         assert plan.step_id == self.last_step_id + 1
         self.last_step_id = plan.step_id
         assert 0 < plan.num_tokens <= self.limits.max_num_batched_tokens
-        assert len(plan.decode_rows) + len(plan.prefill_rows) <= self.limits.max_num_seqs
+        assert len(plan.decode_rows) + len(plan.prefill_rows) <= self.limits.max_step_decodes
         self._keep(plan)
         self._apply_rows(plan)
         self._copy(plan)

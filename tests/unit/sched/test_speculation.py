@@ -348,8 +348,44 @@ def test_options() -> None:
     assert SpeculativeConfig.of('{"prompt_lookup_max": 1}') == SpeculativeConfig(
         prompt_lookup_min=1, prompt_lookup_max=1
     )
-    with pytest.raises(ConfigError, match="max_num_seqs is 4, and speculative_config has num_speculative_tokens 4"):
-        EngineConfig(speculative_config="{}", max_num_seqs=4)
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "max_num_batched_tokens", "text", "num_draft_rows", "max_step_decodes"),
+    [
+        (1, None, '{"num_speculative_tokens": 3}', 3, 4),
+        (2, None, '{"num_speculative_tokens": 3}', 7, 8),
+        (256, None, '{"num_speculative_tokens": 3}', 31, 256),
+        (16, None, '{"num_speculative_tokens": 16, "max_step_rows": 40}', 39, 40),
+        (1, 2, '{"num_speculative_tokens": 3}', 1, 2),
+        (1, 1, '{"num_speculative_tokens": 3}', 0, 1),
+        (4, None, None, 0, 4),
+    ],
+)
+def test_rows_of_draft_tokens(
+    max_num_seqs: int, max_num_batched_tokens: int | None, text: str | None, num_draft_rows: int, max_step_decodes: int
+) -> None:
+    """By hand: all draft tokens that sequences may have in a step, as far as its rows and tokens go, but for one row
+    that is a sequence's own."""
+    config = EngineConfig(
+        speculative_config=text, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+    )
+    assert (config.num_draft_rows, config.max_step_decodes) == (num_draft_rows, max_step_decodes)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2])
+@pytest.mark.parametrize("kind", ["right", "partly right"])
+def test_draft_tokens_beside_few_sequences(kind: str, max_num_seqs: int) -> None:
+    """Oracle: the fake model, and by hand: a sequence alone has all of its draft tokens in a step."""
+    for has_states in (False, True):
+        states = {"has_states": True, "num_snapshots": 3} if has_states else {}
+        simulation = simulate(kind, max_num_seqs=max_num_seqs, num_blocks=30, max_num_batched_tokens=20, **states)
+        load = RandomLoad(simulation, max_num_seqs)
+        for _ in range(150):
+            load.act()
+        simulation.run()
+        most = max(len(plan.draft_base_rows) for plan in simulation.plans)
+        assert MOST <= most <= max_num_seqs * MOST and counters(simulation).num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ class Speculation(SchedulerFeature):
         self.most_tokens = config.num_speculative_tokens
         measured = state.limits.decode_seconds
         self._costs = StepCosts(measured, state.limits.draft_seconds) if measured else None
-        self._most_rows = min(config.most_rows, state.limits.max_num_seqs)
+        self._most_rows = 1 + state.limits.num_draft_rows
         self._most_decodes = self._most_rows // 2
         if self._costs is not None:
             self._most_decodes = min(self._most_decodes, self._costs.most_decodes)
@@ -170,11 +170,12 @@ class Speculation(SchedulerFeature):
 
     def extend_plan(self, builder: StepPlanBuilder) -> None:
         """Give the rows that run in this step draft rows for what was found, as far as tokens and blocks are left.
-        With its draft rows a step has at most ``max_num_seqs`` rows: a rank's inputs have room for no more."""
+        With its draft rows a step has at most ``max_step_decodes`` rows: a rank's inputs have room for no more."""
         if not self._found or not builder.may_preempt:
             return
         decoding = set(builder.decodes.rows.tolist())
-        num_left = self._state.limits.max_num_seqs - len(decoding) - len(builder.prefills)
+        limits = self._state.limits
+        num_left = min(limits.max_step_decodes - len(decoding) - len(builder.prefills), limits.num_draft_rows)
         self._verifying, first = [], 0
         for run in self._found:
             room = min(self._room(builder, run), builder.budget, num_left - first) if run.row in decoding else 0

@@ -49,6 +49,7 @@ class InputBatch:
         self._device = device
         self._row_stride = max_model_len + 1  # room for a token sampled at the very end, which is never read
         self.max_num_seqs = max_num_seqs
+        self.max_decodes = max(max_num_seqs, 1 + num_draft_rows)
         num_rows = max_num_seqs + num_draft_rows
         self._token_ids = torch.zeros((num_rows, self._row_stride), dtype=torch.int32, device=device)
         self._flat_token_ids = self._token_ids.view(-1)
@@ -60,7 +61,9 @@ class InputBatch:
         self.num_prompt = np.zeros(num_rows, dtype=np.int32)
         self._rope_deltas = MirroredTable((num_rows,), device) if turns_by_place else None
         self._draft_rows = DraftRows(self._token_ids, self._block_table, self._computed)
-        self.decodes = DecodeBatch(self.row_tables(), max_num_seqs, has_draft_runs=has_states and num_draft_rows > 0)
+        self.decodes = DecodeBatch(
+            self.row_tables(), self.max_decodes, has_draft_runs=has_states and num_draft_rows > 0
+        )
 
     @property
     def num_bytes(self) -> int:

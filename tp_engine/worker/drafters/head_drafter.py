@@ -72,7 +72,7 @@ class HeadDrafter(RunnerFeature):
         self._passes.forget()
 
     def state_room(self, num_tokens: int) -> torch.Tensor:
-        """Return the same place for all steps of up to ``max_num_seqs`` tokens, as recorded decodes need it."""
+        """Return the same place for all steps of up to ``max_decodes`` tokens, as recorded decodes need it."""
         states = self._passes.states
         self._room = states[:num_tokens] if num_tokens <= len(states) else self._passes.head.new_states(num_tokens)
         return self._room

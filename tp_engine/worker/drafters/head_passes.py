@@ -59,7 +59,7 @@ class HeadPasses:
         self.head, self._batch, self._sampling, self._communicator = head, batch, sampling, communicator
         self._backends, self._groups, self._most_rows = backends, groups, most_rows
         self._tables = batch.row_tables()
-        self._room = room = batch.max_num_seqs
+        self._room = room = batch.max_decodes
         device = self._tables.block_table.device
         self.states, (self.out, self.fed) = head.new_states(room), head.new_outputs(room)
         columns, turns_by_place = self._tables.block_table.shape[2], self._tables.rope_deltas is not None
@@ -305,8 +305,8 @@ class SharedKvPasses(HeadPasses):
         return self._at[:size], self._metadata(self._seen[:size], self._nowhere[:size])
 
 
-def head_bytes(head: DraftHead, max_num_seqs: int, num_columns: int) -> int:
+def head_bytes(head: DraftHead, max_decodes: int, num_columns: int) -> int:
     """Bytes of the fixed places of ``head``, with a block table of ``num_columns`` for each of its KV groups."""
     of_tables = torch.int32.itemsize * num_columns * max(len(head.groups), 1)
     of_numbers = 7 * torch.int64.itemsize + 5 * torch.int32.itemsize
-    return max_num_seqs * (head.token_bytes + of_tables + of_numbers)
+    return max_decodes * (head.token_bytes + of_tables + of_numbers)

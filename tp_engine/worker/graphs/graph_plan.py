@@ -64,7 +64,7 @@ def graph_plan(
         return None
     if config.device != "cuda":
         return _tape_plan(config, backend, communicator, model)
-    sizes = capture_sizes(config.cudagraph_capture_sizes, config.max_num_seqs)
+    sizes = capture_sizes(config.cudagraph_capture_sizes, config.max_step_decodes)
     obstacle = _obstacle(config, backend)
     if obstacle is None:
         obstacle = communicator.why_not_capture(sizes_of(model, sizes, tp_invariant=config.tp_invariant, head=head))
@@ -93,7 +93,7 @@ def _prompt_sizes(
     tokens = prefill_sizes(config.cudagraph_prefill_capture_sizes, config.max_num_batched_tokens)
     if not tokens:
         return None
-    most = next((size for size in _PROMPT_DECODES if size >= config.max_num_seqs), _PROMPT_DECODES[-1])
+    most = next((size for size in _PROMPT_DECODES if size >= config.max_step_decodes), _PROMPT_DECODES[-1])
     sizes = StepSizes(decodes=tuple(size for size in _PROMPT_DECODES if size <= most), tokens=tokens)
     if not backend.can_capture_prompts:
         obstacle: str | None = f"the attention backend {backend.name} plans prompts on the host"
@@ -140,7 +140,7 @@ def _tape_plan(
         return None
     if not (backend.can_capture_decodes and communicator.can_capture):
         return None
-    sizes = range(1, min(config.max_num_seqs, _MAX_TAPE_ROWS) + 1)
+    sizes = range(1, min(config.max_step_decodes, _MAX_TAPE_ROWS) + 1)
     return GraphPlan(sizes=tuple(sizes), make_recorder=lambda: TapeRecorder(library, communicator))
 
 
@@ -183,18 +183,19 @@ def _held_bytes(device: Device) -> int:
     return snapshot.torch_reserved + snapshot.non_torch
 
 
-def capture_sizes(asked: str | None, max_num_seqs: int) -> tuple[int, ...]:
+def capture_sizes(asked: str | None, max_decodes: int) -> tuple[int, ...]:
     """Batch sizes of recorded steps in rising order; a step runs the next larger one, padded.
 
     ``asked`` is a comma-separated list; None takes 1, 2, 4, then every 8 up to 256 and every 16 up to 512, as far as
-    ``max_num_seqs`` goes, which is always the last unless it is larger: padding then costs at most an eighth or 16
-    rows.  Raises ``ConfigError`` unless ``asked`` is a list of numbers from 1 to ``max_num_seqs``.
+    ``max_decodes`` goes, which is always the last unless it is larger: padding then costs at most an eighth or 16
+    rows.  Raises ``ConfigError`` unless ``asked`` is a list of numbers from 1 to ``max_decodes``, which is
+    ``max_num_seqs`` unless draft tokens have more rows.
     """
     if asked is not None:
-        return _parse("cudagraph_capture_sizes", asked, 1, "max_num_seqs", max_num_seqs, "batch sizes", "1,2,4,8")
+        return _parse("cudagraph_capture_sizes", asked, 1, "max_num_seqs", max_decodes, "batch sizes", "1,2,4,8")
     fine = range(_FINE_STEP, _FINE_UP_TO + 1, _FINE_STEP)
     coarse = range(_FINE_UP_TO + _COARSE_STEP, _LARGEST + 1, _COARSE_STEP)
-    largest = min(max_num_seqs, _LARGEST)
+    largest = min(max_decodes, _LARGEST)
     return (*(size for size in (*_SMALLEST, *fine, *coarse) if size < largest), largest)
 
 
