@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from tp_engine.api.anthropic.protocol import CountTokensBody, MessagesBody
 from tp_engine.api.anthropic.requests import prepare_message
 from tp_engine.api.input_processor import InputProcessor
+from tp_engine.api.openai.cohere import CohereEmbedBody, prepare_cohere
 from tp_engine.api.openai.pooled import AnyPooledBody, InputBody, RerankBody, ScoreBody, prepare_pooled
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody
 from tp_engine.api.openai.requests import PreparedBody, prepare
@@ -16,7 +17,7 @@ from tp_engine.api.openai.responses_api.requests import prepare_response
 from tp_engine.api.openai.sampling import listed_prompts
 from tp_engine.images.sources import WITH_PARTS, has_image_part
 
-Body: TypeAlias = ChatBody | CompletionBody | ResponsesBody | MessagesBody | AnyPooledBody
+Body: TypeAlias = ChatBody | CompletionBody | ResponsesBody | MessagesBody | CohereEmbedBody | AnyPooledBody
 
 
 def num_prompts(body: Body) -> tuple[int, str]:
@@ -28,6 +29,8 @@ def num_prompts(body: Body) -> tuple[int, str]:
         case InputBody(input=given):
             is_one = not isinstance(given, list) or (len(given) > 0 and isinstance(given[0], int))
             return 1 if is_one else len(given or ()), "input"
+        case CohereEmbedBody():
+            return len(body.listed()), "texts"
         case RerankBody():
             return len(body.documents), "documents"
         case ScoreBody():
@@ -56,4 +59,6 @@ def prepare_body(
         return prepare_response(body, processor, model, defaults)
     if isinstance(body, (ChatBody, CompletionBody)):
         return prepare(body, processor, model, defaults)
+    if isinstance(body, CohereEmbedBody):
+        return prepare_cohere(body, processor, model)
     return prepare_pooled(body, processor, model)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -54,6 +55,7 @@ class ScorePairs:
         request_id: str,
         instruction: str | None = None,
         max_tokens_per_doc: int | None = None,
+        max_tokens_per_query: int | None = None,
         params: PoolingParams | None = None,
         priority: int = 0,
         fields: Sequence[tuple[str, str]] | None = None,
@@ -61,19 +63,20 @@ class ScorePairs:
         """Check everything and tokenize; raises ``RequestError``.
 
         ``instruction`` tells a reranker what relevant means; of each document at most ``max_tokens_per_doc`` tokens
-        are read.  ``fields`` are what the client calls the texts of each pair, for errors.
+        are read, and of each query ``max_tokens_per_query``.  ``fields`` are what the client calls the texts of each
+        pair, for errors.
         """
         params = params or PoolingParams()
         fields = fields or [("queries", "documents")] * len(pairs)
         pooler = _pooler(processor, params)
-        if max_tokens_per_doc is not None and max_tokens_per_doc < 1:
-            raise RequestError(
-                f"max_tokens_per_doc is {max_tokens_per_doc}; it must be at least 1, or absent",
-                param="max_tokens_per_doc",
-            )
+        longest = {"max_tokens_per_query": max_tokens_per_query, "max_tokens_per_doc": max_tokens_per_doc}
+        for name, most in longest.items():
+            if most is not None and most < 1:
+                raise RequestError(f"{name} is {most}; it must be at least 1, or absent", param=name)
+        cut_query = lru_cache(maxsize=1)(partial(_cut, processor, max_tokens_per_query))  # one query for all documents
         cut = [
-            (query, _cut(processor, document, max_tokens_per_doc, field))
-            for (query, document), (_, field) in zip(pairs, fields, strict=True)
+            (cut_query(query, query_field), _cut(processor, max_tokens_per_doc, document, field))
+            for (query, document), (query_field, field) in zip(pairs, fields, strict=True)
         ]
         named: list[tuple[Prompt, str]]
         places: list[tuple[int, ...]]
@@ -139,7 +142,7 @@ def _pooler(processor: InputProcessor, params: PoolingParams) -> Pooler:
             param="model",
         )
     # the prompt of a pair is cut as it is written
-    return Pooler.of(processor, replace(params, truncate_prompt_tokens=None, use_activation=None), "classify")
+    return Pooler.of(processor, replace(params, truncate_prompt_tokens=None), "classify")
 
 
 def _refuse(instruction: str | None, why: str) -> None:
@@ -225,8 +228,8 @@ def _parts(
     return [processor.text_token_ids(text, add_special_tokens=False, must_fit=must_fit, param=field) for text in texts]
 
 
-def _cut(processor: InputProcessor, document: str, max_tokens: int | None, field: str) -> str:
+def _cut(processor: InputProcessor, max_tokens: int | None, text: str, field: str) -> str:
     if max_tokens is None or processor.tokenizer is None:
-        return document
-    token_ids = processor.text_token_ids(document, add_special_tokens=False, may_be_empty=True, param=field)
-    return document if len(token_ids) <= max_tokens else str(processor.tokenizer.decode(token_ids[:max_tokens]))
+        return text
+    token_ids = processor.text_token_ids(text, add_special_tokens=False, may_be_empty=True, param=field)
+    return text if len(token_ids) <= max_tokens else str(processor.tokenizer.decode(token_ids[:max_tokens]))

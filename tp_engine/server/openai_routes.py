@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from tp_engine.api.bodies import Body
 from tp_engine.api.input_processor import InputProcessor
+from tp_engine.api.openai.cohere import CohereEmbedBody
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.api.openai.pooled import (
     ClassifyBody,
@@ -60,6 +61,7 @@ _ANSWERED: tuple[tuple[type[Body], str, tuple[str, ...], str], ...] = (
         ("/v1/embeddings",),
         "The vectors of one or several inputs, as text or token ids.",
     ),
+    (CohereEmbedBody, "cohere_embed", ("/v2/embed",), "The vectors of texts, as Cohere's API."),
     (ClassifyBody, "classify", ("/v1/classify", "/classify"), "How likely each label of a classifier is for inputs."),
     (
         PoolingBody,

@@ -105,7 +105,7 @@ def test_prompt_forms(prompt: Any, prompts: list[Any]) -> None:
         ({"temperature": -1}, "temperature", ["-1", "between 0"]),
         ({"n": 0}, "n", ["n is 0"]),
         ({"n": True}, "n", ["n is True"]),
-        ({"max_tokens": "16"}, "max_tokens", ["'16'", "integer"]),
+        ({"max_tokens": "16.5"}, "max_tokens", ["'16.5'", "integer"]),
         ({"max_tokens": 0}, "max_tokens", ["max_tokens is 0"]),
         ({"prompt": []}, "prompt", ["empty list"]),
         ({"prompt": 3}, "prompt", ["prompt is 3", "or"]),

@@ -39,10 +39,21 @@ SPELLINGS: list[tuple[dict[str, Any], StructuredOutputsParams | None]] = [
         {"guided_json": SCHEMA, "guided_whitespace_pattern": " ?"},
         StructuredOutputsParams(json=SCHEMA, whitespace_pattern=" ?"),
     ),
+    # what guidance's client sends: the newer field, and what older servers read
+    (
+        {"structured_outputs": {"regex": "a"}, "guided_grammar": "b", "guided_decoding_backend": "guidance"},
+        StructuredOutputsParams(regex="a"),
+    ),
+    ({"structured_outputs": {"regex": "a"}, "guided_choice": []}, StructuredOutputsParams(regex="a")),
+    ({"structured_outputs": {}, "guided_regex": "a"}, StructuredOutputsParams(regex="a")),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, StructuredOutputsParams(json=SCHEMA)),
+    ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, StructuredOutputsParams(json=SCHEMA)),
 ]
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "xml"}}, "response_format", "'xml'"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema.schema"),
+    ({"response_format": {"type": "json_object", "schema": [1]}}, "response_format", "object"),
+    ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "response_format", "only one"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": "{"}}}, "response_format", "read"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}}, "response_format", "object"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs", "choice is []"),

@@ -5,8 +5,9 @@ Fields that change nothing here (``metadata``, ``context_management``, ``service
 
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
+from tp_engine.api.openai import foreign_fields
 from tp_engine.api.openai.errors import ERROR_TYPES
 from tp_engine.api.openai.protocol import PromptBody, RequestBody, ThinkingBody
 
@@ -59,7 +60,7 @@ class OutputConfig(RequestBody):
 class CountTokensBody(ThinkingBody, PromptBody):
     """``POST /v1/messages/count_tokens``: what decides the prompt."""
 
-    model_config = ConfigDict(extra="ignore")
+    foreign = foreign_fields.MESSAGES
 
     messages: list[Message] = Field(min_length=1)
     system: str | list[Block] | None = None

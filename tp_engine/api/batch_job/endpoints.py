@@ -8,6 +8,7 @@ from tp_engine.api.anthropic.protocol import MessagesBody
 from tp_engine.api.batch_job.lines import BatchRequest
 from tp_engine.api.bodies import Body, num_prompts, prepare_body
 from tp_engine.api.input_processor import InputProcessor
+from tp_engine.api.openai.cohere import CohereEmbedBody
 from tp_engine.api.openai.errors import renamed
 from tp_engine.api.openai.pooled import ClassifyBody, EmbeddingBody, PoolingBody, RerankBody, ScoreBody, check_pooled
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody, parse_body
@@ -77,7 +78,7 @@ def check_request(request: BatchRequest, model_names: Sequence[str], grammars: G
     elif isinstance(body, (ChatBody, CompletionBody)):
         _check_generation(body, grammars)
     else:
-        assert not isinstance(body, MessagesBody), "no endpoint of batches"
+        assert not isinstance(body, (MessagesBody, CohereEmbedBody)), "no endpoint of batches"
         check_pooled(body)
 
 

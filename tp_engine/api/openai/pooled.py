@@ -14,8 +14,10 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from pydantic import Field
 
 from tp_engine.api.input_processor import InputProcessor
+from tp_engine.api.openai import foreign_fields
 from tp_engine.api.openai.answer_shape import JsonObject
 from tp_engine.api.openai.chat.body import chat_prompt
+from tp_engine.api.openai.encoded_vectors import EmbedDtype, Endianness, encoded_vector
 from tp_engine.api.openai.protocol import ChatBody, PromptBody, RequestBody, ThinkingBody
 from tp_engine.api.openai.requests import PreparedBody
 from tp_engine.api.openai.sampling import listed_prompts
@@ -34,12 +36,14 @@ class InputBody(PromptBody):
     A kind of body has a task (None: the model's own), a prefix of its answers' ids, and what they tell of each input.
     """
 
+    foreign = foreign_fields.INPUTS
     id_prefix: ClassVar[str]
     pooling_task: ClassVar[str | None] = None
 
     input: str | list[str] | list[int] | list[list[int]] | None = None
     messages: list[dict[str, Any]] | None = Field(None, min_length=1)
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     use_activation: bool | None = None
@@ -50,15 +54,19 @@ class InputBody(PromptBody):
 
 
 class VectorBody(InputBody):
-    """A body whose answers are arrays: lists of numbers, or base64 of float32."""
+    """A body whose answers are arrays: lists of numbers, or base64 of ``embed_dtype`` in ``endianness``, of float32 and
+    little by default, which OpenAI's clients read."""
 
     encoding_format: Literal["float", "base64"] | None = None
+    embed_dtype: EmbedDtype | None = None
+    endianness: Endianness | None = None
     dimensions: int | None = None
 
     def shown(self, values: FloatArray) -> Any:
         """Return an array as it is asked for."""
         if self.encoding_format == "base64":
-            return base64.b64encode(values.astype("<f4").tobytes()).decode()
+            encoded = encoded_vector(values, self.embed_dtype or "float32", self.endianness or "little")
+            return base64.b64encode(encoded).decode()
         return values.tolist()
 
 
@@ -77,6 +85,7 @@ class EmbeddingBody(VectorBody):
 class PoolingBody(VectorBody):
     """``POST /pooling``: what a ``task`` makes of inputs, by default the model's own."""
 
+    foreign = foreign_fields.POOLING
     id_prefix = "pool"
 
     task: str | None = None
@@ -99,26 +108,34 @@ class ClassifyBody(InputBody):
         return {"label": labels[int(values.argmax())], "probs": values.tolist(), "num_classes": len(labels)}
 
 
-class ScoreBody(PromptBody):
+class PairsBody(PromptBody):
+    """What bodies about pairs of a query and a document have; ``use_activation`` False leaves a classifier's scores as
+    they are."""
+
+    foreign = foreign_fields.PAIRS
+
+    instruction: str | None = None
+    max_tokens_per_doc: int | None = None
+    max_tokens_per_query: int | None = None
+    use_activation: bool | None = None
+
+
+class ScoreBody(PairsBody):
     """``POST /score``: ``queries`` and ``documents``, or by their former names ``text_1`` and ``text_2``."""
 
     queries: str | list[str] | None = None
     documents: str | list[str] | None = None
     text_1: str | list[str] | None = None
     text_2: str | list[str] | None = None
-    instruction: str | None = None
-    max_tokens_per_doc: int | None = None
 
 
-class RerankBody(PromptBody):
+class RerankBody(PairsBody):
     """``POST /rerank``.  A document is text, or an object with ``text``."""
 
     query: str
     documents: list[str | dict[str, Any]]
     top_n: int | None = None
     return_documents: bool | None = None
-    instruction: str | None = None
-    max_tokens_per_doc: int | None = None
 
 
 AnyPooledBody: TypeAlias = InputBody | ScoreBody | RerankBody
@@ -159,7 +176,9 @@ def prepare_pooled(body: AnyPooledBody, processor: InputProcessor, model: str) -
         request_id=envelope.engine_id,
         instruction=body.instruction,
         max_tokens_per_doc=body.max_tokens_per_doc,
+        max_tokens_per_query=body.max_tokens_per_query,
         params=PoolingParams(
+            use_activation=body.use_activation,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             truncation_side=body.truncation_side,
             cache_salt=body.cache_salt,
@@ -236,6 +255,7 @@ def _chat_token_ids(body: InputBody, processor: InputProcessor) -> list[int]:
         "messages": body.messages,
         "chat_template_kwargs": body.chat_template_kwargs,
         "add_generation_prompt": bool(body.add_generation_prompt),
+        "continue_final_message": bool(body.continue_final_message),
     }
     return processor.text_token_ids(
         chat_prompt(ChatBody.model_validate(fields), processor).text,
@@ -295,6 +315,8 @@ def _usage(outputs: Sequence[RequestOutput]) -> JsonObject:
 
 class TokenizeBody(ThinkingBody):
     """``POST /tokenize``: either a ``prompt`` or the ``messages`` of a chat."""
+
+    foreign = foreign_fields.TOKENS
 
     model: str | None = None
     prompt: str | None = None

@@ -5,12 +5,17 @@ with ``parse_body``, so both accept and refuse the same.
 """
 
 import itertools
-from typing import Any, Literal, TypeVar
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema
 
+from tp_engine.api.openai import foreign_fields
+from tp_engine.api.openai.foreign_fields import HARMLESS, Refused, refuse_foreign
 from tp_engine.api.preparing import LARGE
 from tp_engine.errors import RequestError, shown
 from tp_engine.log import get_logger, warn_once
@@ -24,6 +29,9 @@ _MOST_PARTS = 250_000
 _MOST_ELEMENTS = 2_000_000
 _PART_MARKS = (b"{", b"[", b":")
 _MOST_WARNED = 256
+_NUMBER = re.compile(r"-?\d{1,40}(?:\.\d{1,40})?(?:[eE][+-]?\d{1,3})?")
+_LONGEST_NUMBER = 64
+_EXACT = 2**53  # whole numbers that a double tells apart
 
 
 def _failing_fast(part: Any) -> Any:
@@ -37,12 +45,13 @@ def _failing_fast(part: Any) -> Any:
 
 
 class RequestBody(BaseModel):
-    """Base of all bodies and of objects in them.
+    """Base of all bodies and of objects in them.  ``foreign`` are fields of others that a body refuses.
 
     Checking stops at the first fault in a list or an object: a stranger may send millions.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+    foreign: ClassVar[Mapping[str, Refused]] = {}
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -74,6 +83,8 @@ class PromptBody(RequestBody):
 
 class GenerationBody(PromptBody):
     """Fields of all bodies that generate.  This class checks types, ``SamplingParams`` checks ranges."""
+
+    foreign = foreign_fields.GENERATION
 
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -201,6 +212,8 @@ class CompletionBody(GenerationBody):
 class ChatBody(ThinkingBody, GenerationBody):
     """``POST /v1/chat/completions``.  ``max_completion_tokens`` is the newer name of ``max_tokens``."""
 
+    foreign = foreign_fields.CHAT
+
     messages: list[dict[str, Any]] = Field(min_length=1)
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -229,10 +242,43 @@ def parse_body(kind: type[Body], raw: bytes | bytearray | str) -> Body:
         with panics_refused("the body can not be read"):
             body = kind.model_validate_json(raw)
     except ValidationError as error:
-        raise request_error(error, shows_value=not is_large) from None
-    for name in itertools.islice(body.model_extra or (), _MOST_WARNED):
-        warn_once(logger, "ignoring the unknown request field %s", shown(name))
+        plain = _with_plain_numbers(kind, raw, error)
+        if plain is None:
+            raise request_error(error, shows_value=not is_large) from None
+        body = plain
+    extra = body.model_extra or {}
+    if issubclass(kind, RequestBody):
+        refuse_foreign(kind.foreign, extra)
+    for name in itertools.islice(extra, _MOST_WARNED):
+        kind_of = "request field, which changes no result:" if name in HARMLESS else "unknown request field"
+        warn_once(logger, "ignoring the %s %s", kind_of, shown(name))
     return body
+
+
+def _with_plain_numbers(kind: type[Body], raw: bytes | bytearray | str, error: ValidationError) -> Body | None:
+    """The body of a client whose numbers are doubles (``100.0``) or texts (``"0.5"``), as vLLM reads them too; None if
+    that is not what is wrong with it, or a number would change."""
+    complaints = error.errors(include_url=False, include_context=False, include_input=False)
+    if not {"int_type", "float_type"} & {one["type"] for one in complaints}:
+        return None
+    texts = {one["loc"][0] for one in complaints if one["type"] == "string_type"}  # of these, texts stay texts
+    fields = json.loads(raw)
+    for name in {one["loc"][0] for one in complaints}:
+        fields[name] = _plain_number(fields.get(name), reads_texts=name not in texts)
+    try:
+        return kind.model_validate_json(json.dumps(fields, allow_nan=False))
+    except (ValidationError, ValueError):
+        return None
+
+
+def _plain_number(value: Any, *, reads_texts: bool) -> Any:
+    if isinstance(value, list):
+        return [_plain_number(one, reads_texts=reads_texts) for one in value]
+    if isinstance(value, dict):
+        return {name: _plain_number(one, reads_texts=reads_texts) for name, one in value.items()}
+    if reads_texts and isinstance(value, str) and len(value) < _LONGEST_NUMBER and _NUMBER.fullmatch(value):
+        value = int(value) if value.lstrip("-").isdigit() else float(value)
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= _EXACT else value
 
 
 def request_error(error: ValidationError, *, shows_value: bool = True) -> RequestError:

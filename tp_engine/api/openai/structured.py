@@ -4,6 +4,7 @@
 | --- | --- |
 | response_format {"type": "json_schema", "json_schema": {"schema": S}} | json=S |
 | response_format {"type": "json_object"} | json_object=True |
+| response_format {"type": "json_object", "schema": S} (llama.cpp) | json=S |
 | structured_outputs {json, regex, choice, grammar, json_object and options} | the same |
 | guided_json, guided_regex, guided_choice, guided_grammar, guided_whitespace_pattern | json, regex, choice, ... |
 """
@@ -36,11 +37,15 @@ _GUIDED = {
 
 
 def structured_outputs_of(body: GenerationBody) -> StructuredOutputsParams | None:
-    """Return the constraint that a body asks for; None for free text.  Raises ``RequestError`` if it asks for two."""
-    guided = {name: value for name in _GUIDED if (value := getattr(body, name)) is not None}
+    """Return the constraint that a body asks for; None for free text.  Raises ``RequestError`` if it asks for two.
+
+    Of structured_outputs and its former names, which guidance sends for older servers, the newer one counts.
+    """
+    structured = _of_structured_outputs(body.structured_outputs)
+    guided = {name: value for name in _GUIDED if structured is None and (value := getattr(body, name)) is not None}
     found = {
         "response_format": _of_response_format(body.response_format),
-        "structured_outputs": _of_structured_outputs(body.structured_outputs),
+        "structured_outputs": structured,
         "guided_*": _named(next(iter(guided)), **{_GUIDED[one]: value for one, value in guided.items()})
         if guided
         else None,
@@ -83,10 +88,11 @@ def _of_response_format(wanted: Mapping[str, Any] | None) -> StructuredOutputsPa
         case "text":
             return None
         case "json_object":
-            return _named("response_format", json_object=True)
+            schema = wanted.get("schema")
+            return _named("response_format", **({"json_object": True} if schema is None else {"json": schema}))
         case "json_schema":
             description = wanted.get("json_schema")
-            schema = description.get("schema") if isinstance(description, Mapping) else None
+            schema = description.get("schema") if isinstance(description, Mapping) else wanted.get("schema")
             if schema is None:
                 raise RequestError(
                     "response_format has no json_schema.schema; give the JSON schema there", param="response_format"

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
+from tp_engine.api.openai import foreign_fields
 from tp_engine.api.openai.protocol import GenerationBody, RequestBody, ThinkingBody
 from tp_engine.errors import RequestError
 
@@ -39,6 +40,8 @@ class TextOptions(RequestBody):
 
 class ResponsesBody(ThinkingBody, GenerationBody):
     """``POST /v1/responses``, with the sampling fields of the other endpoints as extras."""
+
+    foreign = foreign_fields.RESPONSES
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None

@@ -60,7 +60,7 @@ def _response_format(body: ResponsesBody) -> dict[str, Any] | None:
     if asked is None or asked.get("type") == "text":
         return None
     if asked.get("type") != "json_schema":
-        return {"type": asked.get("type")}
+        return {name: asked[name] for name in ("type", "schema") if name in asked}
     schema = {name: asked[name] for name in ("name", "description", "schema", "strict") if name in asked}
     return {"type": "json_schema", "json_schema": schema}
 
