@@ -148,7 +148,8 @@ def fake_logprobs(token_ids: Sequence[int], num_alternatives: int) -> TokenLogpr
 
 def in_columns(deltas: Sequence[SequenceDelta]) -> StepOutput:
     """The form of ``Scheduler.update``: deltas with one token and nothing else are in columns."""
-    plain = [delta for delta in deltas if not (delta.finish_reason or delta.logprobs or delta.prompt_logprobs)]
+    more = [(one.finish_reason, one.logprobs, one.prompt_logprobs, one.num_cached_tokens) for one in deltas]
+    plain = [delta for delta, others in zip(deltas, more, strict=True) if not any(others)]
     return StepOutput(
         request_ids=[delta.request_id for delta in plain],
         indices=[delta.index for delta in plain],

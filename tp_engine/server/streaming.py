@@ -211,10 +211,11 @@ class ChatEventStream:
         """Yield all events of the stream, those of one batch together; closes ``batches``."""
         async with contextlib.aclosing(batches):
             async for number, updates in batches:
+                # they count before the beginning, which tells how much of the prompt was cached
+                choices = [choice for update in updates for choice in self._chunks.choices(number, update)]
                 events = self._beginning()
-                for update in updates:
-                    for choice in self._chunks.choices(number, update):
-                        events += self._writer.take(choice)
+                for choice in choices:
+                    events += self._writer.take(choice)
                 if events:
                     yield _data(events)
         yield _data([*self._beginning(), *self._writer.finish(self._chunks.usage.as_json())])

@@ -15,6 +15,7 @@ from openai.types.responses import Response, ResponseInputItemParam, ResponseStr
 from pydantic import TypeAdapter
 
 from tp_engine.api.openai.protocol import parse_body
+from tp_engine.api.openai.reasoning_seal import ReasoningSeal
 from tp_engine.api.openai.responses_api.events import ResponseWriter
 from tp_engine.api.openai.responses_api.items import input_messages
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
@@ -42,7 +43,7 @@ def new_writer(**fields: Any) -> ResponseWriter:
     params = SimpleNamespace(temperature=1.0, top_p=0.5)
     shape = SimpleNamespace(response_id="chatcmpl-1", created=1, model="demo")
     chat: Any = SimpleNamespace(shape=shape, requests=[SimpleNamespace(params=params)])
-    return ResponseWriter(asked, chat, ResponseTools.of(asked.tools or ()))
+    return ResponseWriter(asked, chat, ResponseTools.of(asked.tools or ()), ReasoningSeal("key"))
 
 
 def kinds_of(parameter: Any) -> tuple[str, ...]:
@@ -459,7 +460,8 @@ def test_a_failure_ends_the_response() -> None:
 )
 def test_complaints_name_fields_of_the_request(fields: dict[str, Any], text: str, param: str) -> None:
     """Oracle: the names in the client's body, not those in the resulting chat."""
-    processor: Any = SimpleNamespace(images=None)  # a model of text; the rest is asked for later
+    # a model of text; the rest is asked for later
+    processor: Any = SimpleNamespace(images=None, chat=SimpleNamespace(seal=ReasoningSeal()))
     with pytest.raises(RequestError) as error:
         prepare_response(body(**fields), processor, "demo")
     assert str(error.value).startswith(text) and error.value.param == param

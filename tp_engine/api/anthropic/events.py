@@ -5,7 +5,7 @@
     message_start
     per block:   content_block_start, content_block_delta ..., content_block_stop
     message_delta, message_stop
-    error        instead of the last two, after a failure
+    error        instead of the last two, after a failure; instead of the last, after an abort
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 
 from tp_engine.api.anthropic.protocol import MessagesBody, anthropic_error
 from tp_engine.api.openai.chat_events import Call, ChatEventWriter, JsonObject
+from tp_engine.api.openai.protocol import Thinking
+from tp_engine.api.openai.reasoning_seal import ReasoningSeal
 from tp_engine.api.openai.requests import PreparedAnswer
 from tp_engine.api.openai.tools.events import unread_arguments
 
@@ -25,7 +27,8 @@ _BLOCKS: Mapping[str, tuple[JsonObject, str, str]] = {
     "content": ({"type": "text", "text": ""}, "text_delta", "text"),
     "call": ({"type": "tool_use", "input": {}}, "input_json_delta", "partial_json"),
 }
-_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "abort": "end_turn"}
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "abort": None}
+_ABORTED = "the answer was aborted before its end; send the request again"
 
 
 class MessageWriter(ChatEventWriter):
@@ -34,8 +37,10 @@ class MessageWriter(ChatEventWriter):
 
     call_prefix = "toolu"
 
-    def __init__(self, body: MessagesBody, chat: PreparedAnswer) -> None:
+    def __init__(self, body: MessagesBody, chat: PreparedAnswer, seal: ReasoningSeal) -> None:
         super().__init__()
+        self._seal = seal
+        self._omits_thinking = isinstance(body.thinking, Thinking) and body.thinking.display == "omitted"
         name = chat.shape.response_id.removeprefix("chatcmpl-")
         self._fixed = {"id": f"msg_{name}", "type": "message", "role": "assistant", "model": chat.shape.model}
         self._stop_sequences = body.stop_sequences or ()
@@ -61,17 +66,30 @@ class MessageWriter(ChatEventWriter):
     def _add(self, text: str) -> list[JsonObject]:
         self._pieces.append(text)
         _, name, field = _BLOCKS[self.kind or ""]
-        return [{"type": "content_block_delta", "index": len(self.items), "delta": {"type": name, field: text}}]
+        return [] if self.kind == "reasoning" and self._omits_thinking else self._delta({"type": name, field: text})
+
+    def _delta(self, delta: JsonObject) -> list[JsonObject]:
+        return [{"type": "content_block_delta", "index": len(self.items), "delta": delta}]
 
     def _done(self, *, is_last: bool) -> tuple[JsonObject, list[JsonObject]]:
         text = "".join(self._pieces)
+        signed: list[JsonObject] = []
         arguments = _arguments(text) if self.kind == "call" else None
         self._ends_in_call = self.kind == "call" and arguments is None
         if self.kind == "call":
             grown: JsonObject = {"input": unread_arguments(text) if arguments is None else arguments}
+        elif self.kind == "reasoning":
+            grown, signed = self._thinking(text)
         else:
             grown = {self._block["type"]: text}
-        return self._block | grown, [{"type": "content_block_stop", "index": len(self.items)}]
+        return self._block | grown, [*signed, {"type": "content_block_stop", "index": len(self.items)}]
+
+    def _thinking(self, text: str) -> tuple[JsonObject, list[JsonObject]]:
+        """The fields of a block of thinking, and the event of its signature: clients send back what is signed, as
+        thinking.  The signature of thinking that is not shown has the text, sealed."""
+        sealed = self._seal.sealed(text) if self._omits_thinking else self._seal.signature(text)
+        grown = {"thinking": "" if self._omits_thinking else text, "signature": sealed}
+        return grown, self._delta({"type": "signature_delta", "signature": sealed})
 
     def _end(self, usage: Mapping[str, Any]) -> list[JsonObject]:
         reason, stop = self.last.get("finish_reason"), self.last.get("stop_reason")
@@ -82,7 +100,9 @@ class MessageWriter(ChatEventWriter):
             name = "tool_use" if has_calls else _STOP_REASONS.get(reason or "", "end_turn")
             self._ending = {"stop_reason": name, "stop_sequence": None}
         ending = {"type": "message_delta", "delta": self._ending, "usage": _usage(usage)}
-        return [ending, {"type": "message_stop"}]
+        # an agent would take the half of an answer for the whole, whatever the stop reason
+        last = anthropic_error(500, _ABORTED) if reason == "abort" else {"type": "message_stop"}
+        return [ending, last]
 
     def _whole(self, events: list[JsonObject], usage: Mapping[str, Any]) -> JsonObject:
         return {**self._fixed, "content": list(self.items), **self._ending, "usage": _usage(usage)}
@@ -91,11 +111,14 @@ class MessageWriter(ChatEventWriter):
 def _usage(usage: Mapping[str, Any]) -> JsonObject:
     """The ``usage`` of a chat, under the names of the Messages API: cached tokens are counted apart."""
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    thought = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens")
+    details = {} if thought is None else {"output_tokens_details": {"thinking_tokens": thought}}
     return {
         "input_tokens": usage["prompt_tokens"] - cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": usage["completion_tokens"],
+        **details,
     }
 
 

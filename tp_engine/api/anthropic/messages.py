@@ -5,15 +5,15 @@
     block                                     in the chat
     text                                      text of its message
     tool_result                               a message of the role tool; texts before it stay before it
-    thinking                                  the reasoning of the assistant's message
+    thinking, what this server sealed of it   the reasoning of the assistant's message
     tool_use                                  a call of the assistant's message; what follows it begins another one
     document of text, search_result           its text
     image                                     an image of its message, or of a tool's answer
     document of blocks                        its texts and images
     document of another kind, and an image
     where the model takes none                refused; a note in a tool's answer, which would else end the conversation
-    redacted_thinking, what a server's own
-    tool did                                  nothing; the log says so
+    redacted_thinking of another server, what
+    a server's own tool did                   nothing; the log says so
     tool_addition, tool_removal               nothing; the list of tools changes
     a system message behind the first turn    a message of the user in its place, so that the prompt before it stays
 """
@@ -24,6 +24,7 @@ from typing import Any
 
 from tp_engine.api.anthropic.protocol import Block, Message
 from tp_engine.api.openai.chat.messages import omitted
+from tp_engine.api.openai.reasoning_seal import ReasoningSeal
 from tp_engine.errors import RequestError, shown
 from tp_engine.images.sources import ImageSource
 from tp_engine.log import get_logger, warn_once
@@ -46,9 +47,13 @@ TOOL_CHANGES = frozenset({"tool_addition", "tool_removal"})
 
 
 def chat_messages(
-    system: str | Sequence[Block] | None, messages: Sequence[Message], *, takes_images: bool = False
+    system: str | Sequence[Block] | None,
+    messages: Sequence[Message],
+    *,
+    takes_images: bool = False,
+    seal: ReasoningSeal | None = None,
 ) -> ChatMessages:
-    """Return the chat; raises ``RequestError`` that names the faulty block."""
+    """Return the chat; raises ``RequestError`` that names the faulty block.  ``seal`` opens thinking that is sealed."""
     chat: ChatMessages = []
     leading = [] if system is None else [*_texts("system", system)]
     last_user = max((number for number, one in enumerate(messages) if one.role == "user"), default=-1)
@@ -62,7 +67,7 @@ def chat_messages(
         if message.role == "system" and not chat:
             leading += _texts(where, message.content)
         elif message.role == "assistant":
-            _add_assistant(chat, where, message.content, takes_images=takes_images)
+            _add_assistant(chat, where, message.content, takes_images=takes_images, seal=seal)
         else:
             _add_user(chat, where, message.content, takes_images=takes_images)
     return [{"role": "system", "content": "\n\n".join(leading)}, *chat] if leading else chat
@@ -143,17 +148,23 @@ def _image(where: str, block: Block) -> ImageSource:
     raise _refused(f"{where}.source.type is {shown(kind)}; it must be base64 or url")
 
 
-def _add_assistant(chat: ChatMessages, where: str, content: str | Sequence[Block], *, takes_images: bool) -> None:
+def _add_assistant(
+    chat: ChatMessages,
+    where: str,
+    content: str | Sequence[Block],
+    *,
+    takes_images: bool,
+    seal: ReasoningSeal | None,
+) -> None:
     message: dict[str, Any] = {"role": "assistant", "content": []}
     if chat and chat[-1]["role"] == "assistant":
         message = chat.pop()
     for place, block in _blocks(where, content):
-        is_behind = "tool_calls" in message and block["type"] in ("text", "thinking")
-        if is_behind and block.get(block["type"]):
+        thought = _thought(place, block, seal)
+        if "tool_calls" in message and (thought or (block["type"] == "text" and block.get("text"))):
             chat.append(message)
             message = {"role": "assistant", "content": []}
-        if block["type"] == "thinking":
-            thought = _string(place, block, "thinking")
+        if thought is not None:
             message["reasoning_content"] = message.get("reasoning_content", "") + thought
         elif block["type"] == "tool_use":
             arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
@@ -163,6 +174,15 @@ def _add_assistant(chat: ChatMessages, where: str, content: str | Sequence[Block
         else:
             message["content"] += _parts(place, block, takes_images=takes_images)
     chat.append(message)
+
+
+def _thought(where: str, block: Block, seal: ReasoningSeal | None) -> str | None:
+    """The thinking of a block, which may be there only sealed; None for other blocks, and for what others sealed."""
+    kind = block["type"]
+    text = _string(where, block, "thinking") if kind == "thinking" else None
+    sealed = block.get({"thinking": "signature", "redacted_thinking": "data"}.get(kind, ""))
+    opened = seal.opened(sealed) if seal is not None and not text and isinstance(sealed, str) else None
+    return text if opened is None else opened
 
 
 def _blocks(where: str, content: str | Sequence[Block]) -> Iterator[tuple[str, Block]]:

@@ -12,6 +12,7 @@ from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.openai.chat.body import chat_prompt
 from tp_engine.api.openai.errors import renamed
 from tp_engine.api.openai.protocol import ChatBody, PromptBody, ThinkingBody, request_error
+from tp_engine.api.openai.reasoning_seal import ReasoningSeal
 from tp_engine.api.openai.requests import PreparedFromChat, prepare
 from tp_engine.errors import ContextLengthError, RequestError, shown
 from tp_engine.log import get_logger, warn_once
@@ -33,16 +34,18 @@ def prepare_message(
 ) -> PreparedFromChat:
     """Do as ``openai.requests.prepare``; raises ``RequestError`` that names a field of ``body``."""
     try:
-        chat = prepare(chat_body(body, takes_images=processor.images is not None), processor, model, defaults)
+        seal = processor.chat.seal
+        body_of_chat = chat_body(body, takes_images=processor.images is not None, seal=seal)
+        chat = prepare(body_of_chat, processor, model, defaults)
     except ContextLengthError as error:
         raise _too_long(error) from None
     except RequestError as error:
         raise renamed(error, NAMES) from None
     return PreparedFromChat(
         chat=chat,
-        new_writer=lambda: MessageWriter(body, chat),
+        new_writer=lambda: MessageWriter(body, chat, seal),
         requests=chat.requests,
-        answer=lambda outputs: MessageWriter(body, chat).whole(chat.shape.answer(outputs, in_order=True)),
+        answer=lambda outputs: MessageWriter(body, chat, seal).whole(chat.shape.answer(outputs, in_order=True)),
         named=lambda error: renamed(chat.named(error), NAMES),
     )
 
@@ -50,16 +53,18 @@ def prepare_message(
 def count_tokens(body: CountTokensBody, processor: InputProcessor) -> dict[str, Any]:
     """Return the answer of ``count_tokens``: the length of the prompt that ``body`` has."""
     try:
-        chat = chat_prompt(chat_body(body, takes_images=processor.images is not None), processor)
+        takes_images = processor.images is not None
+        chat = chat_prompt(chat_body(body, takes_images=takes_images, seal=processor.chat.seal), processor)
         tokens = processor.chat_tokens(chat, add_special_tokens=False, stages=False)
     except RequestError as error:
         raise renamed(error, NAMES) from None
     return {"input_tokens": len(tokens["prompt_token_ids"])}
 
 
-def chat_body(body: CountTokensBody, *, takes_images: bool = False) -> ChatBody:
-    """Return the chat that answers ``body``, for a model that ``takes_images`` or not; raises ``RequestError``."""
-    messages = chat_messages(body.system, body.messages, takes_images=takes_images)
+def chat_body(body: CountTokensBody, *, takes_images: bool = False, seal: ReasoningSeal | None = None) -> ChatBody:
+    """Return the chat that answers ``body``, for a model that ``takes_images`` or not; raises ``RequestError``.
+    ``seal`` opens reasoning; None: sealed reasoning is left out."""
+    messages = chat_messages(body.system, body.messages, takes_images=takes_images, seal=seal)
     if not messages:
         raise RequestError("messages have nothing that the model can read; give at least one text", param="messages")
     last = messages[-1]

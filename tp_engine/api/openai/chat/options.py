@@ -69,6 +69,12 @@ class ChatOptions(TemplateOptions):
         + " or ".join(f"{name} ({reasoning.help})" for name, reasoning in REASONING_FORMATS.items()),
         choices=(AUTO, NONE, *REASONING_FORMATS, *REASONING_ALIASES),
     )
+    reasoning_key: str | None = option(
+        None,
+        "secret that seals the reasoning that clients send back, the same for servers that read each other's (default: "
+        "TP_ENGINE_REASONING_KEY, else a new one at each start)",
+        secret=True,
+    )
 
     def tool_format(self, template: str) -> ToolFormat | None:
         """Return the format of ``tool_call_parser``, which the source of the chat template chooses for ``auto``."""

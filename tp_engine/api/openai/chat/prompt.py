@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
+from tp_engine import env
 from tp_engine.api.openai.chat.capabilities import TemplateCapabilities
 from tp_engine.api.openai.chat.images import render_images
 from tp_engine.api.openai.chat.messages import normal_messages
 from tp_engine.api.openai.chat.options import ChatOptions
 from tp_engine.api.openai.chat.template import ChatTemplate, TemplateRefusal
 from tp_engine.api.openai.reasoning import ReasoningFormat
+from tp_engine.api.openai.reasoning_seal import ReasoningSeal
 from tp_engine.api.openai.tools.tool_format import ToolFormat
 from tp_engine.errors import ConfigError, RequestError
 from tp_engine.images.placeholders import Pieces
@@ -47,13 +49,15 @@ class ChatPrompt:
 
 
 class ChatFormat:
-    """How one model's chats become prompts: by a template, which gets contents as it takes them.
+    """How one model's chats become prompts: by a template, which gets contents as it takes them.  ``seal`` is for the
+    reasoning that clients send back.
 
     Refuses every chat if there is no tokenizer or no template.  Safe to call from several threads.
     """
 
     def __init__(self, tokenizer: Any | None, options: ChatOptions | None = None) -> None:
         self.options = options or ChatOptions()
+        self.seal = ReasoningSeal(self.options.reasoning_key or env.REASONING_KEY.read() or None)
         self._tokenizer = tokenizer
         self._served_text = self.options.template_text
         self._probed = lru_cache(_MAX_TEMPLATES)(self._probe)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tp_engine.api.openai.chat_events import Call, ChatEventWriter, JsonObject
+from tp_engine.api.openai.reasoning_seal import ReasoningSeal
 from tp_engine.api.openai.requests import PreparedAnswer
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
 from tp_engine.api.openai.responses_api.tools import CallableTool, ResponseTools, custom_input
@@ -40,9 +41,11 @@ class ResponseWriter(ChatEventWriter):
 
     call_prefix = "call"
 
-    def __init__(self, body: ResponsesBody, chat: PreparedAnswer, tools: ResponseTools) -> None:
+    def __init__(self, body: ResponsesBody, chat: PreparedAnswer, tools: ResponseTools, seal: ReasoningSeal) -> None:
         super().__init__()
         self._tools = tools
+        self._seal = seal if body.wants_sealed else None
+        self._summarises = body.summary is not None
         self._item = _OutputItem("message")  # the open one
         self._logprobs: list[Mapping[str, Any]] = []  # of tokens whose text has not come yet
         self._num_events = 0
@@ -72,7 +75,8 @@ class ResponseWriter(ChatEventWriter):
             tool = self._tools.called(call[1])
             self._item = _OutputItem("custom_tool_call" if tool.is_custom else "function_call", call[0], tool)
         else:
-            self._item = _OutputItem("message" if kind == "content" else kind)
+            summarises = kind == "reasoning" and self._summarises
+            self._item = _OutputItem("message" if kind == "content" else kind, summarises=summarises)
         return self._placed(self._item.opened())
 
     def _add(self, text: str) -> list[JsonObject]:
@@ -82,7 +86,7 @@ class ResponseWriter(ChatEventWriter):
         if is_last:
             self._item.add("", self._new_logprobs())
         is_cut = is_last and self.last.get("finish_reason") in ("length", "abort")
-        item = self._item.json("incomplete" if is_cut else "completed")
+        item = self._item.json("incomplete" if is_cut else "completed", self._seal)
         return item, self._placed([*self._item.closed(), {"type": "response.output_item.done", "item": item}])
 
     def _end(self, usage: Mapping[str, Any]) -> list[JsonObject]:
@@ -120,12 +124,15 @@ class ResponseWriter(ChatEventWriter):
 class _OutputItem:
     """One item, whose text or arguments grow; its events lack only their place in the response.
 
-    The text of a custom tool comes whole at the end: before, it is a piece of JSON.
+    The text of a custom tool comes whole at the end: before, it is a piece of JSON.  Reasoning that it ``summarises``
+    has its text as a summary too, which is all that some clients show.
     """
 
-    def __init__(self, kind: str, call_id: str = "", tool: CallableTool | None = None) -> None:
+    def __init__(
+        self, kind: str, call_id: str = "", tool: CallableTool | None = None, *, summarises: bool = False
+    ) -> None:
         prefix, self._event = _ITEMS[kind]
-        self._kind, self._tool, self._call_id = kind, tool, call_id
+        self._kind, self._tool, self._call_id, self._summarises = kind, tool, call_id, summarises
         self._pieces: list[str] = []
         self._logprobs: list[Mapping[str, Any]] = []
         self._id = {"item_id": f"{prefix}_{uuid.uuid4().hex}"} | ({"content_index": 0} if tool is None else {})
@@ -136,7 +143,8 @@ class _OutputItem:
         if self._tool is not None:
             return [{"type": "response.output_item.added", "item": item}]
         part = {"type": "response.content_part.added", **self._id, "part": self._part()}
-        return [{"type": "response.output_item.added", "item": item | {"content": []}}, part]
+        empty = item | {"content": []} | ({"summary": []} if self._summarises else {})
+        return [{"type": "response.output_item.added", "item": empty}, part, *self._summary_part("added")]
 
     def add(self, text: str, logprobs: list[Mapping[str, Any]]) -> list[JsonObject]:
         """Add to the text; a message keeps the log-probabilities."""
@@ -144,22 +152,23 @@ class _OutputItem:
         self._logprobs += logprobs
         if not text or self._kind == "custom_tool_call":
             return []
-        return [self._named("delta", {"delta": text}, logprobs)]
+        return [self._named("delta", {"delta": text}, logprobs), *self._summary_text("delta", {"delta": text})]
 
     def closed(self) -> list[JsonObject]:
         """End the text."""
         text = "".join(self._pieces)
         if self._tool is None:
             part = {"type": "response.content_part.done", **self._id, "part": self._part()}
-            return [self._named("done", {"text": text}, self._logprobs), part]
+            summary = [*self._summary_text("done", {"text": text}), *self._summary_part("done")]
+            return [self._named("done", {"text": text}, self._logprobs), part, *summary]
         if not self._tool.is_custom:
             return [self._named("done", {"name": self._tool.name, "arguments": text})]
         text = custom_input(text)
         deltas = [self._named("delta", {"delta": text})] if text else []
         return [*deltas, self._named("done", {"input": text})]
 
-    def json(self, status: str) -> JsonObject:
-        """Return the item as it stands."""
+    def json(self, status: str, seal: ReasoningSeal | None = None) -> JsonObject:
+        """Return the item as it stands; ``seal`` seals reasoning too."""
         text = "".join(self._pieces)
         item: JsonObject = {"id": self._id["item_id"], "type": self._kind}
         if self._tool is not None:
@@ -170,12 +179,27 @@ class _OutputItem:
         elif self._kind == "message":
             item |= {"role": "assistant", "content": [self._part()]}
         else:
-            item |= {"summary": [], "content": [self._part()], "encrypted_content": None}
+            summary = [self._summary()] if self._summarises else []
+            sealed = None if seal is None else seal.sealed(text)
+            item |= {"summary": summary, "content": [self._part()], "encrypted_content": sealed}
         return item | {"status": status}
 
     def _part(self) -> JsonObject:
         part: JsonObject = {"type": self._event, "text": "".join(self._pieces)}
         return part | ({"annotations": [], "logprobs": list(self._logprobs)} if self._kind == "message" else {})
+
+    def _summary(self) -> JsonObject:
+        return {"type": "summary_text", "text": "".join(self._pieces)}
+
+    def _summary_part(self, name: str) -> list[JsonObject]:
+        return self._summary_event(f"part.{name}", {"part": self._summary()})
+
+    def _summary_text(self, name: str, fields: JsonObject) -> list[JsonObject]:
+        return self._summary_event(f"text.{name}", fields)
+
+    def _summary_event(self, name: str, fields: JsonObject) -> list[JsonObject]:
+        place = {"item_id": self._id["item_id"], "summary_index": 0}
+        return [{"type": f"response.reasoning_summary_{name}", **place, **fields}] if self._summarises else []
 
     def _named(self, name: str, fields: JsonObject, logprobs: list[Mapping[str, Any]] | None = None) -> JsonObject:
         event = {"type": f"response.{self._event}.{name}", **self._id, **fields}
@@ -206,7 +230,7 @@ def _running(body: ResponsesBody, chat: PreparedAnswer) -> JsonObject:
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
         "background": False,
-        "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+        "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": body.summary},
         "text": text,
         "tools": body.tools or [],
         "tool_choice": body.tool_choice or "auto",

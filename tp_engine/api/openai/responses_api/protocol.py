@@ -16,6 +16,7 @@ Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
+INCLUDE_SEALED = "reasoning.encrypted_content"
 
 _NOT_STORED = "this server stores no conversations; send all items as input"
 # Fields that this server does not support, and what to do instead.
@@ -67,6 +68,16 @@ class ResponsesBody(ThinkingBody, GenerationBody):
     def wants_logprobs(self) -> bool:
         """Whether the text comes with log-probabilities."""
         return INCLUDE_LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+    @property
+    def wants_sealed(self) -> bool:
+        """Whether reasoning comes sealed too, for a client that sends it back."""
+        return INCLUDE_SEALED in (self.include or ())
+
+    @property
+    def summary(self) -> str | None:
+        """The kind of the summary of reasoning that is asked for."""
+        return None if self.reasoning is None else self.reasoning.summary or self.reasoning.generate_summary
 
 
 def check_responses_body(body: ResponsesBody) -> None:

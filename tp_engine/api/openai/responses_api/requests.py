@@ -9,12 +9,13 @@ from pydantic import ValidationError
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.openai.errors import renamed
 from tp_engine.api.openai.protocol import ChatBody, GenerationBody, ThinkingBody, request_error
+from tp_engine.api.openai.reasoning_seal import ReasoningSeal
 from tp_engine.api.openai.requests import PreparedFromChat, prepare
 from tp_engine.api.openai.responses_api.events import ResponseWriter
 from tp_engine.api.openai.responses_api.items import additional_tools, input_messages
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody, check_responses_body
 from tp_engine.api.openai.responses_api.tools import ResponseTools
-from tp_engine.errors import RequestError
+from tp_engine.errors import RequestError, shown
 
 # The field of a chat that an error names -> the field of the Responses body.
 NAMES = {
@@ -27,15 +28,15 @@ NAMES = {
 }
 
 
-def chat_body(body: ResponsesBody, *, takes_images: bool = False) -> ChatBody:
+def chat_body(body: ResponsesBody, *, takes_images: bool = False, seal: ReasoningSeal | None = None) -> ChatBody:
     """Return the chat that answers ``body``, for a model that ``takes_images`` or not; raises ``RequestError`` that
-    names a field of ``body``."""
+    names a field of ``body``.  ``seal`` opens reasoning; None: sealed reasoning is left out."""
     check_responses_body(body)
     shared = (GenerationBody.model_fields.keys() | ThinkingBody.model_fields.keys()) - {"n", "stream_options"}
     fields = {name: value for name in shared if (value := getattr(body, name)) is not None}
     tools, tool_choice = _tools(body).for_chat(body.tool_choice)
     ours = {
-        "messages": input_messages(body.input, body.instructions, takes_images=takes_images),
+        "messages": input_messages(_opened(body.input, seal), body.instructions, takes_images=takes_images),
         "max_completion_tokens": body.max_output_tokens,
         "logprobs": True if body.wants_logprobs else None,
         "top_logprobs": body.top_logprobs if body.wants_logprobs else None,
@@ -49,6 +50,26 @@ def chat_body(body: ResponsesBody, *, takes_images: bool = False) -> ChatBody:
         return ChatBody.model_validate(fields)
     except ValidationError as error:
         raise renamed(request_error(error), NAMES) from None
+
+
+def _opened(items: str | list[dict[str, Any]], seal: ReasoningSeal | None) -> str | list[dict[str, Any]]:
+    """``items`` with the text of the reasoning that is there only sealed."""
+    if isinstance(items, str) or seal is None:
+        return items
+    opened = []
+    for number, item in enumerate(items):
+        sealed = item.get("encrypted_content") if item.get("type") == "reasoning" and not item.get("content") else None
+        text = seal.opened(sealed) if isinstance(sealed, str) else None
+        if sealed and text is None:
+            raise RequestError(
+                f"input[{number}].encrypted_content is {shown(sealed)}, which this server did not write, or wrote "
+                "before its last start; send the item with its content, or leave it out, and serve with "
+                "--reasoning-key to read it later",
+                param="input",
+                code="invalid_encrypted_content",
+            )
+        opened.append(item if text is None else {**item, "content": [{"type": "reasoning_text", "text": text}]})
+    return opened
 
 
 def _tools(body: ResponsesBody) -> ResponseTools:
@@ -69,7 +90,8 @@ def prepare_response(
     body: ResponsesBody, processor: InputProcessor, model: str, defaults: Mapping[str, Any] | None = None
 ) -> PreparedFromChat:
     """Do as ``requests.prepare``; raises ``RequestError`` that names a field of ``body``."""
-    chat = chat_body(body, takes_images=processor.images is not None)
+    seal = processor.chat.seal
+    chat = chat_body(body, takes_images=processor.images is not None, seal=seal)
     try:
         prepared = prepare(chat, processor, model, defaults)
     except RequestError as error:
@@ -77,9 +99,9 @@ def prepare_response(
     tools = _tools(body)
     return PreparedFromChat(
         chat=prepared,
-        new_writer=lambda: ResponseWriter(body, prepared, tools),
+        new_writer=lambda: ResponseWriter(body, prepared, tools, seal),
         requests=[replace(request, prompt_field=NAMES["messages"]) for request in prepared.requests],
-        answer=lambda outputs: ResponseWriter(body, prepared, tools).whole(
+        answer=lambda outputs: ResponseWriter(body, prepared, tools, seal).whole(
             prepared.shape.answer(outputs, in_order=True)
         ),
         named=lambda error: renamed(prepared.named(error), NAMES),
