@@ -18,6 +18,7 @@ import pytest
 from tests.leaks import footprint, leaked_since
 from tests.skip_list import pytest_addoption, pytest_configure  # noqa: F401 - the hooks of a plugin
 from tests.tiny_models import make_checkpoint
+from tp_engine.isolation.process import end_isolated_processes
 
 # Set before torch is imported, here and in every process that a test starts, because several ranks share a few cores.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -46,6 +47,7 @@ def session_leaves_nothing() -> Iterator[None]:
     """Fail the run if fixtures of any scope left a process or a shared-memory segment."""
     before = footprint()
     yield
+    end_isolated_processes()
     if leaks := leaked_since(before):
         pytest.fail("the test session left behind:\n  " + "\n  ".join(leaks))
 

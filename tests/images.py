@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import tempfile
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -17,6 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from tests.fake_engine import MODEL_INFO
 from tests.text_tokenizers import byte_level_tokenizer
 from tp_engine.engine.messages import ModelInfo
+from tp_engine.images.decoding import Size
+from tp_engine.images.loading import OpenedImage
 from tp_engine.images.settings import ImageSettings
 
 IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "[IMG_BREAK]", "[IMG_END]")
@@ -49,6 +52,14 @@ def data_url(data: bytes | Image.Image, media_type: str = "image/png") -> str:
     """A data URL of a file, or of a picture as PNG."""
     content = file_of(data) if isinstance(data, Image.Image) else data
     return f"data:{media_type};base64,{base64.b64encode(content).decode()}"
+
+
+def pixels_of(image: OpenedImage) -> np.ndarray[Any, Any]:
+    """The pixels of an image in its own size."""
+    height, width = image.height, image.width
+    with tempfile.TemporaryFile() as file:
+        image.write(file.fileno(), 0, Size(height, width, height, width, Image.Resampling.BICUBIC), 100.0)
+        return np.frombuffer(file.read(), np.uint8).reshape(height, width, 3)
 
 
 def image_part(data: bytes | Image.Image, **fields: Any) -> dict[str, Any]:

@@ -17,17 +17,21 @@ from typing import Any
 import numpy as np
 
 from tp_engine.errors import ConfigError, RequestError
+from tp_engine.images.decoding import Size
 from tp_engine.images.image_input import ImageInput
 from tp_engine.images.loading import OpenedImage, open_bytes, open_object
 from tp_engine.images.placeholders import Grid, Placeholders
 from tp_engine.images.rules import ImageRules
-from tp_engine.images.settings import ImageSettings
+from tp_engine.images.settings import MOST_PIXELS, ImageSettings
 from tp_engine.images.sources import ImageSource, file_bytes
 from tp_engine.images.staged import ALIGNMENT, ByteBudget, ImageMemory, StagedImage
 from tp_engine.units import GIB, round_up
 
 _DECODING_BYTES = 2 * GIB
 _MOST_TIMES = 4096
+# Of all images of a request: pixels of their files, and processor time to decode them.
+_MOST_PIXELS = 4 * MOST_PIXELS
+_MOST_CPU_S = 60.0
 
 
 class ImageReader:
@@ -58,7 +62,16 @@ class ImageReader:
                 "(--limit-mm-per-prompt)",
                 param="messages",
             )
-        return [self._open(source) for source in sources]
+        opened, num_pixels = [], 0
+        for source in sources:
+            opened.append(image := self._open(source))
+            num_pixels += image.height * image.width
+            if num_pixels > _MOST_PIXELS:
+                raise source.refusal(
+                    f"the images up to this one have {num_pixels:,} pixels; at most {_MOST_PIXELS:,} are taken in a "
+                    "request: send them smaller"
+                )
+        return opened
 
     def grids(self, images: Sequence[OpenedImage]) -> list[Grid]:
         """Return rows and columns of embeddings of each; ``RequestError`` for a shape that the model does not take."""
@@ -69,18 +82,16 @@ class ImageReader:
         sized = [self._sized(one) for one in images]
         offsets = np.cumsum([0, *(round_up(3 * height * width, ALIGNMENT) for _, (height, width) in sized)]).tolist()
         memory = ImageMemory(offsets[-1], self.staged)
-        inputs = []
+        inputs, left_s = [], _MOST_CPU_S
         for image, (rules, (height, width)), start, offset in zip(images, sized, starts, offsets, strict=False):
+            filled = rules.filled(*image.sizes)
+            size = Size(*filled, frame_height=height, frame_width=width, resample=rules.resample)
+            if left_s <= 0:
+                raise image.source.refusal(f"the images before it took {_MOST_CPU_S:g} s to decode; send fewer")
             with self._decoding.taken(image.decode_bytes):
-                pixels = image.pixels(*rules.filled(*image.sizes), rules.resample)
-                below, beside = height - pixels.shape[0], width - pixels.shape[1]
-                if below or beside:
-                    pixels = np.pad(pixels, ((0, below), (0, beside), (0, 0)))
-                pixels = np.ascontiguousarray(pixels)
-            data = memoryview(pixels.reshape(-1))  # type: ignore[arg-type]  # numpy says so from 3.12 on
-            memory.write(offset, data)
+                left_s -= image.write(memory.fd, offset, size, left_s)
             digest = hashlib.sha256(self._salt + repr((height, width)).encode())
-            digest.update(data)
+            digest.update(memory.content(offset, size.num_bytes))
             grid = rules.grid(height, width)
             staged = StagedImage(
                 start=start,

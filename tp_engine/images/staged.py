@@ -109,9 +109,9 @@ class ImageMemory:
         os.ftruncate(self.fd, num_bytes)
         self._view = mmap.mmap(self.fd, num_bytes)
 
-    def write(self, offset: int, data: memoryview) -> None:
-        """Write the bytes of one image."""
-        self._view[offset : offset + len(data)] = data
+    def content(self, offset: int, num_bytes: int) -> memoryview:
+        """Return the bytes of one image, which has been written into the file ``fd``."""
+        return memoryview(self._view)[offset : offset + num_bytes]
 
     def end(self) -> float:
         """All images are there; returns the seconds that this took."""

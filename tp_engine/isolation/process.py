@@ -46,6 +46,7 @@ import signal
 import socket
 import subprocess
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -114,6 +115,15 @@ class CancelledCallError(CallError):
     """Nobody waits for the call any more."""
 
 
+_processes: weakref.WeakSet["IsolatedProcess"] = weakref.WeakSet()
+
+
+def end_isolated_processes() -> None:
+    """End all processes of this one that no call needs: those that belong to modules live as long as it otherwise."""
+    for process in list(_processes):
+        process.end()
+
+
 class IsolatedProcess(Closing):
     """The process; it starts with the first call, and again after its death.  For any thread; never on an event loop.
 
@@ -130,6 +140,7 @@ class IsolatedProcess(Closing):
         self._closed = False
         self._num_free = max_calls
         self._place = threading.Condition()
+        _processes.add(self)
 
     def call(
         self, function: Callable[..., object], data: bytes, limits: Limits, *, descriptors: Sequence[int] = ()
@@ -153,6 +164,10 @@ class IsolatedProcess(Closing):
     def close(self) -> None:
         """End the process; a call then raises ``RuntimeError``."""
         self._closed = True
+        self.end()
+
+    def end(self) -> None:
+        """End the process until the next call."""
         self._end(self._link)
 
     @contextlib.contextmanager

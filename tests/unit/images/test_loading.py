@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import struct
 import zlib
 from collections.abc import Callable
@@ -13,8 +14,9 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngImageFile
 
-from tests.images import file_of, picture
+from tests.images import file_of, picture, pixels_of
 from tp_engine.errors import RequestError
+from tp_engine.images.decoding import call_data, read_header
 from tp_engine.images.loading import open_bytes, open_object
 from tp_engine.images.settings import MOST_PIXELS
 from tp_engine.images.sources import ImageSource
@@ -24,8 +26,7 @@ SOURCE = ImageSource(where="messages[0].content[1]", content="data:")
 
 def read(data: bytes, max_pixels: int = MOST_PIXELS) -> np.ndarray[Any, Any]:
     """The pixels of a file in its own size."""
-    opened = open_bytes(SOURCE, data, max_pixels)
-    return opened.pixels(opened.height, opened.width, 3)
+    return pixels_of(open_bytes(SOURCE, data, max_pixels))
 
 
 def chunk(kind: bytes, body: bytes) -> bytes:
@@ -73,8 +74,8 @@ def test_photographs_are_turned_as_viewers_show_them(orientation: int, kind: str
 def test_headers_of_a_png_alone_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: no pixel is decoded until they are asked for; Pillow decodes a PNG whose metadata it is asked for."""
     monkeypatch.setattr(PngImageFile, "load_prepare", lambda _: pytest.fail("it was decoded"))
-    opened = open_bytes(SOURCE, file_of(picture(64, 48)), MOST_PIXELS)
-    assert (opened.height, opened.width) == (48, 64)
+    data = call_data({"max_pixels": MOST_PIXELS}, file_of(picture(64, 48)))
+    assert json.loads(read_header(data)) == [48, 64, None]
 
 
 def test_metadata_that_can_not_be_read_turns_nothing() -> None:
@@ -92,7 +93,7 @@ def test_what_is_transparent_is_white(mode: str) -> None:
     found = (
         read(file_of(image.convert(mode), kind))
         if mode != "PA"
-        else open_object(ImageSource(where="x", content=image.convert("PA")), 99).pixels(2, 4, 3)
+        else pixels_of(open_object(ImageSource(where="x", content=image.convert("PA")), 99))
     )
     assert (found[0] == 255).all() and abs(int(found[1, 3, 0]) - 50) < 8
 
@@ -220,7 +221,7 @@ def test_objects_of_python_are_taken_or_refused() -> None:
     image = picture()
     for given in (image, np.asarray(image)):
         opened = open_object(ImageSource(where="image 0", content=given), 1 << 20)
-        assert np.array_equal(opened.pixels(48, 64, 3), np.asarray(image))
+        assert np.array_equal(pixels_of(opened), np.asarray(image))
     for wrong, message in ((np.zeros((3, 4, 4), np.uint8), r"shape \(3, 4, 4\)"), (7, "type int"), (io, "type module")):
         with pytest.raises(RequestError, match=message):
             open_object(ImageSource(where="image 0", content=wrong), 1 << 20)
