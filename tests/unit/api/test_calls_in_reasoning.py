@@ -63,6 +63,28 @@ CALLS = {
     ),
     "olmo3": ("olmo3", "<function_calls>get_weather(city='Köln </think>')</function_calls>"),
     "lfm2": ("qwen3", "<|tool_call_start|>[get_weather(city='Köln </think>')]<|tool_call_end|>"),
+    "deepseek_v4": (
+        "qwen3",
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">'
+        "Köln </think></｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+    ),
+    "hy_v3": (
+        "hy_v3",
+        "<tool_calls:opensource>\n<tool_call:opensource>get_weather<tool_sep:opensource>\n<arg_key:opensource>city"
+        "</arg_key:opensource>\n<arg_value:opensource>Köln </think></arg_value:opensource>\n</tool_call:opensource>\n"
+        "</tool_calls:opensource>",
+    ),
+    "hy_v3, no block": (
+        "hy_v3",
+        "<tool_call>get_weather<tool_sep><arg_key>city</arg_key><arg_value>Köln </think></arg_value></tool_call>",
+    ),
+    "solar_open": (
+        "solar_open",
+        f"<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>get_weather<|tool_call:args|>{ARGUMENTS}"
+        "<|tool_call:end|><|calls|>",
+    ),
+    "minicpm5": ("qwen3", '<function name="get_weather"><param name="city">Köln </think></param></function>'),
+    "nemotron_v2": ("qwen3", f"<TOOLCALL>[{OBJECT}]</TOOLCALL>"),
     "phi4_mini_json": ("qwen3", f"functools[{OBJECT}]"),
     "pythonic": ("qwen3", "<|python_start|>[get_weather(city='Köln </think>')]<|python_end|>"),
     "llama3_json": ("deepseek_r1", f"<|python_tag|>{OBJECT.replace('arguments', 'parameters')}"),
@@ -120,6 +142,9 @@ def test_a_call_ends_the_reasoning(name: str, begins: Beginning) -> None:
         "phi4_mini_json",
         "gemma4",
         "qwen3_coder, no block",
+        "hy_v3, no block",
+        "minicpm5",
+        "solar_open",
     ):  # text behind their calls has other rules
         return
     assert every_split(how, f"{first}I look. {call}\n{close}\n\nSo. {close}") == (

@@ -151,10 +151,54 @@ def test_gemma4_repeats_marks_behind_its_reasoning(late: str, has_tools: bool) -
     assert how.parse("Four.<chan", (), "length").content == "Four."
 
 
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("<|think|>Hm.<|end|><|begin|>assistant<|content|>It is 4.", "Hm.", "It is 4."),
+        ("<|think|>Hm.<|end|>It is 4.", "Hm.", "It is 4."),
+        ("<|think|><|end|><|begin|>assistant<|content|>It is 4.<|end|>", "", "It is 4."),
+        ("<|content|>It is 4.", "", "It is 4."),
+        ("<|begin|>assistant<|content|>It is <|x|> 4.", "", "It is <|x|> 4."),
+        ("It is 4.", "", "It is 4."),
+        ("<|think|>Hm.<|end|><|begin|>assistant<|content|>", "Hm.", ""),
+    ],
+)
+@pytest.mark.parametrize("has_tools", [False, True])
+def test_marks_in_front_of_an_answer(has_tools: bool, text: str, reasoning: str, content: str) -> None:
+    """Solar Open's, for every split. Oracle: by hand; a grammar's answer has the marks in front of it too."""
+    tools = ToolRequest(tools=({"function": {"name": "f", "parameters": {"type": "object"}}},), choice="auto")
+    how = ChatParsing(
+        tools=tools if has_tools else None,
+        tool_format=TOOL_FORMATS["solar_open"],
+        reasoning=REASONING_FORMATS["solar_open"],
+        begins=Beginning.EITHER,
+    )
+    for first in range(len(text) + 1):
+        parser, found = how.new_parser(), ParsedMessage()
+        found.add([*parser.feed(text[:first]), *parser.feed(text[first:]), *parser.finish("stop")])
+        assert (found.reasoning, found.content, found.calls) == (reasoning, content, []), text[:first]
+    if not text.endswith("<|end|>"):
+        found = replace(how, constrained=True, tools=None).parse(text, (), "stop")
+        assert (found.reasoning, found.content) == (reasoning, content)
+
+
 def follows(constraint: StructuredOutputsParams, text: str) -> bool:
     """Whether ``text`` is a whole output."""
     matcher = compile_grammar(constraint, byte_vocabulary()).start()
     return all(matcher.accept(byte) for byte in text.encode()) and (matcher.is_over or matcher.accept(256))
+
+
+def test_marks_in_front_of_an_answer_in_a_grammar() -> None:
+    """Oracle: whole outputs by hand: they may come, once, as the model writes them."""
+    heads = ("<|begin|>assistant<|content|>", "<|begin|>assistant", "<|content|>", "")
+    for begins in (Beginning.REASONING, Beginning.EITHER):
+        preamble = REASONING_FORMATS["solar_open"].preamble(TokenWriting(None), begins)
+        constraint = StructuredOutputsParams(choice=["yes"], preamble=preamble)
+        opens = "<|think|>" if begins is Beginning.EITHER else ""
+        for head in heads:
+            assert follows(constraint, f"{opens}Hm.<|end|>{head}yes")
+            assert follows(constraint, f"{head}yes") is (begins is Beginning.EITHER)
+            assert not follows(constraint, f"{opens}Hm.<|end|>{head}<|begin|>yes")
 
 
 @pytest.mark.parametrize("kind", [{"choice": ["yes"]}, {"regex": "yes"}, {"json": {"enum": ["yes"]}}])
@@ -166,6 +210,9 @@ def follows(constraint: StructuredOutputsParams, text: str) -> bool:
         ("mistral", "[THINK]", "[/THINK]"),
         ("granite", "Here's my thought process:", "Here is my response:"),
         ("granite", "<think>", "</think>"),
+        ("hy_v3", "<think:opensource>", "</think:opensource>"),
+        ("hy_v3", "<think>", "</think>"),
+        ("solar_open", "<|think|>", "<|end|>"),
     ],
 )
 def test_marks_come_first_in_a_grammar(

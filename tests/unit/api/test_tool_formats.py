@@ -59,6 +59,28 @@ def dsml(name: str, *pairs: tuple[str, str, str]) -> str:
     return f'<｜DSML｜invoke name="{name}">\n{values}</｜DSML｜invoke>\n'
 
 
+def v4(text: str) -> str:
+    return text.replace("function_calls", "tool_calls")
+
+
+def hy3(name: str, *pairs: tuple[str, str], version: str = ":opensource") -> str:
+    values = "".join(f"<arg_key@>{key}</arg_key@>\n<arg_value@>{value}</arg_value@>\n" for key, value in pairs)
+    return f"<tool_call@>{name}<tool_sep@>\n{values}</tool_call@>\n".replace("@", version)
+
+
+def hy3_block(*calls: str, version: str = ":opensource") -> str:
+    return f"<tool_calls{version}>\n{''.join(calls)}</tool_calls{version}>"
+
+
+def solar(name: str, arguments: str, call_id: str = "a1b2c3d4e5") -> str:
+    return f"<|tool_call:begin|>{call_id}<|tool_call:name|>{name}<|tool_call:args|>{arguments}<|tool_call:end|>"
+
+
+def minicpm(name: str, *pairs: tuple[str, str]) -> str:
+    values = "".join(f'<param name="{key}">{value}</param>' for key, value in pairs)
+    return f'<function name="{name}">{values}</function>'
+
+
 K_OPEN, K_CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 V_OPEN, V_CLOSE = "<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"
 SEED = "<function=add>\n<parameter=city>\nKöln </think>\n</parameter>\n<parameter=n>5</parameter>\n</function>\n"
@@ -173,6 +195,39 @@ CASES: list[tuple[str, str, str, Calls]] = [
      [("add", {"n": 1})]),
     ("lfm2", "<|tool_call_start|>[add(n=1)]<|tool_call_end|>[1] is done", "[1] is done", [("add", {"n": 1})]),
     ("deepseek_v3", f"{DS_OPEN} noise {v3('add', ARGUMENTS)}{DS_CLOSE}", f"{DS_OPEN} noise", ADD),
+    ("deepseek_v4", v4(f"A\n\n{V_OPEN}{dsml('add', ('city', 'true', '5 </x> '), ('n', 'false', '7'))}{dsml('größe')}"
+     f"{V_CLOSE}"), "A", [("add", {"city": "5 </x> ", "n": 7}), ("größe", {})]),
+    ("deepseek_v4", f"{V_OPEN}{dsml('add', ('n', 'false', '5'))}{V_CLOSE}", "", [("add", {"n": 5})]),
+    ("hy_v3", f"A {hy3_block(hy3('add', ('city', 'Köln </x> '), ('n', '7')), hy3('größe'))}", "A",
+     [("add", {"city": "Köln </x> ", "n": 7}), ("größe", {})]),
+    ("hy_v3", hy3_block(hy3("add", ("n", "7"), version=""), hy3("größe", version=""), version=""), "",
+     [("add", {"n": 7}), ("größe", {})]),
+    ("hy_v3", f"{hy3('add', ('o', '[1, {}]'))}{hy3('größe')} Done.", "Done.", [("add", {"o": [1, {}]}), ("größe", {})]),
+    ("hy_v3", hy3_block(f"<tool_call:opensource>add<tool_sep:opensource>{ARGUMENTS}</tool_call:opensource>\n"), "",
+     ADD),
+    ("hy_v3", hy3_block("<tool_call:opensource>größe</tool_call:opensource>"), "", [("größe", {})]),
+    ("hy_v3", hy3_block(hy3("add", ("n", "7")).replace("<tool_sep:opensource>", "")), "", [("add", {"n": 7})]),
+    ("hy_v3", "a <tool_call> and <tool_calls:opensource> no", "a <tool_call> and <tool_calls:opensource> no", []),
+    ("solar_open", f"<|content|>A.<|end|><|begin|>assistant<|tool_calls|>{solar('add', ARGUMENTS)}"
+     f"{solar('größe', '{}')}<|calls|>", "A.", BOTH),
+    ("solar_open", f"<|begin|>assistant<|tool_calls|>{solar('add', json.dumps(VALUE, indent=2), '')}", "", ADD),
+    ("solar_open", f"{solar('a.b-c', '{}')}<|calls|> Done.<|end|>", "Done.", [("a.b-c", {})]),
+    ("solar_open", "<|tool_calls|>no call", "<|tool_calls|>no call", []),
+    ("minicpm5", f"A\n{minicpm('add', ('city', 'Köln'), ('n', '7'))}\n{minicpm('größe')}", "A",
+     [("add", {"city": "Köln", "n": 7}), ("größe", {})]),
+    ("minicpm5", minicpm("add", ("city", "<![CDATA[a </param> & <b>\n]]]]>"), ("o", "{'k': True}")), "",
+     [("add", {"city": "a </param> & <b>\n]]", "o": "{'k': True}"})]),
+    ("minicpm5", f"<tool_call>\n{minicpm('add', ('n', '<![CDATA[7]]>'))}\n</tool_call>", "", [("add", {"n": 7})]),
+    ("minicpm5", minicpm("add", ("arguments", ARGUMENTS)), "", ADD),
+    ("minicpm5", "<function name='add'>{\"n\": 5}</function>", "", [("add", {"n": 5})]),
+    ("minicpm5", '<function name="add"><param name="city"><![CDATA[Köln]]>', "", [("add", {"city": "Köln"})]),
+    ("minicpm5", '<function name="add"><param name="city"><![CDATA[Köln]]></function>', "",
+     [("add", {"city": "Köln"})]),
+    ("minicpm5", f"Write {minicpm('unheard_of', ('a', '1'))}!", f"Write {minicpm('unheard_of', ('a', '1'))}!", []),
+    ("nemotron_v2", f"A.\n\n<TOOLCALL>[{LISTED}</TOOLCALL>", "A.", BOTH),
+    ("nemotron_v2", f'<TOOLCALL>[{{"name": "add", "arguments": {json.dumps(ARGUMENTS)}}}]</TOOLCALL> Done.', "Done.",
+     ADD),
+    ("nemotron_v2", "<TOOLCALL>none</TOOLCALL>", "<TOOLCALL>none</TOOLCALL>", []),
 ]  # fmt: skip
 
 
@@ -280,6 +335,8 @@ MARKED = "<parameter=city>\nKöln\n</parameter>\n<parameter=n>\n5\n</parameter>\
 DSML_CITY = '<｜DSML｜parameter name="city" string="true">Köln</｜DSML｜parameter>\n'
 DSML_N = '<｜DSML｜parameter name="n" string="false">{}</｜DSML｜parameter>\n'
 GLM = "<arg_key>city</arg_key>\n<arg_value>Köln</arg_value>\n<arg_key>n</arg_key>\n<arg_value>{}</arg_value>\n"
+HY3 = GLM.replace(">", "@>").replace("@", ":opensource")
+MINICPM = '<param name="city">Köln</param><param name="n">{}</param>'
 MINIMAX = '<parameter name="city">Köln</parameter>\n<parameter name="n">{}</parameter>\n'
 # the format, or one of its other versions -> arguments of a city and a number, none, and arguments that break the
 # schema; by hand
@@ -290,6 +347,10 @@ ARGUMENT_FORMS = {
     "glm45": (GLM.format(5), "", GLM.format("x")),
     "glm45 1": (GLM.format(5).replace("\n", ""), "", GLM.format("x").replace("\n", "")),
     "deepseek_v32": (DSML_CITY + DSML_N.format(5), "", DSML_N.format("x")),
+    "deepseek_v4": (DSML_CITY + DSML_N.format(5), "", DSML_N.format("x")),
+    "hy_v3": (HY3.format(5), "", HY3.format("x")),
+    "hy_v3 1": (GLM.format(5), "", GLM.format("x")),
+    "minicpm5": (MINICPM.format(5), "", MINICPM.format("x")),
     "gemma4": (f"city:{G}Köln{G},n:5", "", "n:x"),
     **dict.fromkeys(("pythonic", "olmo3", "lfm2"), ('city="Köln", n=5', "", 'n="x"')),
 }
@@ -304,7 +365,13 @@ def version_of(name: str, version: int) -> tuple[ForcedForm, tuple[str, str, str
 
 
 def written_call(form: ForcedForm, function: str, arguments: str) -> str:
-    words = {"NUMBER": "0", "IDENTIFIER": "a1B2c3D4e", "NAME": function, "ARGUMENTS": arguments}
+    words = {
+        "NUMBER": "0",
+        "IDENTIFIER": "a1B2c3D4e",
+        "TENCHARS": "a1b2c3d4e5",
+        "NAME": function,
+        "ARGUMENTS": arguments,
+    }
     return re.sub("|".join(words), lambda found: words[found[0]], form.call)
 
 
@@ -325,6 +392,8 @@ OWN_FORMS = [
     ("llama3_json", CITY_CALL.replace("arguments", "parameters"), f"; {EMPTY_CALL.replace('arguments', 'parameters')}"),
     ("glm45", f"<tool_call>add\n{GLM.format(5)}</tool_call>", "\n<tool_call>größe\n</tool_call>"),
     ("glm45", f"<tool_call>add{GLM.format(5)}</tool_call>".replace("\n", ""), "<tool_call>größe</tool_call>"),
+    ("minicpm5", MINICPM.join(('<function name="add">', "</function>")).format(5), "\n" + minicpm("größe")),
+    ("solar_open", f"<|tool_calls|>{solar('add', CITY)}", solar("größe", "{}", "0000000000")),
 ]  # fmt: skip
 
 

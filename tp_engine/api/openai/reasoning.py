@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tp_engine.api.openai.tools.ernie45 import OPEN as RESPONSE
 from tp_engine.api.openai.tools.ernie45 import ResponseMarks
 from tp_engine.api.openai.tools.events import CallStarted, ChatEvent, ContentText
-from tp_engine.api.openai.tools.formats import COHERE_RESPONSE, GEMMA_DROPS
+from tp_engine.api.openai.tools.formats import COHERE_RESPONSE, GEMMA_DROPS, SOLAR_END, SOLAR_HEADS
 from tp_engine.api.openai.tools.harmony import ANALYSIS, END, HARMONY
 from tp_engine.api.openai.tools.harmony import TEMPLATE as HARMONY_TEMPLATE
 from tp_engine.api.openai.tools.text_parser import (
@@ -55,10 +55,10 @@ class ReasoningFormat:
     ``help`` describes it in ``--help``.  ``always``: where the prompt has no mark at its end, the text begins with
     reasoning, without an opening mark; otherwise the model writes that mark itself.  ``opens`` and ``closes`` are the
     marks, each in all its spellings, longer ones first; a text may also begin with one of ``bare_opens``, which are
-    looked for first.  ``unwrap`` makes what drops further marks around the answer; the answer never shows ``drops``,
-    unless it follows a grammar.  ``aliases`` are other names of vLLM and SGLang.  A chat template that one of
-    ``template`` fits is of such a model.  ``message``: the reasoning is part of a format of whole messages, and
-    ``closes`` only tells where it ends.
+    looked for first.  One of ``heads``, longer ones first, may stand in front of the answer.  ``unwrap`` makes what
+    drops further marks around the answer; the answer never shows ``drops``, unless it follows a grammar.  ``aliases``
+    are other names of vLLM and SGLang.  A chat template that one of ``template`` fits is of such a model.  ``message``:
+    the reasoning is part of a format of whole messages, and ``closes`` only tells where it ends.
     """
 
     help: str
@@ -66,6 +66,7 @@ class ReasoningFormat:
     opens: tuple[str, ...] = ("<think>",)
     closes: tuple[str, ...] = ("</think>",)
     bare_opens: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
     unwrap: Callable[[], ResponseMarks] | None = None
     drops: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
@@ -98,8 +99,10 @@ class ReasoningFormat:
         """
         if begins is Beginning.ANSWER:
             return None
-        opens = " | ".join(map(writing.mark, self.opens))
-        start = "thought space @answer" if begins is Beginning.REASONING else f"(({opens}) thought space)? @answer"
+        opens, heads = (" | ".join(map(writing.mark, marks)) for marks in (self.opens, self.heads))
+        thought = f"thought ({heads})? space" if heads else "thought space"
+        either = f"({opens}) {thought} | {heads}" if heads else f"({opens}) {thought}"
+        start = f"{thought} @answer" if begins is Beginning.REASONING else f"({either})? @answer"
         return f"start: {start}\n{writing.text_until('thought', *self.closes)}\n"
 
     def tokens(self, tokenizer: Any) -> ReasoningTokens:
@@ -120,6 +123,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
             "nanbeige",
             "deepseek_v3",
             "deepseek-v3",
+            "deepseek_v4",
             "holo2",
             "kimi_k2",
             "nemotron_v3",
@@ -178,6 +182,20 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
         unwrap=ResponseMarks,
         template=(TemplateMarks((_GRANITE_ROLE, "<think>")), TemplateMarks(("Here is my thought process",))),
     ),
+    "hy_v3": ReasoningFormat(
+        help="Hy3: <think:opensource>, or as qwen3",
+        opens=("<think:opensource>", "<think>"),
+        closes=("</think:opensource>", "</think>"),
+        template=(TemplateMarks(("<tool_sep", "<arg_key", "<think"), lacks=("</think>",)),),
+    ),
+    "solar_open": ReasoningFormat(
+        help="Solar Open: <|think|>",
+        opens=("<|think|>",),
+        closes=(SOLAR_END,),
+        heads=SOLAR_HEADS,
+        drops=(SOLAR_END,),
+        template=(TemplateMarks(("<|think|>", "<|tool_call:begin|>")),),
+    ),
     "openai_gptoss": ReasoningFormat(
         help="gpt-oss: the channel analysis",
         opens=(ANALYSIS,),
@@ -207,6 +225,7 @@ class ReasoningParser(MessageParser):
         calls: tuple[str, ...] = (),
     ) -> None:
         self._closes = () if marks is None else marks.closes
+        self._heads = () if marks is None else marks.heads
         super().__init__((*self._closes, *calls))
         self._starts = () if marks is None else (*marks.bare_opens, *marks.opens)
         self._unwrap = marks.unwrap() if marks is not None and marks.unwrap is not None else None
@@ -237,7 +256,7 @@ class ReasoningParser(MessageParser):
     def _read(self) -> Reading[None]:
         if not self.in_answer:
             mark = yield from self._read_beginning()
-            is_divided = mark in self._closes
+            is_divided = mark in (*self._closes, *self._heads)
             if self.has_reasoning:
                 is_divided = yield from self._read_reasoning()
             self.in_answer = True
@@ -251,7 +270,8 @@ class ReasoningParser(MessageParser):
         """Read up to the first reasoning, or answer; returns the mark that is there."""
         self._is_unsure = True
         try:
-            mark = yield from self._mark(*self._starts, *(() if self._inside else self._closes))
+            behind = () if self._inside else (*self._closes, *self._heads)
+            mark = yield from self._mark(*self._starts, *behind)
         except EndOfTextError:
             (self._give if self._inside else self._show)(self._pending)
             raise
@@ -291,7 +311,7 @@ class ReasoningParser(MessageParser):
 
     def _read_more_closes(self) -> Reading[None]:
         try:
-            while (yield from self._mark(*self._closes)):
+            while (yield from self._mark(*self._closes, *self._heads)):
                 pass
         except EndOfTextError:
             self._show(self._pending[self._at :])

@@ -33,7 +33,7 @@ _ANY_TEXT = "/(?s:.*)/"
 _ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 _NOTHING = '""'
 # Words in the text of a form, and the terminals that they stand for.
-WORDS = {"NUMBER": "/[0-9]{1,4}/", "IDENTIFIER": "/[A-Za-z0-9]{9}/"}
+WORDS = {"NUMBER": "/[0-9]{1,4}/", "IDENTIFIER": "/[A-Za-z0-9]{9}/", "TENCHARS": "/[a-z0-9]{10}/"}
 _MAX_DEPTH, _MAX_LENGTH, _MAX_CHOICES = 16, 4096, 1000
 
 

@@ -78,6 +78,7 @@ _DSML = CallMarks(
     bare=True,
     drops=tuple(f"<{slash}｜DSML｜tool_calls>" for slash in ("", "/")),  # DeepSeek V4's name of a block
 )
+_DSML_V4 = replace(_DSML, open=_DSML.drops[0], close=_DSML.drops[1], drops=(_DSML.open, _DSML.close))
 _GLM_ARGUMENT = "<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n"
 _MINIMAX = CallMarks(
     open="<minimax:tool_call>",
@@ -102,13 +103,75 @@ _QWEN_CODER = CallMarks(
     own_lines=True,
     bare=True,
 )
+# CDATA stands around a value with characters of XML, or of several lines.
+_MINICPM5 = CallMarks(
+    open="<tool_call>",
+    close="</tool_call>",
+    call="<function name=",
+    call_end="</function>",
+    name_ends=(">",),
+    key="<param name=",
+    key_end=">",
+    value_end="</param>",
+    verbatim=("<![CDATA[", "]]>"),
+    bare=True,
+)
 _SEED = replace(_QWEN_CODER, open="<seed:tool_call>", close="</seed:tool_call>")
+
+_SOLAR_OPEN, _SOLAR_CLOSE = "<|tool_calls|>", "<|calls|>"
+_SOLAR_CALL, _SOLAR_END = "<|tool_call:begin|>", "<|tool_call:end|>"
+_SOLAR_NAME, _SOLAR_ARGUMENTS = "<|tool_call:name|>", "<|tool_call:args|>"
+_SOLAR_MESSAGE, SOLAR_CONTENT, SOLAR_END = "<|begin|>assistant", "<|content|>", "<|end|>"
+SOLAR_HEADS = (_SOLAR_MESSAGE + SOLAR_CONTENT, _SOLAR_MESSAGE, SOLAR_CONTENT)
+_TOOLCALL_OPEN, _TOOLCALL_CLOSE = "<TOOLCALL>", "</TOOLCALL>"
 
 _GEMMA_OPEN, _GEMMA_CLOSE, _GEMMA_QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 GEMMA_DROPS = ("<|channel>thought\n<channel|>", "<channel|>", "<|tool_response>")
 _PYTHON_END = "<|python_end|>"
 _LFM2_OPEN, _LFM2_CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
 _OLMO_OPEN, _OLMO_CLOSE = "<function_calls>", "</function_calls>"
+
+
+def _dsml_calls(marks: CallMarks) -> ForcedForm:
+    return ForcedForm(
+        begin=f"{marks.open}\n",
+        call=f'{marks.call}"NAME">\nARGUMENTS{marks.call_end}\n',
+        end=marks.close,
+        arguments=MarkedArguments(argument=f'{marks.key}"KEY" string="IS_TEXT">VALUE{marks.value_end}\n'),
+    )
+
+
+def _hy3(version: str, *others: CallMarks) -> CallMarks:
+    """The marks of a version of Hy3: each of them ends in the version's name."""
+    return CallMarks(
+        open=f"<tool_calls{version}>",
+        close=f"</tool_calls{version}>",
+        call=f"<tool_call{version}>",
+        call_end=f"</tool_call{version}>",
+        behind_name=f"<tool_sep{version}>",
+        name_ends=(f"<arg_key{version}>", f"</tool_call{version}>"),
+        key=f"<arg_key{version}>",
+        key_end=f"</arg_key{version}>",
+        value=f"<arg_value{version}>",
+        value_end=f"</arg_value{version}>",
+        bare=True,
+        others=others,
+    )
+
+
+def _hy3_calls(marks: CallMarks, *others: ForcedForm) -> ForcedForm:
+    argument = f"{marks.key}KEY{marks.key_end}\n{marks.value}VALUE{marks.value_end}\n"
+    return ForcedForm(
+        begin=f"{marks.open}\n",
+        call=f"{marks.call}NAME{marks.behind_name}\nARGUMENTS{marks.call_end}\n",
+        end=marks.close,
+        arguments=MarkedArguments(argument=argument),
+        others=others,
+    )
+
+
+_HY3_BARE = _hy3("")
+_HY3 = _hy3(":opensource", _HY3_BARE)
 
 
 def _coder_calls(marks: CallMarks) -> ForcedForm:
@@ -126,6 +189,11 @@ def _kimi_ids(tools: ToolRequest) -> Callable[[str], str]:
     """The ids of one answer's calls, which go on behind those of the conversation."""
     numbers = count(tools.num_earlier_calls)
     return lambda name: _KIMI_ID.format(name=name, number=next(numbers))
+
+
+def _solar_id(name: str) -> str:
+    """Ten letters and digits, as the model writes them."""
+    return uuid.uuid4().hex[:10]
 
 
 def _mistral_id(name: str) -> str:
@@ -254,12 +322,13 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         "DeepSeek V3.2",
         aliases=("deepseekv32",),
         template=(TemplateMarks(("DSML", "function_calls")),),
-        forced=ForcedForm(
-            begin=f"{_DSML.open}\n",
-            call=f'{_DSML.call}"NAME">\nARGUMENTS{_DSML.call_end}\n',
-            end=_DSML.close,
-            arguments=MarkedArguments(argument=f'{_DSML.key}"KEY" string="IS_TEXT">VALUE{_DSML.value_end}\n'),
-        ),
+        forced=_dsml_calls(_DSML),
+    ),
+    "deepseek_v4": _DSML_V4.format(
+        "DeepSeek V4",
+        aliases=("deepseekv4",),
+        template=(TemplateMarks(("DSML", "tool_calls"), lacks=("function_calls",)),),
+        forced=_dsml_calls(_DSML_V4),
     ),
     "kimi_k2": CallBlock(
         opens=(_KIMI_OPEN, _KIMI_CALL),
@@ -337,5 +406,43 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         forced=ForcedForm(
             begin=f"{_LFM2_OPEN}[", call=_PYTHON_CALL, between=", ", end=f"]{_LFM2_CLOSE}", arguments=_PYTHON_ARGUMENTS
         ),
+    ),
+    "hy_v3": _HY3.format(
+        "Hy3",
+        aliases=("hunyuan_v3",),
+        template=(TemplateMarks(("<tool_sep", "<arg_key")),),
+        forced=_hy3_calls(_HY3, _hy3_calls(_HY3_BARE)),
+    ),
+    "solar_open": CallBlock(
+        opens=(_SOLAR_OPEN, _SOLAR_CALL),
+        close=_SOLAR_CLOSE,
+        is_closed=False,
+        between=(_SOLAR_END,),
+        head=re.compile(rf"\s*[^\s<>]*\s*{re.escape(_SOLAR_NAME)}\s*([^\s<>{{}}\"',]+)\s*"),
+        arguments=_SOLAR_ARGUMENTS,
+        in_head=(_SOLAR_NAME,),
+        drops=(_SOLAR_CLOSE, _SOLAR_END, *SOLAR_HEADS, SOLAR_END),
+    ).format(
+        "Solar Open",
+        call_ids=lambda tools: _solar_id,
+        template=(TemplateMarks((_SOLAR_CALL,)),),
+        forced=ForcedForm(
+            begin=_SOLAR_OPEN, call=f"{_SOLAR_CALL}TENCHARS{_SOLAR_NAME}NAME{_SOLAR_ARGUMENTS}ARGUMENTS{_SOLAR_END}"
+        ),
+    ),
+    "minicpm5": _MINICPM5.format(
+        "MiniCPM5",
+        template=(TemplateMarks(("<function name=", "<param name=")),),
+        forced=ForcedForm(
+            call='<function name="NAME">ARGUMENTS</function>',
+            between="\n",
+            arguments=MarkedArguments(argument='<param name="KEY">VALUE</param>'),
+        ),
+    ),
+    "nemotron_v2": CallBlock(opens=(_TOOLCALL_OPEN,), close=_TOOLCALL_CLOSE).format(
+        "Nemotron Nano v2",
+        aliases=("nemotron_json", "llama_nemotron_json"),
+        template=(TemplateMarks((_TOOLCALL_OPEN,)),),
+        forced=ForcedForm(begin=f"{_TOOLCALL_OPEN}[", call=_OBJECT, between=", ", end=f"]{_TOOLCALL_CLOSE}"),
     ),
 }

@@ -44,6 +44,9 @@ class CallMarks:
     ``own_lines``: a value that begins with a line end is on lines of its own, and the line ends around it do not belong
     to it.  A key in quotes may have ``string="true"`` behind it: its value is text unless the schema says otherwise.
     ``bare``: a call may come without ``open`` if it names a tool of the request.  Texts never show ``drops``.
+    ``behind_name`` is a mark of its own that may end the name.  The pair ``verbatim`` may stand around a value, which
+    then ends behind the second of them alone.  ``others`` are the marks of other versions of the models: the mark that
+    begins a block tells whose they are.
     Models also write the arguments of a call as one JSON object, without marks or as the only argument ``arguments`` or
     ``input``, which the tool does not have; each format reads that.
     """
@@ -53,6 +56,7 @@ class CallMarks:
     call: str = ""
     call_end: str = ""
     name_ends: tuple[str, ...]
+    behind_name: str = ""
     key: str
     key_end: str
     value: str = ""
@@ -61,12 +65,19 @@ class CallMarks:
     own_lines: bool = False
     bare: bool = False
     drops: tuple[str, ...] = ()
+    verbatim: tuple[str, str] | None = None
+    others: tuple[CallMarks, ...] = ()
+
+    @property
+    def versions(self) -> tuple[CallMarks, ...]:
+        """These marks and the others."""
+        return (self, *self.others)
 
     @property
     def all(self) -> tuple[str, ...]:
         """All that may be special tokens."""
         marks = (self.open, self.close, self.call, self.call_end, self.key, self.key_end, self.value, self.value_end)
-        return tuple(mark for mark in marks if mark)
+        return tuple(mark for mark in (*marks, self.behind_name, *(self.verbatim or ())) if mark)
 
     @property
     def value_marks(self) -> tuple[str, ...]:
@@ -89,8 +100,8 @@ class CallMarks:
         """
         return ToolFormat(
             models=models,
-            marks=self.all,
-            opens=self.opens,
+            marks=tuple(mark for one in self.versions for mark in one.all),
+            opens=tuple(mark for one in self.versions for mark in one.opens),
             new_parser=lambda tools: MarkedCallsParser(self, tools),
             **fields,
         )
@@ -100,8 +111,8 @@ class MarkedCallsParser(TextParser):
     """The parser of ``CallMarks``.  A block without a call is content, with its marks, so that no text is lost."""
 
     def __init__(self, marks: CallMarks, tools: ToolRequest) -> None:
-        super().__init__(marks.opens, drops=marks.drops)
-        self._marks = marks
+        super().__init__([mark for one in marks.versions for mark in one.opens], drops=marks.drops)
+        self._marks, self._versions = marks, marks.versions
         self._types = {name: ArgumentTypes(parameters) for name, parameters in tools.parameters().items()}
         self._of_tool = ArgumentTypes({})
         self._num_arguments = 0
@@ -109,7 +120,8 @@ class MarkedCallsParser(TextParser):
         self._held = ("", "")  # an argument that may be a wrapper of all, until that is known; and its value
 
     def _read_block(self, mark: str) -> Reading[None]:
-        marks, is_bare = self._marks, mark != self._marks.open
+        self._marks = marks = next(one for one in self._versions if mark in one.opens)
+        is_bare = mark != marks.open
         others = tuple(filter(None, (marks.close, marks.open, marks.call)))
         self._at, self._is_unsure = len(mark), True
         is_shown = True  # what has been read, if no call follows
@@ -140,12 +152,14 @@ class MarkedCallsParser(TextParser):
     def _read_name(self) -> Reading[str]:
         """Read the name of a call; empty, and nothing read, if there is none."""
         start = self._at
-        found = yield from self._up_to(self._marks.name_ends, _MAX_NAME)
+        marks = self._marks
+        ends = (*marks.name_ends, marks.behind_name) if marks.behind_name else marks.name_ends
+        found = yield from self._up_to(ends, _MAX_NAME)
         name = found[0].strip().strip(_QUOTES) if found is not None else ""
         if found is None or not _NAME.fullmatch(name):
             self._at = start
             return ""
-        if found[1] in (self._marks.key, self._marks.close):
+        if found[1] in (marks.key, marks.call_end, marks.close):
             self._at -= len(found[1])
         return name
 
@@ -222,20 +236,25 @@ class MarkedCallsParser(TextParser):
     def _read_value(self, *, streams: bool) -> Reading[str]:
         """Read a value and its closing mark; if it ``streams``, return only what has not been passed on."""
         marks, has_begun, on_own_lines, settled = self._marks, False, False, 0  # characters that are surely the value's
+        value_end, ends, sure = marks.value_end, marks.value_marks, tuple[str, ...]()
         try:
+            if marks.verbatim is not None and (yield from self._mark(marks.verbatim[0], space=NO_SPACE)):
+                value_end = marks.verbatim[1] + marks.value_end
+                ends = sure = (value_end, marks.verbatim[1] + marks.call_end)
             if marks.own_lines:
                 on_own_lines = (yield from self._next(NO_SPACE)) == "\n"
             self._take(self._at + on_own_lines)
             while True:
-                found, is_end = first_mark(self._pending, marks.value_marks, settled), None
+                found, is_end = first_mark(self._pending, ends, settled), None
                 if found is None:
-                    settled = num_settled(self._pending, marks.value_marks)
+                    settled = num_settled(self._pending, ends)
                 else:
                     place, mark = found
-                    is_end = self._ends_value(place, mark, has_line_before=not on_own_lines or not (has_begun or place))
+                    has_line = not on_own_lines or not (has_begun or place)
+                    is_end = mark in sure or self._ends_value(place, mark, has_line_before=has_line)
                     settled = place if is_end is None else place + len(mark)
                 if is_end:
-                    is_closed = mark == marks.value_end
+                    is_closed = mark == value_end
                     text, self._at = self._pending[:place], place + (len(mark) if is_closed else 0)
                     break
                 if is_end is None:
@@ -248,7 +267,7 @@ class MarkedCallsParser(TextParser):
         except EndOfTextError:
             text, self._at = self._pending[self._at :], len(self._pending)
             is_closed = True
-            for mark in (marks.close, marks.call_end):  # those that only close its call
+            for mark in (marks.close, marks.call_end, value_end.removesuffix(marks.value_end)):  # only close its call
                 if mark and text.rstrip().endswith(mark):
                     text, is_closed = text.rstrip().removesuffix(mark), False
         return text.removesuffix("\n") if on_own_lines or not is_closed else text

@@ -57,7 +57,8 @@ class TemplateMarks:
 class ForcedForm:
     """How a model writes calls that are forced: ``begin``, calls with ``between`` between them, ``end``.
 
-    In ``call`` stand the words NAME, ARGUMENTS, NUMBER for any number, and IDENTIFIER for nine letters and digits;
+    In ``call`` stand the words NAME, ARGUMENTS, NUMBER for any number, and IDENTIFIER for nine letters and digits,
+    TENCHARS for ten small ones;
     ``arguments`` tells how arguments are written.  ``others`` are forms of other versions of the models: the grammar
     takes each, so that the model decides.
     """
@@ -114,7 +115,8 @@ class ToolFormat:
             return ""
         texts = []
         for number, (name, arguments) in enumerate(calls):
-            before, _, behind = form.call.replace("NUMBER", str(number)).partition("ARGUMENTS")
+            numbered = form.call.replace("NUMBER", str(number)).replace("TENCHARS", f"{number:010}")
+            before, _, behind = numbered.partition("ARGUMENTS")
             called = before.replace("NAME", json.dumps(name, ensure_ascii=False)[1:-1] if '"NAME"' in before else name)
             texts.append(f"{called}{form.arguments.written(arguments)}{behind}")
         return f"{form.begin}{form.between.join(texts)}{form.end}"
