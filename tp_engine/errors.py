@@ -12,6 +12,11 @@ from typing import Any
 
 _SHORTEST_BEGINNING = 3
 _LONGEST_NAME = 200
+# Control characters (Unicode's category Cc) as pictures of themselves; those above 0x7e have no pictures of their own.
+_SEEN = {code: chr(0x2400 + code) for code in range(0x20) if code not in b"\t\n"} | dict.fromkeys(
+    range(0x7F, 0xA0), "\ufffd"
+)
+_SEEN[ord("\r")] = ""
 # Codes of errors: of a request that is refused for now, which a server answers with HTTP 503, and of one that ended
 # because of its own grammar, or because its own fields leave no token that may come.
 CODE_UNAVAILABLE = "service_unavailable"
@@ -79,6 +84,14 @@ def shown(value: object, limit: int = 80) -> str:
     """``value`` as error messages show it: at most ``limit`` characters; of a long value only the beginning is read."""
     text = _Brief(limit).repr(value)
     return text if len(text) <= limit else text[:limit] + "..."
+
+
+def printable(text: str) -> str:
+    """``text`` as a terminal may show it: control characters other than tabs and line ends are seen, not obeyed.
+
+    They could move the cursor, hide text, or write to the clipboard.  A carriage return is left out.
+    """
+    return text.translate(_SEEN)
 
 
 class _Brief(reprlib.Repr):

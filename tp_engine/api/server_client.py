@@ -1,4 +1,4 @@
-"""Requests to a server of OpenAI's API, with nothing but the standard library."""
+"""Requests to a server of OpenAI's API.  What the server sends is read up to a limit, and checked before it is used."""
 
 from __future__ import annotations
 
@@ -6,10 +6,20 @@ import contextlib
 import http.client
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-_MOST_BYTES = 64 << 20
+import msgspec
+
+from tp_engine.errors import printable
+from tp_engine.units import KIB, MIB
+
+_MOST_BYTES = 64 * MIB  # of an answer
+_MOST_LINE_BYTES = 16 * MIB  # of a streamed one; the whole of it may have:
+_MOST_STREAM_BYTES = 256 * MIB
+_MOST_REFUSAL_BYTES = 64 * KIB
+
+Content = TypeVar("Content")
 
 
 class ServerError(RuntimeError):
@@ -19,8 +29,38 @@ class ServerError(RuntimeError):
     """
 
     def __init__(self, text: str, status: int | None = None) -> None:
-        super().__init__(text)
+        super().__init__(printable(text))
         self.status = status
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """What a chunk adds to a chat's answer."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class ChunkChoice(msgspec.Struct, frozen=True):
+    """A choice of a chunk: ``delta`` of a chat, ``text`` of a completion."""
+
+    delta: Delta = Delta()
+    text: str = ""
+    finish_reason: str | None = None
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """A chunk of a streamed answer, as far as it is read here."""
+
+    choices: list[ChunkChoice]
+
+
+class _Card(msgspec.Struct, frozen=True):
+    id: str
+
+
+class _Cards(msgspec.Struct, frozen=True):
+    data: list[_Card]
 
 
 class ServerClient:
@@ -36,37 +76,52 @@ class ServerClient:
     def model(self, wanted: str | None = None) -> str:
         """``wanted`` if the server has it, else its first model."""
         with self._exchange("GET", "/v1/models") as answer:
-            names = [str(card["id"]) for card in json.loads(answer.read())["data"]]
+            names = [card.id for card in self._read(answer, "/v1/models", _Cards).data]
         if wanted is not None and wanted not in names:
-            raise ServerError(f"{self.url} has no model {wanted!r}; it has {', '.join(names)}")
+            raise ServerError(f"{self.url} has no model {wanted!r}; it has {', '.join(names) or 'none'}")
+        if not names:
+            raise ServerError(f"{self.url} has no model")
         return wanted or names[0]
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer, a JSON object of at most 64 MiB."""
         with self._exchange("POST", path, json.dumps(body).encode()) as answer:
-            text = answer.read(_MOST_BYTES)
-        try:
-            content = json.loads(text)
-        except (ValueError, RecursionError):
-            content = None
-        if not isinstance(content, dict):
-            raise ServerError(f"{self.url}{path} answered with {text[:80]!r}, which is no JSON object")
-        return content
+            return self._read(answer, path, dict[str, Any])
 
-    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[Chunk]:
         """Yield the chunks of a streamed answer; leaving early closes the connection, which ends the answer."""
         with self._exchange("POST", path, json.dumps({**body, "stream": True}).encode()) as answer:
-            for line in answer:
+            num_bytes = 0
+            while line := answer.readline(_MOST_LINE_BYTES + 1):
+                num_bytes += len(line)
+                if len(line) > _MOST_LINE_BYTES or num_bytes > _MOST_STREAM_BYTES:
+                    raise ServerError(
+                        f"{self.url}{path} streams more than {_MOST_LINE_BYTES // MIB} MiB in a line, or "
+                        f"{_MOST_STREAM_BYTES // MIB} MiB in all"
+                    )
                 if not line.startswith(b"data:"):
                     continue
                 data = line[5:].strip()
                 if data == b"[DONE]":
                     return
-                chunk: dict[str, Any] = json.loads(data)
-                if "error" in chunk:
-                    raise ServerError(_words(chunk, "the answer broke off"))
-                yield chunk
+                if error := _error_of(data):
+                    raise ServerError(error)
+                yield self._decode(data, path, Chunk)
         raise ServerError(f"{self.url} closed the connection before the answer was complete")
+
+    def _read(self, answer: http.client.HTTPResponse, path: str, kind: type[Content]) -> Content:
+        text = answer.read(_MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
+            raise ServerError(f"{self.url}{path} answered with more than {_MOST_BYTES // MIB} MiB")
+        return self._decode(text, path, kind)
+
+    def _decode(self, text: bytes, path: str, kind: type[Content]) -> Content:
+        try:
+            return msgspec.json.decode(text, type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ServerError(
+                f"{self.url}{path} answered with {text[:80]!r}, which is not of OpenAI's API: {error}"
+            ) from None
 
     @contextlib.contextmanager
     def _exchange(self, method: str, path: str, body: bytes | None = None) -> Iterator[http.client.HTTPResponse]:
@@ -88,14 +143,17 @@ class ServerClient:
 
 
 def _refusal(answer: http.client.HTTPResponse) -> str:
-    text = answer.read(65536)
+    text = answer.read(_MOST_REFUSAL_BYTES)
+    return _error_of(text) or f"HTTP {answer.status}: {text[:200].decode(errors='replace')}"
+
+
+def _error_of(text: bytes) -> str | None:
+    """The message of an answer that is an error; None for any other."""
     try:
-        content = json.loads(text)
-    except ValueError:
-        content = None
-    return _words(content, f"HTTP {answer.status}: {text[:200].decode(errors='replace')}")
-
-
-def _words(content: Any, otherwise: str) -> str:
+        content = msgspec.json.decode(text)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
     error = content.get("error") if isinstance(content, dict) else None
-    return str(error["message"]) if isinstance(error, dict) and "message" in error else otherwise
+    if error is None:
+        return None
+    return str(error["message"]) if isinstance(error, dict) and "message" in error else "the answer broke off"

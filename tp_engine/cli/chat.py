@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tp_engine.api.server_client import ServerClient, ServerError
+from tp_engine.api.server_client import ChunkChoice, ServerClient, ServerError
 from tp_engine.cli.session import (
     Ask,
     ClientConfig,
@@ -80,13 +80,13 @@ class Conversation:
         self.messages.append({"role": "user", "content": content})
         answer: list[str] = []
 
-        def show_delta(choice: dict[str, Any]) -> None:
-            delta = choice["delta"]
-            if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
+        def show_delta(choice: ChunkChoice) -> None:
+            delta = choice.delta
+            if reasoning := delta.reasoning_content or delta.reasoning:
                 self._show(reasoning)
-            if content := delta.get("content"):
-                answer.append(content)
-                self._show(content)
+            if delta.content:
+                answer.append(delta.content)
+                self._show(delta.content)
 
         body = self._body | {"messages": self.messages}
         try:
@@ -162,21 +162,21 @@ def complete(
 ) -> str | None:
     """Stream the continuation of ``text``; returns a note on its end.  Ctrl-C ends it."""
     body = {"model": model, "prompt": text, **config.sampling}
-    return _stream(client, "/v1/completions", body, lambda choice: show_piece(choice["text"]), show_piece)
+    return _stream(client, "/v1/completions", body, lambda choice: show_piece(choice.text), show_piece)
 
 
 def _stream(
     client: ServerClient,
     path: str,
     body: Mapping[str, Any],
-    show_choice: Callable[[dict[str, Any]], None],
+    show_choice: Callable[[ChunkChoice], None],
     show_piece: Callable[[str], None],
 ) -> str | None:
     """Show the choices of a streamed answer, and a line end; returns a note on its end.  Ctrl-C ends it."""
     ending = None
     try:
         for chunk in client.stream(path, body):
-            for choice in chunk["choices"]:
+            for choice in chunk.choices:
                 show_choice(choice)
                 ending = finish_note(choice) or ending
     except KeyboardInterrupt:

@@ -10,10 +10,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tp_engine import env
-from tp_engine.api.server_client import ServerClient
+from tp_engine.api.server_client import ChunkChoice, ServerClient
 from tp_engine.cli.own_server import own_server
 from tp_engine.config import EngineConfig
-from tp_engine.errors import ConfigError
+from tp_engine.errors import ConfigError, printable
 from tp_engine.options import Options, parse_options
 from tp_engine.options.fields import check_fields, option
 
@@ -93,15 +93,15 @@ def ask_person(prompt: str) -> str:
 
 def show(text: str) -> None:
     """Show a piece of an answer."""
-    sys.stdout.write(text)
+    sys.stdout.write(printable(text))
     sys.stdout.flush()
 
 
 def note(text: str) -> None:
     """Show a line that belongs to no answer."""
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
-def finish_note(choice: dict[str, Any]) -> str | None:
+def finish_note(choice: ChunkChoice) -> str | None:
     """Return a note on an answer that was cut off."""
-    return "(cut off: --max-tokens or the model's length is reached)" if choice["finish_reason"] == "length" else None
+    return "(cut off: --max-tokens or the model's length is reached)" if choice.finish_reason == "length" else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tp_engine.api import server_client
 from tp_engine.api.server_client import ServerClient, ServerError
 from tp_engine.cli import chat
 from tp_engine.cli.chat import ChatConfig, Conversation, converse
@@ -215,3 +217,126 @@ def test_images_are_shown_with_the_first_message(stub: StubServer, tmp_path: Pat
     assert stub.bodies[2]["messages"][-1]["content"] == "again"
     with pytest.raises(ConfigError, match=r"image is .*absent.*can not be read"):
         conversation(stub, Terminal([]), image=(str(tmp_path / "absent"),))
+
+
+CHAT_PATH, MODELS_PATH = "/v1/chat/completions", "/v1/models"
+
+
+class HostileHandler(BaseHTTPRequestHandler):
+    """Answers each path with what ``server.answers`` has for it; ``{"data": [{"id": "m"}]}`` by default."""
+
+    server: HostileServer
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer()
+
+    def _answer(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        try:
+            for piece in self.server.answers.get(self.path, [b'{"data": [{"id": "m"}]}']):
+                self.wfile.write(piece)
+        except ConnectionError:
+            self.server.was_left = True
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing."""
+
+
+class HostileServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), HostileHandler)
+        self.answers: dict[str, Any] = {}
+        self.was_left = False
+        self.client = ServerClient(f"http://127.0.0.1:{self.server_address[1]}", timeout_s=10.0)
+
+
+@pytest.fixture
+def hostile() -> Iterator[HostileServer]:
+    with HostileServer() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+NO_MODELS = [
+    b"<html>log in</html>",
+    b"[]",
+    b'{"data": [1]}',
+    b'{"data": [{"id": 7}]}',
+    b"[" * 60000,
+    b"",
+    b"\xff\xfe",
+    b"{}",
+]
+NO_CHUNKS = [b"{not json", b"[1]", b'{"a": 1}', b'{"choices": 1}', b'{"choices": [1]}', b'{"choices": [{"delta": []}]}',
+             b'{"choices": [{"delta": {"content": 5}}]}', b"[" * 60000]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", NO_MODELS, ids=lambda answer: str(answer[:12]))
+def test_a_list_of_models_that_is_none(hostile: HostileServer, answer: bytes) -> None:
+    """By hand: one error that shows the beginning of the answer."""
+    hostile.answers[MODELS_PATH] = [answer]
+    with pytest.raises(ServerError, match=r"/v1/models answered with .* which is not of OpenAI's API"):
+        hostile.client.model()
+
+
+def test_a_server_without_models(hostile: HostileServer) -> None:
+    """By hand."""
+    hostile.answers[MODELS_PATH] = [b'{"data": []}']
+    with pytest.raises(ServerError, match=r"has no model$"):
+        hostile.client.model()
+
+
+@pytest.mark.parametrize("chunk", NO_CHUNKS, ids=lambda chunk: str(chunk[:12]))
+def test_a_chunk_that_is_none(hostile: HostileServer, chunk: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: the command ends with code 1 and one error, no traceback."""
+    hostile.answers[CHAT_PATH] = [b"data: " + chunk + b"\n\n"]
+    assert main(["chat", "--url", hostile.client.url, "-q", "hi"]) == 1
+    said = capsys.readouterr().err
+    assert "/v1/chat/completions answered with" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("path", [MODELS_PATH, CHAT_PATH])
+def test_an_answer_without_end(hostile: HostileServer, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: what is read has a limit, and the server sees that the client has left."""
+    monkeypatch.setattr(server_client, "_MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(server_client, "_MOST_LINE_BYTES", 1 << 20)
+    hostile.answers[path] = itertools.chain([b"data: "], itertools.repeat(b" " * 65536))
+    with pytest.raises(ServerError, match=r"more than \d+ MiB"):
+        for _ in hostile.client.stream(path, {}) if path == CHAT_PATH else [hostile.client.model()]:
+            pass
+    hostile.shutdown()
+    hostile.server_close()
+    assert hostile.was_left
+
+
+def test_a_stream_without_end(hostile: HostileServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: small lines count together."""
+    monkeypatch.setattr(server_client, "_MOST_STREAM_BYTES", 1 << 20)
+    hostile.answers[CHAT_PATH] = itertools.repeat(b": a comment\n" * 5000)
+    with pytest.raises(ServerError, match=r"MiB in all"):
+        list(hostile.client.stream(CHAT_PATH, {}))
+
+
+def test_an_answer_can_not_command_the_terminal(hostile: HostileServer, capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: a title, the clipboard, a cleared screen and hidden text are seen as text; tabs and line ends stay."""
+    evil = "\x1b]0;title\x07\x1b]52;c;ZXZpbA==\x07\x1b[2J\x9b31mred\x1b[8m hidden\r\tend\n\x00\x7f"
+    chunk = {"choices": [{"delta": {"content": evil}, "finish_reason": "stop"}]}
+    hostile.answers[CHAT_PATH] = [b"data: " + json.dumps(chunk).encode() + b"\n\ndata: [DONE]\n\n"]
+    assert main(["chat", "--url", hostile.client.url, "-q", "hi"]) == 0
+    shown = capsys.readouterr().out
+    assert shown == "␛]0;title␇␛]52;c;ZXZpbA==␇␛[2J�31mred␛[8m hidden\tend\n␀�\n"
+    hostile.answers[CHAT_PATH] = [b'data: {"error": {"message": "\\u001b[2Jno"}}\n\n']
+    hostile.answers[MODELS_PATH] = [b'{"data": [{"id": "\\u001b[2Jm"}]}']
+    assert main(["chat", "--url", hostile.client.url, "-q", "hi"]) == 1
+    assert main(["chat", "--url", hostile.client.url, "--model", "n", "-q", "hi"]) == 1
+    assert "\x1b" not in "".join(capsys.readouterr())
