@@ -13,6 +13,7 @@ A server that does not know a field ignores it, or refuses the request; then it 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections import Counter
@@ -43,6 +44,15 @@ Row = dict[int, float]
 """Token id -> log-probability after one position."""
 
 
+@contextlib.contextmanager
+def _understood() -> Iterator[None]:
+    """Turn what can not be read in an answer into a ``ServerError``; decorates a method."""
+    try:
+        yield
+    except (TypeError, LookupError, AttributeError, OverflowError, ValueError) as error:
+        raise ServerError(f"the server answered with values of another kind than OpenAI's API: {error}") from error
+
+
 class ServedModel:
     """The model ``name`` behind ``client``; ``tokenizer``, transformers', names tokens that a server tells as texts."""
 
@@ -54,6 +64,7 @@ class ServedModel:
         self._extras = dict(_EXTRAS)
         self.shows_prompts = True
 
+    @_understood()
     def token_ids(self, text: str) -> list[int]:
         """Return a text's tokens, special ones included, by ``/tokenize``; ``NotShownError`` without it."""
         for body in ({"prompt": text, "add_special_tokens": True}, {"content": text, "add_special": True}):
@@ -62,6 +73,7 @@ class ServedModel:
                 return [int(one) for one in found["tokens"]]
         raise NotShownError("the server has no /tokenize")
 
+    @_understood()
     def chat_token_ids(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Return a chat's tokens by the server's template; ``NotShownError`` if the server does not tell them."""
         body = {"messages": list(messages), "add_generation_prompt": True, **options}
@@ -76,6 +88,7 @@ class ServedModel:
         tokens = self._client.post("/tokenize", asked).get("tokens", [])
         return [int(one) for one in tokens]
 
+    @_understood()
     def num_prompt_tokens(self, content: str | Sequence[Mapping[str, Any]]) -> int | None:
         """Return how many tokens a text or a chat has, as the answer's usage tells; None if it does not."""
         path, body = ("/v1/completions", {"prompt": content})
@@ -85,11 +98,13 @@ class ServedModel:
         count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
         return count if isinstance(count, int) else None
 
+    @_understood()
     def end_after(self, token: int) -> str | None:
         """Return the reason of the end of an answer that the server was made to choose ``token`` for."""
         asked = {"prompt": "The harbour", "max_tokens": 8, "logit_bias": {str(token): PUSH}}
         return self._ask("/v1/completions", asked).get("finish_reason")
 
+    @_understood()
     def shaped_answer(self) -> str | None:
         """Return a chat's answer with ``response_format``; ``NotShownError`` if it is longer than usual."""
         shape = {"name": "weather", "schema": WEATHER_SCHEMA, "strict": True}
@@ -124,6 +139,7 @@ class ServedModel:
             "--tool-call-parser with the format of the model, and --enable-auto-tool-choice where the server has it",
         )
 
+    @_understood()
     def answer(self, prompt: CheckPrompt, max_tokens: int, *, of_prompt: bool = False) -> Answer:
         """Continue a prompt, sent as token ids, greedily; ``of_prompt``: with the log-probabilities of the prompt too,
         if the server shows them.
@@ -142,6 +158,7 @@ class ServedModel:
             self.shows_prompts = rows is not None
         return self._as_answer(prompt, choice, rows, answer)
 
+    @_understood()
     def chat(self, prompt: CheckPrompt, max_tokens: int) -> Answer:
         """Answer a chat greedily, through the server's template; ``NotShownError`` without log-probabilities."""
         body = {
@@ -157,6 +174,7 @@ class ServedModel:
         """The first choice of a greedy answer."""
         return _choice(self._client.post(path, {"model": self.name, "temperature": 0, **body}))
 
+    @_understood()
     def _shaped(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The message of a chat whose form is given."""
         choice = self._ask("/v1/chat/completions", {"max_tokens": _SHAPED_TOKENS, **body})

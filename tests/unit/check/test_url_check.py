@@ -5,8 +5,10 @@ The servers are of tests/oracle_server.py; the model is a tiny Qwen3 in float32,
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -18,7 +20,11 @@ from tests.oracle_server import OracleModel, oracle_server
 from tests.text_tokenizers import byte_level_tokenizer
 from tests.tiny_models import make_checkpoint
 from tests.tiny_server import chat_tokenizer
+from tp_engine.api.server_client import ServerClient, ServerError
+from tp_engine.check.behaviour import NotShownError
+from tp_engine.check.prompts import CheckPrompt
 from tp_engine.check.report import CheckFinding, CheckReport, CheckStatus
+from tp_engine.check.served import ServedModel
 from tp_engine.check.url_check import UrlCheck
 from tp_engine.cli.check import main
 from tp_engine.errors import ConfigError
@@ -165,3 +171,41 @@ def test_the_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for flags in (["--block-size", "8"], ["--bisect"], ["--record", str(junit)]):
         with pytest.raises(ConfigError, match="leave it out, or leave url out"):
             main([str(folder), "--url", "http://127.0.0.1:9", *flags])
+
+
+class JunkClient(ServerClient):
+    """Answers every path with one object."""
+
+    def __init__(self, answer: dict[str, Any]) -> None:
+        super().__init__("http://127.0.0.1:1")
+        self._junk = answer
+
+    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        return self._junk
+
+
+JUNK: list[dict[str, Any]] = [
+    {"tokens": ["x"] * 5, "choices": [{"logprobs": {"tokens": [1], "token_logprobs": ["a"], "top_logprobs": 7}}]},
+    {
+        "tokens": ["9" * 6000],
+        "choices": [{"logprobs": {"content": [{"token": "token_id:" + "9" * 6000, "logprob": 0}]}}],
+    },
+    {"tokens": [None], "choices": [{"logprobs": 7, "message": [5]}], "usage": [1]},
+    {"tokens": [[1]], "choices": [{"logprobs": {"content": [3]}, "message": 3}], "usage": {"prompt_tokens_details": 1}},
+    {"tokens": [float("inf")], "choices": [[]]},
+]
+
+
+@pytest.mark.parametrize("junk", JUNK, ids=range(len(JUNK)))
+def test_values_of_another_kind_are_no_traceback(junk: dict[str, Any]) -> None:
+    """By hand: each question ends with an answer or an error about the server."""
+    served = ServedModel(JunkClient(junk), "m", None)
+    prompt = CheckPrompt("a", (1, 2, 3))
+    questions: list[Callable[[], object]] = [
+        lambda: served.token_ids("a"), lambda: served.chat_token_ids([]), lambda: served.num_prompt_tokens("a"),
+        lambda: served.end_after(1), served.shaped_answer, lambda: list(served.check_call("tool", None)),
+        lambda: served.answer(prompt, 4, of_prompt=True), lambda: served.chat(prompt, 4),
+    ]  # fmt: skip
+    for ask in questions:
+        with contextlib.suppress(ServerError, NotShownError):
+            ask()
