@@ -193,13 +193,13 @@ def test_a_compiler_that_fails(compiler: Path) -> None:
     compiler.write_text("#!/bin/sh\necho no such flag >&2\nexit 1\n")
     with pytest.raises(BuildError, match="no such flag"):
         built_library(Path("/some/libgomp.so.1"))
-    assert not list(env.cache_dir().iterdir())
+    assert not [path for path in env.cache_dir().rglob("*") if not path.is_dir()]
 
 
 def test_a_folder_that_can_not_be_written(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the folder and the remedy."""
     monkeypatch.setenv("TP_ENGINE_CACHE_DIR", "/proc/nowhere")
-    with pytest.raises(BuildError, match=r"can not write to /proc/nowhere .*set TP_ENGINE_CACHE_DIR"):
+    with pytest.raises(BuildError, match=r"can not write to /proc/nowhere/code-.*set TP_ENGINE_CACHE_DIR"):
         built_library(Path("/some/libgomp.so.1"))
 
 
@@ -243,3 +243,30 @@ def test_a_tape_has_room_for_every_function_that_it_may_hold() -> None:
     assert players().count("\nint play_") == len(taped)
     words = "a[0].pointer, a[1].pointer, a[2].integer, a[3].number, a[4].number, a[5].integer, a[6].integer"
     assert f"int play_add_scaled(const Word *a) {{ return add_scaled({words}); }}" in players()
+
+
+def test_a_library_that_others_could_write_is_not_loaded(compiler: Path, tmp_path: Path) -> None:
+    """By hand: the folder in a shared cache belongs to this user alone, or there is no library, with the remedy."""
+    openmp = Path("/some/libgomp.so.1")
+    shared = tmp_path / "cache"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    folder = built_library(openmp).parent
+    assert folder.parent == shared and folder.stat().st_mode & 0o077 == 0
+    for mode in (0o720, 0o702):
+        folder.chmod(mode)
+        with pytest.raises(BuildError, match=r"nobody else can write to: remove it, or set TP_ENGINE_CACHE_DIR"):
+            built_library(openmp)
+    folder.chmod(0o755)
+    built_library(openmp)
+    folder.rename(shared / "moved")
+    folder.symlink_to("moved")
+    with pytest.raises(BuildError, match="belongs to user"):
+        built_library(openmp)
+
+
+def test_a_library_of_another_user_is_not_loaded(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: the folder's name is another user's, its owner is this one."""
+    monkeypatch.setattr(os, "geteuid", lambda: 65534)
+    with pytest.raises(BuildError, match=r"code-65534 belongs to user \d+ with mode 700; it must be .* user 65534"):
+        built_library(Path("/some/libgomp.so.1"))

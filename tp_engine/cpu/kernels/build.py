@@ -2,8 +2,10 @@
 
 ::
 
-    <cache folder>/native-<key>.so      key: sources, flags, compiler, processor, OpenMP runtime
-                                        the last 32 bytes: SHA-256 of all before them
+    <cache folder>/code-<user id>/native-<key>.so      key: sources, flags, compiler, processor, OpenMP runtime
+                                                       the last 32 bytes: SHA-256 of all before them
+
+Whoever can write there runs code in this process, so that folder must belong to this user alone.
 
 Of several processes that want it at the same time, one compiles and the others wait (``compile_turn.py``).  Each
 compiles into a folder of its own.  Whole files are renamed, so a file that lies there is whole.
@@ -12,6 +14,7 @@ compiles into a folder of its own.  Whole files are renamed, so a file that lies
 import hashlib
 import os
 import shutil
+import stat
 import subprocess
 import tempfile
 import time
@@ -47,11 +50,11 @@ def built_library(openmp: Path) -> Path:
     Raises ``BuildError``.
     """
     compiler, deadline_s = _find_compiler(), time.monotonic() + COMPILE_TIMEOUT_S
-    path = env.cache_dir() / f"native-{_key(compiler, openmp)}.so"
-    if is_intact(path):
-        return path
+    path = env.cache_dir() / f"code-{os.geteuid()}" / f"native-{_key(compiler, openmp)}.so"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _claim(path.parent)
+        if is_intact(path):
+            return path
         with take_turn(path, lambda: path.exists() and is_intact(path), what="the CPU kernels") as turn:
             if is_intact(path):
                 return path
@@ -62,6 +65,18 @@ def built_library(openmp: Path) -> Path:
     except OSError as error:
         raise BuildError(f"can not write to {path.parent} ({error}); set TP_ENGINE_CACHE_DIR") from error
     return path
+
+
+def _claim(folder: Path) -> None:
+    """Make the folder unless it is there; ``BuildError`` if others than this user can write to it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or others:
+        raise BuildError(
+            f"{folder} belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}; it must be a folder "
+            f"of user {os.geteuid()} that nobody else can write to: remove it, or set TP_ENGINE_CACHE_DIR"
+        )
 
 
 def is_intact(path: Path) -> bool:
