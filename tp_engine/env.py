@@ -31,6 +31,7 @@ LOG_LEVEL = Variable("TP_ENGINE_LOG_LEVEL", "INFO")
 API_KEY = Variable("TP_ENGINE_API_KEY")  # the server's key if --api-key is not given
 ADMIN_API_KEY = Variable("TP_ENGINE_ADMIN_API_KEY")  # that of its operators if --admin-api-key is not given
 REASONING_KEY = Variable("TP_ENGINE_REASONING_KEY")  # what seals reasoning if --reasoning-key is not given
+KV_EVENTS_KEY = Variable("TP_ENGINE_KV_EVENTS_KEY")  # what subscribers of KV events must send
 FAULT = Variable("TP_ENGINE_FAULT")  # what tests inject (faults.py)
 NATIVE_KERNELS = Variable("TP_ENGINE_NATIVE", "1")  # 0 switches the compiled CPU kernels off
 NOTIFY_SOCKET = Variable("NOTIFY_SOCKET")  # where systemd wants to hear of a service's state (Type=notify)

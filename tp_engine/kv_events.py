@@ -13,7 +13,8 @@ CONFIG_NAME = "kv_events_config"
 _LARGEST = 10**9
 _LONGEST_TOPIC = 1024
 _ENDPOINT = re.compile(r"(?:tcp://(?P<host>[^\s/]+):(?P<port>\*|\d{1,5})|(?:ipc|inproc)://\S+)")
-_BOUND = re.compile(r"(?:ipc|inproc)://.*|.*(?:\*|::).*|tcp://0\.0\.0\.0:.*")
+_BOUND = re.compile(r"(?:ipc|inproc)://.*|.*(?:\*|::).*|tcp://(?:0\.0\.0\.0|lo):.*")
+_OF_THIS_HOST = re.compile(r"(?:ipc|inproc)://.*|tcp://(?:lo|localhost|127\.[\d.]+|\[::1\]):.*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +24,9 @@ class KVEventsConfig:
     ``publisher`` is ``zmq`` or ``null`` (none).  Events are on with ``enable_kv_cache_events``, or if it is left out
     and ``publisher`` is ``zmq``.
 
-    A PUB socket binds ``endpoint`` if it is on any address (``*``, ``::``, ``0.0.0.0``), ipc or inproc, and connects to
-    it otherwise.  ``topic`` is the first frame of each message.  ``hwm`` is the number of messages that wait for a slow
-    subscriber; further ones are dropped for it.
+    A PUB socket binds ``endpoint`` if it is on the interface ``lo``, on any address (``*``, ``::``, ``0.0.0.0``), ipc
+    or inproc, and connects to it otherwise.  ``topic`` is the first frame of each message.  ``hwm`` is the number of
+    messages that wait for a slow subscriber; further ones are dropped for it.
 
     A ROUTER socket at ``replay_endpoint`` sends the last ``buffer_steps`` messages again to who asks.
 
@@ -39,7 +40,7 @@ class KVEventsConfig:
 
     enable_kv_cache_events: bool | None = None
     publisher: str | None = key(None, choices=("zmq", "null"))
-    endpoint: str = "tcp://*:5557"
+    endpoint: str = "tcp://lo:5557"
     replay_endpoint: str | None = None
     buffer_steps: int = key(10_000, least=0, most=_LARGEST)
     hwm: int = key(100_000, least=1, most=_LARGEST)
@@ -84,15 +85,20 @@ class KVEventsConfig:
         return _BOUND.fullmatch(self.endpoint) is not None
 
 
+def is_of_this_host(endpoint: str) -> bool:
+    """Return whether only processes of this host reach ``endpoint``."""
+    return _OF_THIS_HOST.fullmatch(endpoint) is not None
+
+
 def _check_endpoint(name: str, endpoint: str, *, binds: bool) -> None:
     found = _ENDPOINT.fullmatch(endpoint)
     if found is None or int((found["port"] or "1").replace("*", "0")) > 65535:
         raise ConfigError(
             f"{CONFIG_NAME} has the {name} {shown(endpoint)}; it must be tcp://HOST:PORT with a port up to 65535, "
-            "ipc://PATH or inproc://NAME, such as tcp://*:5557"
+            "ipc://PATH or inproc://NAME, such as tcp://lo:5557"
         )
     if not binds and found["port"] == "0":
         raise ConfigError(
             f"{CONFIG_NAME} has the {name} {shown(endpoint)}, to which the engine connects; it must name a port, or be "
-            "on any address, such as tcp://*:5557, so that the engine binds it"
+            "on lo or on any address, such as tcp://*:5557, so that the engine binds it"
         )

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Sequence
 
+from tp_engine import env
 from tp_engine.config import EngineConfig
 from tp_engine.distributed.groups import RankGroups
 from tp_engine.engine.admin_commands import act
@@ -127,7 +128,7 @@ def _publisher(config: EngineConfig) -> KVEventPublisher | None:
         logger.warning(
             "kv_events_config is on, but enable_prefix_caching is off: nothing is cached, so nothing is told"
         )
-    return None if found is None else KVEventPublisher(found, config.block_size)
+    return None if found is None else KVEventPublisher(found, config.block_size, env.KV_EVENTS_KEY.read())
 
 
 def _leave(groups: RankGroups, job: Job, leave: Callable[[bool], None], kv_events: KVEventPublisher | None) -> None:

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from tests.kv_events import Subscriber, decode_as_dynamo, decode_as_llm_d, new_socket, plain_hashes
 from tp_engine import ConfigError
@@ -222,6 +223,7 @@ def test_it_connects_to_a_router_that_binds() -> None:
         ("tcp://*:5557", True),
         ("tcp://[::]:5557", True),
         ("tcp://0.0.0.0:5557", True),
+        ("tcp://lo:5557", True),
         ("ipc:///tmp/x", True),
         ("inproc://x", True),
         ("tcp://router:5557", False),
@@ -230,7 +232,7 @@ def test_it_connects_to_a_router_that_binds() -> None:
     ],
 )
 def test_endpoints(endpoint: str, binds: bool) -> None:
-    """Oracle: vLLM's rule, with the address 0.0.0.0 as another spelling of any."""
+    """Oracle: vLLM's rule, with the address 0.0.0.0 as another spelling of any, and lo for this host alone."""
     assert KVEventsConfig(endpoint=endpoint).binds == binds
 
 
@@ -276,7 +278,7 @@ def test_flags_key_by_key() -> None:
     flag, text = plain_spelling(words.split())
     assert flag == "--kv-events-config"
     config = KVEventsConfig.of(text)
-    assert config is not None and (config.hwm, config.topic, config.endpoint) == (5, "kv@a@b", "tcp://*:5557")
+    assert config is not None and (config.hwm, config.topic, config.endpoint) == (5, "kv@a@b", "tcp://lo:5557")
 
 
 @pytest.mark.parametrize(
@@ -309,3 +311,80 @@ def test_wrong_options_are_refused(given: Any, words: str) -> None:
     """Oracle: the name, the value, the rule."""
     with pytest.raises(ConfigError, match=words):
         EngineConfig(kv_events_config=given)
+
+
+def publisher_with_key(**config: Any) -> KVEventPublisher:
+    given = KVEventsConfig(enable_kv_cache_events=True, endpoint="tcp://lo:0", replay_endpoint="tcp://lo:0", **config)
+    return KVEventPublisher(given, SIZE, "secret")
+
+
+def connected(kind: int, endpoint: str, password: bytes | None) -> tuple[zmq.Socket[bytes], int]:
+    """A socket, and how its handshake ended."""
+    socket = new_socket(kind)
+    if password is not None:
+        socket.plain_username, socket.plain_password = b"any", password
+    ends = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    monitor = socket.get_monitor_socket(ends | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+    if kind == zmq.SUB:
+        socket.subscribe(b"")
+    socket.connect(endpoint)
+    assert monitor.poll(DEADLINE_MS), "no end of the handshake"
+    event = int(recv_monitor_message(monitor)["event"])
+    socket.disable_monitor()
+    return socket, event
+
+
+def test_by_default_only_this_host_is_told() -> None:
+    """By hand: the kernel's address of the default's socket."""
+    config = KVEventsConfig(enable_kv_cache_events=True, endpoint=KVEventsConfig().endpoint.replace("5557", "0"))
+    with KVEventPublisher(config, SIZE) as publisher:
+        assert publisher.endpoint.startswith("tcp://127.0.0.1:")
+
+
+def test_sockets_on_other_interfaces_without_a_key_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """By hand: the variable and the endpoints; none with a key, and none on this host."""
+    for key, endpoint, warns in (("", "tcp://*:0", True), ("k", "tcp://*:0", False), ("", "tcp://lo:0", False)):
+        caplog.clear()
+        with KVEventPublisher(KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint), SIZE, key):
+            assert ("TP_ENGINE_KV_EVENTS_KEY" in caplog.text) == warns, (key, endpoint)
+
+
+@pytest.mark.parametrize("password", [None, b"wrong", b"secret2"])
+def test_strangers_do_not_come_in(password: bytes | None) -> None:
+    """Oracle: libzmq's own account of the handshakes; those with the key hear and get replays."""
+    with publisher_with_key() as publisher:
+        for kind, endpoint in ((zmq.SUB, publisher.endpoint), (zmq.DEALER, publisher.replay_endpoint)):
+            stranger, end = connected(kind, endpoint, password)
+            stranger.close(0)
+            assert end != zmq.EVENT_HANDSHAKE_SUCCEEDED
+        listener, end = connected(zmq.SUB, publisher.endpoint, b"secret")
+        assert end == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        asking, end = connected(zmq.DEALER, publisher.replay_endpoint, b"secret")
+        assert end == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        while not listener.poll(10):  # the subscription may still be on its way
+            assert publisher.put(Cleared())
+        asking.send_multipart((b"", (0).to_bytes(8, "big")))
+        assert asking.poll(DEADLINE_MS)
+        for socket in (listener, asking):
+            socket.close(0)
+
+
+def test_a_key_that_zmq_can_not_carry_is_refused() -> None:
+    """By hand: its passwords have at most 255 bytes."""
+    with pytest.raises(ConfigError, match="TP_ENGINE_KV_EVENTS_KEY has 256 bytes; it must have at most 255"):
+        KVEventPublisher(KVEventsConfig(enable_kv_cache_events=True, endpoint="tcp://lo:0"), SIZE, "k" * 256)
+
+
+def test_a_huge_message_ends_its_connection_alone() -> None:
+    """By hand: libzmq drops a client that sends more than a number or a topic; others get their replays."""
+    with publishing(replay_endpoint=LOOPBACK) as (publisher, listener):
+        for kind, endpoint in ((zmq.DEALER, publisher.replay_endpoint), (zmq.XSUB, publisher.endpoint)):
+            stranger = new_socket(kind)
+            monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            stranger.connect(endpoint)
+            stranger.send(b"\1" + b"x" * 5000)
+            assert monitor.poll(DEADLINE_MS), "the connection lives"
+            stranger.disable_monitor()
+            stranger.close(0)
+        assert publisher.put(Cleared())
+        assert listener.receive()[1] == 0 and [one[1] for one in replay(publisher, 0)] == [0]

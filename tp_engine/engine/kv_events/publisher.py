@@ -9,10 +9,14 @@
              answers:    "" | topic | sequence number | payload     for each one kept, then    "" | "" | -1 | ""
 
 Sequence numbers begin at 0.  One is left out where changes were lost, and so subscribers see a gap.
+
+With a key the sockets take the password of ZMQ's mechanism PLAIN, and the thread answers libzmq's questions (ZAP) at an
+inproc socket of a context of its own.  What a stranger may send is a subscription or a number.
 """
 
 from __future__ import annotations
 
+import hmac
 import os
 import socket as sockets
 import threading
@@ -21,10 +25,11 @@ from collections import deque
 
 import zmq
 
+from tp_engine import env
 from tp_engine.closing import Closing
 from tp_engine.engine.kv_events.mirror import CacheMirror, encode
 from tp_engine.errors import ConfigError
-from tp_engine.kv_events import CONFIG_NAME, KVEventsConfig
+from tp_engine.kv_events import CONFIG_NAME, KVEventsConfig, is_of_this_host
 from tp_engine.log import get_logger
 from tp_engine.sched.kv_events import CacheChange, KVEventCounters, Rebuilt
 
@@ -36,13 +41,21 @@ _END = (-1).to_bytes(8, "big", signed=True)
 _LINGER_MS = 500
 _CLOSE_S = 5.0
 _SILENCE_S = 10.0  # between two lines of the log about lost changes
+_MOST_BYTES_IN = 4096  # of a message from a subscriber: a topic, or a number of 8 bytes
+_MOST_WAITING_IN = 64  # messages of one who asks for replays
+_USER = b"kv_events"
+_LONGEST_KEY = 255
+_ZAP = "inproc://zeromq.zap.01"
 
 
 class KVEventPublisher(Closing):
     """A ``KVEventSink``: publishes what it is given, with a thread of its own.  ``ConfigError`` if an endpoint can not
-    be used."""
+    be used.
 
-    def __init__(self, config: KVEventsConfig, block_size: int) -> None:
+    With a ``key``, subscribers must send it, and so does this socket where it connects.
+    """
+
+    def __init__(self, config: KVEventsConfig, block_size: int, key: str = "") -> None:
         self.publish_salted = config.publish_salted
         self._mirror = CacheMirror(block_size)
         self._as_arrays = config.event_format == "array"
@@ -53,14 +66,21 @@ class KVEventPublisher(Closing):
         self._next = self._num_batches = self._num_lost = 0
         self._next_word_s = 0.0
         self._is_idle = self._is_closing = self._has_failed = False
-        self._events = _open("endpoint", zmq.PUB, config.endpoint, binds=config.binds, hwm=config.hwm)
+        self._door = _Door(key) if key else None
+        self._context = zmq.Context() if key else zmq.Context.instance()
         self._replays: zmq.Socket[bytes] | None = None
-        if config.replay_endpoint is not None:
-            try:
-                self._replays = _open("replay_endpoint", zmq.ROUTER, config.replay_endpoint, binds=True, hwm=config.hwm)
-            except ConfigError:
-                self._events.close(0)
-                raise
+        self._sockets: list[zmq.Socket[bytes]] = []
+        try:
+            if self._door is not None:
+                self._sockets.append(self._door.open(self._context))
+            self._events = self._open("endpoint", zmq.PUB, config.endpoint, binds=config.binds, hwm=config.hwm)
+            if config.replay_endpoint is not None:
+                self._replays = self._open(
+                    "replay_endpoint", zmq.ROUTER, config.replay_endpoint, binds=True, hwm=config.hwm
+                )
+        except ConfigError:
+            self._close_sockets(0)
+            raise
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="kv_events", daemon=True)
         self._thread.start()
@@ -68,6 +88,13 @@ class KVEventPublisher(Closing):
             "KV events: %s %s, topic %r%s", "bound to" if config.binds else "connected to", self.endpoint, config.topic,
             f", replays at {self.replay_endpoint}" if self.replay_endpoint else "",
         )  # fmt: skip
+        open_to_all = [one for one in (config.endpoint * config.binds, config.replay_endpoint) if one]
+        if not key and not all(map(is_of_this_host, open_to_all)):
+            logger.warning(
+                "KV events tell all prompts to whoever reaches %s: set %s, or bind tcp://lo:PORT",
+                " and ".join(one for one in open_to_all if not is_of_this_host(one)),
+                env.KV_EVENTS_KEY.name,
+            )
 
     @property
     def endpoint(self) -> str:
@@ -122,8 +149,9 @@ class KVEventPublisher(Closing):
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
-        if self._replays is not None:
-            poller.register(self._replays, zmq.POLLIN)
+        for socket in (self._replays, self._door.socket if self._door else None):
+            if socket is not None:
+                poller.register(socket, zmq.POLLIN)
         try:
             while self._queue or not self._is_closing:
                 if self._queue and not self._is_closing:
@@ -134,6 +162,8 @@ class KVEventPublisher(Closing):
                 self._is_idle = False
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
+                if self._door is not None and self._door.socket in ready:
+                    self._door.answer()
                 if self._replays is not None and self._replays in ready:
                     self._replay(self._replays)
         except Exception:
@@ -141,8 +171,7 @@ class KVEventPublisher(Closing):
             self._queue.clear()
             logger.exception("KV events end here, because of an error; the engine goes on")
         finally:
-            for socket in filter(None, (self._events, self._replays)):
-                socket.close(_LINGER_MS)
+            self._close_sockets(_LINGER_MS)
 
     def _publish(self) -> None:
         """Send one message with the first changes of the queue, unless nothing comes of them."""
@@ -171,21 +200,66 @@ class KVEventPublisher(Closing):
                 socket.send_multipart((client, b"", self._topic, number.to_bytes(8, "big"), payload), zmq.NOBLOCK)
         socket.send_multipart((client, b"", b"", _END, b""), zmq.NOBLOCK)
 
+    def _open(self, name: str, kind: int, endpoint: str, *, binds: bool, hwm: int) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        self._sockets.append(socket)
+        socket.set_hwm(hwm)
+        if kind == zmq.ROUTER:
+            socket.rcvhwm = _MOST_WAITING_IN
+        socket.maxmsgsize = _MOST_BYTES_IN
+        socket.ipv6 = "[" in endpoint or ":::" in endpoint
+        if self._door is not None:
+            self._door.guard(socket, binds=binds)
+        try:
+            if binds and _is_answered(endpoint):  # which zmq would take away from the other process
+                raise zmq.ZMQError(zmq.EADDRINUSE)
+            (socket.bind if binds else socket.connect)(endpoint)
+        except zmq.ZMQError as error:
+            remedy = "give another one" if error.errno == zmq.EADDRINUSE else "give one that this host has"
+            why = zmq.strerror(error.errno or 0)
+            raise ConfigError(
+                f"{CONFIG_NAME} has the {name} {endpoint}, which can not be used: {why}; {remedy}"
+            ) from error
+        return socket
 
-def _open(name: str, kind: int, endpoint: str, *, binds: bool, hwm: int) -> zmq.Socket[bytes]:
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
-    socket.set_hwm(hwm)
-    socket.ipv6 = "[" in endpoint or ":::" in endpoint
-    try:
-        if binds and _is_answered(endpoint):  # which zmq would take away from the other process
-            raise zmq.ZMQError(zmq.EADDRINUSE)
-        (socket.bind if binds else socket.connect)(endpoint)
-    except zmq.ZMQError as error:
-        socket.close(0)
-        remedy = "give another one" if error.errno == zmq.EADDRINUSE else "give one that this host has"
-        why = zmq.strerror(error.errno or 0)
-        raise ConfigError(f"{CONFIG_NAME} has the {name} {endpoint}, which can not be used: {why}; {remedy}") from error
-    return socket
+    def _close_sockets(self, linger_ms: int) -> None:
+        for socket in reversed(self._sockets):
+            socket.close(linger_ms)
+        if self._door is not None:
+            self._context.term()
+
+
+class _Door:
+    """Who may connect: those with the key.  ``socket`` is where libzmq asks (RFC 27, ZAP)."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key.encode()
+        if len(self._key) > _LONGEST_KEY:
+            raise ConfigError(
+                f"{env.KV_EVENTS_KEY.name} has {len(self._key)} bytes; it must have at most {_LONGEST_KEY}, so that "
+                "ZMQ can carry it"
+            )
+
+    def open(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+        """Return the socket; before any that is guarded."""
+        self.socket = context.socket(zmq.REP)
+        self.socket.bind(_ZAP)
+        return self.socket
+
+    def guard(self, socket: zmq.Socket[bytes], *, binds: bool) -> None:
+        """Let ``socket`` ask for the key if it ``binds``, else send it."""
+        if binds:
+            socket.plain_server = True
+            socket.zap_domain = CONFIG_NAME.encode()
+        else:
+            socket.plain_username, socket.plain_password = _USER, self._key
+
+    def answer(self) -> None:
+        """Answer one question of libzmq."""
+        version, request, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
+        given = credentials[1] if mechanism == b"PLAIN" and len(credentials) == 2 else b""
+        code = b"200" if hmac.compare_digest(given, self._key) else b"400"
+        self.socket.send_multipart((version, request, code, b"", b"", b""))
 
 
 def _is_answered(endpoint: str) -> bool:
