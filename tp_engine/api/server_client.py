@@ -49,7 +49,7 @@ class ChunkChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
 
 
-class Chunk(msgspec.Struct, frozen=True):
+class StreamChunk(msgspec.Struct, frozen=True):
     """A chunk of a streamed answer, as far as it is read here."""
 
     choices: list[ChunkChoice]
@@ -88,7 +88,7 @@ class ServerClient:
         with self._exchange("POST", path, json.dumps(body).encode()) as answer:
             return self._read(answer, path, dict[str, Any])
 
-    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[Chunk]:
+    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[StreamChunk]:
         """Yield the chunks of a streamed answer; leaving early closes the connection, which ends the answer."""
         with self._exchange("POST", path, json.dumps({**body, "stream": True}).encode()) as answer:
             num_bytes = 0
@@ -106,7 +106,7 @@ class ServerClient:
                     return
                 if error := _error_of(data):
                     raise ServerError(error)
-                yield self._decode(data, path, Chunk)
+                yield self._decode(data, path, StreamChunk)
         raise ServerError(f"{self.url} closed the connection before the answer was complete")
 
     def _read(self, answer: http.client.HTTPResponse, path: str, kind: type[Content]) -> Content:
