@@ -1,8 +1,10 @@
 """Triton's interpreter with the rounding of a device, and with less work.
 
 By itself the interpreter (of Triton 3.7) truncates to bfloat16 instead of rounding, loses a carry when it rounds to
-8-bit floats, and takes the bits of bfloat16 for integers in matrix products and in conversions from integers.  It also
-patches the whole language at each call of each function, and does other work in vain: most of its time.
+8-bit floats, and takes the bits of bfloat16 for integers in matrix products and in conversions from integers.  Its
+products are numpy's, whose library may add up each row of a tile in another order, where a device treats all alike:
+here they are taken in float64 and rounded once.  It also patches the whole language at each call of each function, and
+does other work in vain: most of its time.
 """
 
 from __future__ import annotations
@@ -39,14 +41,17 @@ def round_as_a_device_does() -> None:
         rounded = values.to(torch.float32).to(_TYPES[target]).view(_SAME_SIZE[_TYPES[target].itemsize])
         return rounded.numpy().reshape(data.shape)
 
-    def widened(handle: Any) -> Any:
-        if handle.dtype.scalar != tl.bfloat16:
-            return handle
-        values = convert_exactly(handle.data, tl.bfloat16, tl.float32, None).view(np.float32)
-        return interpreter.TensorHandle(values, tl.float32)
+    def widened(handle: Any) -> np.ndarray:
+        values: np.ndarray = handle.data
+        if handle.dtype.scalar in (tl.bfloat16, tl.float8e4nv):
+            values = convert_exactly(values, handle.dtype.scalar, tl.float32, None).view(np.float32)
+        return values.astype(np.float64)
 
-    def dot_of_floats(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return dot(self, widened(a), widened(b), *rest)
+    def dot_of_floats(self: Any, a: Any, b: Any, added: Any, *rest: Any) -> Any:
+        if not added.dtype.scalar.is_floating():
+            return dot(self, a, b, added, *rest)
+        products = np.matmul(widened(a), widened(b)) + added.data
+        return interpreter.TensorHandle(products.astype(added.data.dtype), added.dtype.scalar)
 
     def cast_by_value(self: Any, source: Any, target: Any) -> Any:
         if target.scalar == tl.bfloat16 and np.issubdtype(source.data.dtype, np.integer) and source.dtype.is_int():

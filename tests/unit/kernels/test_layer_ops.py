@@ -298,14 +298,15 @@ def test_cap_logits(dtype: torch.dtype, size: tuple[int, int], cap: float | None
 
 @pytest.mark.skipif(native_library() is None, reason="the native kernels can not be built here")
 def test_tanh_is_as_exact_as_pytorch_s() -> None:
-    """Oracle: float64: over many numbers of all sizes, the largest relative error is at most twice PyTorch's."""
+    """Oracle: float64: over many numbers of all sizes, the largest relative error is at most twice PyTorch's and a
+    unit, because on some processors PyTorch's is half of one."""
     x = torch.cat([torch.randn(1, 20000) * size for size in (1e-4, 1e-2, 0.1, 0.5, 1.0, 4.0, 30.0)], 1)
     exact, errors = x.double().tanh(), []
     for kind in ("twin", "native"):
         own = x.clone()
         implementation("cap_logits", kind)(own, 1.0, 1.0)
         errors.append(((own.double() - exact) / exact).abs().max().item())
-    assert errors[1] <= 2 * errors[0]
+    assert errors[1] <= 2 * errors[0] + torch.finfo(torch.float32).eps
 
 
 @pytest.mark.parametrize("kind", ["twin", "native"])
