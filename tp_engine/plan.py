@@ -67,11 +67,13 @@ order, so do the writes, and ranks report how far they are (``tier_progress``). 
 otherwise.
 
 Images: ``images`` (n, 5) has the images of the rows that are admitted, each with its row, its first place in the
-prompt, the number of its places, and its rows and columns of embeddings.  ``encodes`` (n, 10) are images that the ranks
-encode before the forward pass, each on one rank, for all: its first row in the encoder cache, its rows and columns,
-the rank, and where its pixels are (``ImageInput``): process, file, the offset's low and high 31 bits, height and width.
-``image_rows`` (n, 3) are the images that chunks of this plan touch: row, place in the prompt, and first row in the
-encoder cache.  A rank that has applied a plan keeps nothing of it but the cache's rows and ``images``.
+prompt, the number of its places, and its rows and columns of embeddings.  ``encodes`` (n, 12) are images that the ranks
+encode before the forward pass, each on one rank, for all: its first row in the encoder cache, its rows and columns, the
+rank, how many of the tower's layers have run before and have run then, and where its pixels are (``ImageInput``):
+process, file, the offset's low and high 31 bits, height and width.  With the last layer its rows are in the cache;
+until then every plan that has a result has the image again, or its rank forgets what has run.  ``image_rows`` (n, 3)
+are the images that chunks of this plan touch: row, place in the prompt, and first row in the encoder cache.  A rank
+that has applied a plan keeps nothing else of it but the cache's rows and ``images``.
 
 An *order* asks all ranks for something that is no step, such as new weights.  It travels alone: its plan has no rows,
 is sent when nothing is in flight, and has no result.
@@ -99,7 +101,7 @@ NO_FLAGS: BoolArray = np.empty(0, dtype=np.bool_)
 NO_PAIRS: IntArray = np.empty((0, 2), dtype=np.int32)
 NO_MASKS: IntArray = np.empty((0, 0), dtype=np.int32)
 NO_IMAGES: IntArray = np.empty((0, 5), dtype=np.int32)
-NO_ENCODES: IntArray = np.empty((0, 10), dtype=np.int32)
+NO_ENCODES: IntArray = np.empty((0, 12), dtype=np.int32)
 NO_IMAGE_ROWS: IntArray = np.empty((0, 3), dtype=np.int32)
 
 

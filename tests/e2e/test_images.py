@@ -13,7 +13,9 @@ from tests.image_models import Oracle, Prompt, make_image_model
 from tests.images import IMAGE_TOKENS, image_tokenizer, picture
 from tp_engine import LLM, RequestError, SamplingParams
 from tp_engine.errors import MemoryBudgetError
+from tp_engine.models.tower_run import TowerRun
 from tp_engine.models.vision_tower import VisionTower
+from tp_engine.worker.worker import Worker
 
 NAMES = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
 SMALL: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 200, "num_gpu_blocks_override": 60}
@@ -43,6 +45,31 @@ def test_a_picture_in_a_chat_equals_transformers(folder: Path) -> None:
     logprobs = [found[one].logprob for one, found in zip(answer.token_ids, answer.logprobs or (), strict=True)]
     prompt = Prompt(list(output.prompt_token_ids), [np.asarray(image)])
     assert Oracle(folder, "qwen3.5-vision", token).problem(prompt, answer.token_ids, logprobs) is None
+
+
+def test_an_image_in_parts_has_the_bits_of_one_that_is_encoded_at_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the engine with a step for all of it, with the same chunks; texts go on meanwhile."""
+    found, advanced, advance = [], list[int](), TowerRun.advance
+
+    def noted(run: TowerRun, count: int) -> torch.Tensor | None:
+        advanced.append(count)
+        return advance(run, count)
+
+    monkeypatch.setattr(TowerRun, "advance", noted)
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, logprobs=1)
+    work = Worker.tower_work
+    for share in (1.0, 1000.0):
+        monkeypatch.setattr(Worker, "tower_work", lambda own, by=share: tuple(np.multiply(work(own), (1, by, by))))
+        advanced.clear()
+        with LLM(model=str(folder), **SMALL) as llm:
+            content = [{"type": "image_pil", "image_pil": picture(128, 96)}]
+            prompts: list[Any] = [llm.input_processor.chat_prompt([{"role": "user", "content": content}]), "a text"]
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        found.append([(one.outputs[0].token_ids, one.outputs[0].cumulative_logprob) for one in outputs])
+        assert (len(advanced) > 1) == (share > 1) and sum(advanced) == 4
+    assert found[0] == found[1]
 
 
 def test_a_model_without_its_tower_refuses_pictures(folder: Path) -> None:

@@ -163,18 +163,22 @@ def _limits(effective: EffectiveConfig, num_blocks: int, worker: Worker) -> Sche
         decode_seconds=tuple(worker.decode_seconds.items()),
         draft_seconds=tuple(worker.draft_seconds.items()),
         max_loras=0 if effective.adapters is None else effective.adapters.max_loras,
-        images=_image_limits(effective),
+        images=_image_limits(effective, worker),
     )
 
 
-def _image_limits(effective: EffectiveConfig) -> ImageLimits | None:
+def _image_limits(effective: EffectiveConfig, worker: Worker) -> ImageLimits | None:
     vision = effective.model.vision
     if vision is None:
         return None
+    num_layers, row_work, pair_work = worker.tower_work()
     return ImageLimits(
         num_rows=effective.image_rows,
         token_id=vision.image_token_id,
         num_ranks=effective.config.tensor_parallel_size,
+        num_layers=num_layers,
+        row_work=row_work,
+        pair_work=pair_work,
         is_bidirectional=vision.is_bidirectional,
         most_tokens=vision.most_rows,
         num_ahead=0 if effective.model.mtp is None else 1,

@@ -32,7 +32,7 @@ from tp_engine.ipc.plan_sections import INT, SECTIONS, ArraySection, Buffer, Num
 from tp_engine.plan import NO_IDS, Control, IntArray, StepPlan
 
 MAGIC = b"TPSP"
-VERSION = 12
+VERSION = 13
 
 _ALIGNMENT = 8
 _HEADER = struct.Struct("<4sIQIIqqI")

@@ -197,7 +197,7 @@ SECTIONS: tuple[Section, ...] = (
     ArraySection("adapter_loads", columns=2),
     ArraySection("adapter_drops"),
     ArraySection("images", columns=5),
-    ArraySection("encodes", columns=10),
+    ArraySection("encodes", columns=12),
     ArraySection("image_rows", columns=3),
     BytesSection("order"),
     NumberSection("wait_load"),

@@ -27,17 +27,21 @@ class VisionTower(nn.Module, ABC):
     """The vision part of a model.
 
     ``parts`` are its attributes, which checkpoints have below ``model.`` or not, ``below`` what may follow a part's
-    name in them.  ``layers`` is the path of its layers, all alike.
+    name in them.  ``layers`` is the path of its layers, all alike, ``embeds`` that of what makes the patches of the
+    first one, and ``between`` that of a list of modules that read what some of them give.
     """
 
     parts: ClassVar[tuple[str, ...]]
     below: ClassVar[tuple[str, ...]] = ("",)
     layers: ClassVar[str]
+    embeds: ClassVar[str]
+    between: ClassVar[str] = ""
 
     def __init__(self, spec: VisionSpec, config: Any) -> None:
         """``config`` is transformers' configuration of the whole model."""
         super().__init__()
         self.spec = spec
+        self.hidden_size: int = config.vision_config.hidden_size
         self.build(config)
 
     @abstractmethod
@@ -60,6 +64,32 @@ class VisionTower(nn.Module, ABC):
             yield
         finally:
             setattr(owner, name, layers)
+
+    @property
+    def stack(self) -> list[nn.Module]:
+        """Its layers, from the first to the last."""
+        return list(self.get_submodule(self.layers).children())
+
+    def beside_layers(self) -> dict[str, nn.Module]:
+        """Return the modules, by path, that run beside layers and take as long as some of them."""
+        between = self.get_submodule(self.between).named_children() if self.spec.deep_layers else ()
+        return {
+            self.embeds: self.get_submodule(self.embeds),
+            **{f"{self.between}.{name}": one for name, one in between},
+        }
+
+    def layer_work(self) -> tuple[float, float]:
+        """Return the products of numbers of a layer: for each row of an image, and for each pair of its rows."""
+        per_row = self.spec.merge**2
+        weights = sum(one.numel() for one in self.stack[0].parameters() if one.dim() > 1)
+        return weights * per_row, 2 * self.hidden_size * per_row**2
+
+    @property
+    def unfinished_bytes(self) -> int:
+        """Memory of the largest image between two of its layers: pixels, patches, and what some layers left."""
+        spec = self.spec
+        of_row = spec.merge**2 * self.hidden_size + spec.deep_layers * spec.hidden_size
+        return spec.most_rows * (3 * spec.cell**2 + of_row * self.dtype.itemsize)
 
     @property
     def width(self) -> int:
@@ -130,7 +160,8 @@ class _PatchProduct(nn.Module):
 class QwenTower(VisionTower):
     """Qwen2.5-VL, Qwen3-VL and Qwen3.5."""
 
-    parts, layers = ("visual",), "visual.blocks"
+    parts, layers, embeds = ("visual",), "visual.blocks", "visual.patch_embed"
+    between = "visual.deepstack_merger_list"
 
     def build(self, config: Any) -> None:
         self.visual = _from_config(config.vision_config)
@@ -159,6 +190,7 @@ class PixtralTower(VisionTower):
     """Mistral 3: the projector merges patches."""
 
     parts, layers = ("vision_tower", "multi_modal_projector"), "vision_tower.transformer.layers"
+    embeds = "vision_tower.patch_conv"
 
     def build(self, config: Any) -> None:
         from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalProjector
@@ -181,7 +213,7 @@ class SiglipTower(VisionTower):
     """Gemma 3: images of one size; the projector averages patches."""
 
     parts, below = ("vision_tower", "multi_modal_projector"), ("vision_model.", "")
-    layers = "vision_tower.encoder.layers"
+    layers, embeds = "vision_tower.encoder.layers", "vision_tower.embeddings"
 
     def build(self, config: Any) -> None:
         from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
@@ -224,6 +256,7 @@ class Gemma4Tower(VisionTower):
     """Gemma 4: patches have a column and a row; the tower pools them."""
 
     parts, layers = ("vision_tower", "embed_vision"), "vision_tower.encoder.layers"
+    embeds = "vision_tower.patch_embedder"
 
     def build(self, config: Any) -> None:
         from transformers.models.gemma4.modeling_gemma4 import Gemma4MultimodalEmbedder
@@ -257,6 +290,7 @@ class KimiTower(VisionTower):
     """Kimi K2.5: the hub's checkpoints have names of their own, and one tensor for queries, keys and values."""
 
     parts, layers = ("vision_tower", "mm_projector"), "vision_tower.layers"
+    embeds = "vision_tower.patch_embed"
     _of_hub = MappingProxyType(
         {
             "layers": "encoder.blocks",

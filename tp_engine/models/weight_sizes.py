@@ -14,6 +14,7 @@ from tp_engine.model_config.spec import ModelSpec
 from tp_engine.model_config.vision import VisionSpec
 from tp_engine.models.causal_lm import CausalLM, build_model
 from tp_engine.topology import RankInfo
+from tp_engine.units import ceil_div
 
 _OF_ROUTING = ("correction", "expert_scale")  # of experts; they are read whole
 
@@ -25,6 +26,14 @@ def local_parameters(model: ModelSpec, world_size: int, *, active_only: bool = F
     """
     sizes = _sizes(replace(model, quantization=None), model.vision, world_size, "bfloat16", None)
     return sizes.num_active if active_only else sizes.num_parameters
+
+
+def layer_parameters(model: ModelSpec, world_size: int) -> int:
+    """Parameters of the layers of one of ``world_size`` ranks that a token of a prompt meets; without the vocabulary's,
+    of which it needs none or one row."""
+    count = local_parameters(replace(model, vision=None), world_size, active_only=True)
+    of_vocabulary = ceil_div(model.vocab_size, world_size) * model.hidden_size * (1 if model.is_tied else 2)
+    return max(1, count - of_vocabulary)
 
 
 def local_weight_bytes(

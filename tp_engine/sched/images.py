@@ -9,6 +9,9 @@ there is no room for it in the cache or in the step, the chunk ends before the i
 
     chunk       | text | image A ...... | text | image B .|           B is cut: the next chunk needs it too
     plan          encodes: A on rank 0, B on rank 1;   image_rows: where A and B are in the encoder cache
+
+In a step the tower works on each rank no longer than a full chunk of a prompt takes.  An image that takes longer goes
+through it some layers at a time (``encodes.py``): meanwhile its chunk waits, and all other rows go on.
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -26,6 +28,8 @@ from tp_engine.errors import RequestError
 from tp_engine.images.image_input import ImageInput
 from tp_engine.plan import IntArray, StepPlan, StepResult
 from tp_engine.request import EngineRequest
+from tp_engine.sched.encoder_cache import EncoderCache
+from tp_engine.sched.encodes import Encodes
 from tp_engine.sched.feature import SchedulerFeature
 from tp_engine.sched.limits import ImageLimits
 from tp_engine.sched.scheduler_state import SchedulerState
@@ -34,7 +38,6 @@ from tp_engine.sched.step_scheduler import StepPlanBuilder
 
 _FIRST_NAME = -2  # -1 has another meaning where tokens are drafted
 _MOST_NAMES = 100_000
-_LARGE_ROWS = 4096  # of an image that takes a GPU so long that a step has only one of them
 
 
 @dataclass(slots=True)
@@ -64,71 +67,6 @@ class _Prompt:
     files: list[PixelFile]
 
 
-class EncoderCache:
-    """Which rows of the ranks' encoder cache, one tensor of ``num_rows`` on every rank, hold which image.
-
-    An image takes neighbouring rows.  Where there is no room, the images go that were used longest ago.  No image is
-    held for a request: one that a later chunk needs again, and that has gone, is encoded again.  So images never wait
-    for each other, and one always fits, because none is larger than the cache.
-    """
-
-    def __init__(self, num_rows: int) -> None:
-        self.num_rows = num_rows
-        self._places: OrderedDict[int, tuple[int, int]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    @property
-    def num_used(self) -> int:
-        """Rows that hold an image."""
-        return sum(count for _, count in self._places.values())
-
-    def use(self, image: int) -> int | None:
-        """Return the first row of an image, which counts as used now; None if it is not there."""
-        place = self._places.get(image)
-        if place is None:
-            return None
-        self._places.move_to_end(image)
-        return place[0]
-
-    def add(self, image: int, count: int, kept: Collection[int]) -> int | None:
-        """Return the first of ``count`` rows for an image that is not there; None, and nothing has changed, if there
-        is no room beside the images ``kept``."""
-        assert image not in self._places, "an image is encoded once"
-        if self._gap(count, (self._places[one] for one in kept)) is None:
-            return None
-        leaving = iter([one for one in self._places if one not in kept])
-        while (first := self._gap(count, self._places.values())) is None:
-            del self._places[next(leaving)]
-        self._places[image] = first, count
-        return first
-
-    def drop(self, image: int) -> None:
-        del self._places[image]
-
-    def clear(self) -> None:
-        """Forget all images."""
-        self._places.clear()
-
-    def check_integrity(self) -> None:
-        """Assert that no two images share a row."""
-        end = 0
-        for first, count in sorted(self._places.values()):
-            assert first >= end and count > 0, "two images share a row"
-            end = first + count
-        assert end <= self.num_rows
-
-    def _gap(self, count: int, taken: Iterable[tuple[int, int]]) -> int | None:
-        """The first of so many free rows beside the places ``taken``."""
-        end = 0
-        for first, size in sorted(taken):
-            if first - end >= count:
-                return end
-            end = first + size
-        return end if self.num_rows - end >= count else None
-
-
 class Images(SchedulerFeature):
     """Names, encodes and places the images of ``state``'s requests."""
 
@@ -141,7 +79,8 @@ class Images(SchedulerFeature):
         self._prompts: dict[str, _Prompt] = {}
         self._opened: tuple[str, list[PixelFile]] | None = None
         self._used: set[int] = set()  # by the plan in the making
-        self._new: dict[int, ImageInput] = {}  # to be encoded in it
+        self._encodes = Encodes(limits, self._budget)
+        self._begun_for = 0  # the step for which ``_encodes`` has begun to plan
         self._closing: deque[tuple[int, list[PixelFile]]] = deque()
         self._last_plan = self._last_result = 0
         self._counters = ImageCounters()
@@ -182,26 +121,34 @@ class Images(SchedulerFeature):
             sequence.token_ids = tokens
 
     def begin_plan(self, builder: StepPlanBuilder) -> None:
-        """Forget what an attempt at a plan wanted that was not made."""
-        for name in self._new:
-            self._cache.drop(name)
-        self._new.clear()
-        self._used.clear()
+        """Go on with what is half done, and forget what an attempt at a plan wanted that was not made."""
+        self._begin(builder.step_id)
+
+    def must_send(self) -> bool:
+        """Return whether an image is on its way through the tower, for which its prompt waits."""
+        return len(self._encodes) > 0
 
     def limit_chunk(self, sequence: Sequence, start: int, end: int) -> int:
-        """Return where a chunk from ``start`` ends that could go to ``end``: before the first image that can not be
-        encoded now, or that would be cut and must not be.  ``start`` itself: it has to wait."""
+        """Return where a chunk from ``start`` ends that could go to ``end``: before the first image whose rows are not
+        there in this step, or that would be cut and must not be.  ``start`` itself: it has to wait."""
+        limit = end
         for image, name in self._touched(sequence, start, end):
+            if limit < end:  # another rank may have nothing to do
+                if self._cache.use(name) is None and self._encodes.would_cut(image):
+                    self._start(name, image)
+                continue
             is_cut = self._limits.is_bidirectional and image.start + image.num_tokens > end
             if (is_cut or not self._reserve(name, image)) and image.start < end:
-                return max(image.start, start)
-        return end
+                limit = max(image.start, start)
+        return limit
 
     def finish_plan(self, plan: StepPlan) -> StepPlan:
         """Do as ``SchedulerFeature``: the images of rows that enter, of chunks, and those to encode."""
         self._last_plan = plan.step_id
-        if not self._prompts or not (len(plan.prefill_rows) or plan.admitted):
+        if not self._prompts or not (len(plan.prefill_rows) or plan.admitted or self._encodes):
             return plan
+        if self._begun_for != plan.step_id:
+            self._begin(plan.step_id)
         rows = self._state.rows
         entering: list[tuple[int, ...]] = [
             (admission.row, image.start, image.num_tokens, *image.grid)
@@ -209,33 +156,38 @@ class Images(SchedulerFeature):
             if (sequence := rows.sequences[admission.row]) is not None
             for image in sequence.group.request.images
         ]
-        touched: list[tuple[int, ...]] = []
-        encoded: dict[int, ImageInput] = {}
-        for row, count in zip(plan.prefill_rows.tolist(), plan.prefill_tokens.tolist(), strict=True):
-            end = int(rows.num_scheduled[row])
-            for image, name in self._touched(rows.sequences[row], end - count, end):
-                first = self._cache.use(name)
-                if first is None:
-                    assert image.start == end, "a chunk was planned without its image"
-                    continue  # drafts alone are made without it
-                touched.append((row, image.start, first))
-                self._counters.num_queries += 1
-                if name in self._new:
-                    encoded[name] = self._new.pop(name)
-                elif name not in encoded:
-                    self._counters.num_hits += 1
-        for name in self._new:  # chunks that were not scheduled after all
+        touched, names = self._touched_by(plan)
+        for name in self._encodes.forget_whole(names):  # their chunks were not scheduled after all
             self._cache.drop(name)
-        self._new.clear()
+        encoded = {*self._encodes.finishing}
         self._counters.num_encoded += len(encoded)
-        if not (entering or touched):
+        self._counters.num_queries += len(names)
+        self._counters.num_hits += sum(name not in encoded for name in names)
+        encodes = self._encodes.advance(self._cache.use)
+        if not (entering or touched or encodes):
             return plan
         return msgspec.structs.replace(
             plan,
             images=_array(entering, 5),
             image_rows=_array(touched, 3),
-            encodes=_array(self._on_ranks(encoded), 10),
+            encodes=_array(encodes, 12),
         )
+
+    def _touched_by(self, plan: StepPlan) -> tuple[list[tuple[int, ...]], list[int]]:
+        """The plan's ``image_rows``, and the name of the image of each."""
+        rows = self._state.rows
+        found: list[tuple[int, ...]] = []
+        names: list[int] = []
+        for row, count in zip(plan.prefill_rows.tolist(), plan.prefill_tokens.tolist(), strict=True):
+            end = int(rows.num_scheduled[row])
+            for image, name in self._touched(rows.sequences[row], end - count, end):
+                first = self._cache.use(name)
+                if first is None or self._encodes.is_unfinished(name):
+                    assert image.start >= end, "a chunk was planned without its image"
+                    continue  # drafts alone are made without it
+                found.append((row, image.start, first))
+                names.append(name)
+        return found, names
 
     def on_result(self, plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepResult]:
         """Close the files that no step in flight reads any more."""
@@ -247,8 +199,14 @@ class Images(SchedulerFeature):
     def on_request_end(self, group: RequestGroup) -> None:
         """Let the pixels of a request go, once no step in flight reads them."""
         prompt = self._prompts.pop(group.request.request_id, None)
-        if prompt is not None and self._last_result < self._last_plan:
+        if prompt is None:
+            return
+        if self._last_result < self._last_plan:
             self._closing.append((self._last_plan, prompt.files))
+        if self._encodes:
+            wanted = {name for other in self._prompts.values() for _, name in other.images}
+            for name in self._encodes.forget(name for _, name in prompt.images if name not in wanted):
+                self._cache.drop(name)
 
     def on_new_weights(self) -> None:
         """Forget all embeddings: the tower may be another one."""
@@ -256,7 +214,7 @@ class Images(SchedulerFeature):
 
     def reset_mm_cache(self) -> None:
         """Forget all embeddings; chunks that need them have them encoded again."""
-        self._new.clear()  # of an attempt at a plan that was not made
+        self._encodes.clear()
         self._cache.clear()
 
     def stats(self) -> dict[str, ImageCounters]:
@@ -277,16 +235,28 @@ class Images(SchedulerFeature):
         self._names.move_to_end((salt, digest))
         return name
 
+    def _begin(self, step_id: int) -> None:
+        """Plan what is half done for this step; what is not begun is planned anew."""
+        self._begun_for = step_id
+        self._used.clear()
+        for name in self._encodes.begin_step():
+            self._cache.drop(name)
+
     def _reserve(self, name: int, image: ImageInput) -> bool:
-        """Whether the plan in the making has the rows of an image: those in the cache, or room to encode it."""
-        if self._cache.use(name) is None:
-            taken = [one.num_rows for one in self._new.values()]
-            is_too_much = sum(taken) + image.num_rows > self._budget
-            is_large = max((image.num_rows, *taken)) > _LARGE_ROWS
-            if (taken and (is_too_much or is_large)) or self._cache.add(name, image.num_rows, self._used) is None:
-                return False
-            self._new[name] = image
+        """Whether the plan in the making has the rows of an image: those in the cache, or those that it encodes."""
+        if self._cache.use(name) is None and not self._start(name, image):
+            return False
+        if self._encodes.is_unfinished(name):
+            return False
         self._used.add(name)
+        return True
+
+    def _start(self, name: int, image: ImageInput) -> bool:
+        """Whether the plan in the making begins to encode an image: a rank has time for it, and the cache has room."""
+        rank = self._encodes.free_rank(image)
+        if rank is None or self._cache.add(name, image.num_rows, self._used | self._encodes.names) is None:
+            return False
+        self._encodes.start(name, image, rank)
         return True
 
     def _touched(self, sequence: Sequence | None, start: int, end: int) -> list[tuple[ImageInput, int]]:
@@ -299,20 +269,6 @@ class Images(SchedulerFeature):
             for image, name in self._prompts[sequence.request_id].images
             if image.start < end + self._limits.num_ahead and start < image.start + image.num_tokens
         ]
-
-    def _on_ranks(self, encoded: dict[int, ImageInput]) -> list[tuple[int, ...]]:
-        """The plan's ``encodes``: the largest first, each on the rank that has least to do."""
-        load = [0] * self._limits.num_ranks
-        found: list[tuple[int, ...]] = []
-        for name, image in sorted(encoded.items(), key=lambda item: -item[1].num_rows):
-            rank = min(range(len(load)), key=load.__getitem__)
-            load[rank] += image.num_rows
-            first = self._cache.use(name)
-            assert first is not None
-            low, high = image.offset & 0x7FFFFFFF, image.offset >> 31
-            place = image.pid, image.fd, low, high, image.height, image.width
-            found.append((first, *image.grid, rank, *place))
-        return found
 
 
 def row_places(image: ImageInput) -> IntArray:

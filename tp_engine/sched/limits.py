@@ -25,14 +25,25 @@ NO_REPORTS: TierReports = MappingProxyType({})
 class ImageLimits:
     """How images are encoded: ``num_rows`` of the encoder cache, on each of ``num_ranks``.  ``token_id`` is the model's
     placeholder.  ``is_bidirectional``: tokens of an image see all of it, so that no chunk cuts it, and a chunk may have
-    to hold the ``most_tokens`` of one.  A draft head reads ``num_ahead`` tokens behind a chunk, images too."""
+    to hold the ``most_tokens`` of one.  A draft head reads ``num_ahead`` tokens behind a chunk, images too.
+
+    The tower has ``num_layers``.  One of them over an image of n rows takes a rank as long as ``n * row_work + n * n *
+    pair_work`` tokens of a prompt do.
+    """
 
     num_rows: int
     token_id: int
     num_ranks: int = 1
+    num_layers: int = 1
+    row_work: float = 1.0
+    pair_work: float = 0.0
     is_bidirectional: bool = False
     most_tokens: int = 1
     num_ahead: int = 0
+
+    def layer_work(self, num_rows: int) -> float:
+        """Return the work of a layer over an image of so many rows, in tokens of a prompt."""
+        return num_rows * (self.row_work + num_rows * self.pair_work)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -126,7 +126,7 @@ def count_bytes(parts: RunnerFeatureParts) -> Counter[str]:
     effective, tower, states, codec = parts.effective, parts.model.vision, parts.layout.states, parts.codec
     found = Counter(adapters=sum(layer.num_bytes for layer in parts.model.adapted_layers))
     if tower is not None:
-        found["images"] = effective.image_rows * tower.width * tower.dtype.itemsize
+        found["images"] = effective.image_rows * tower.width * tower.dtype.itemsize + tower.unfinished_bytes
     if states is not None:
         found["states"] = (_num_states(effective) + 1) * states.slot_bytes
     if codec is not None:

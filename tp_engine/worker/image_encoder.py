@@ -2,9 +2,11 @@
 
 ::
 
-    plan.encodes      owners:    pixels -> tower -> rows -+
-                      the others:               zeros  ---+--> one all-reduce --> encoder cache, equal on all ranks
+    plan.encodes      owners:    pixels -> layers of the tower -> rows -+
+                      the others:                                zeros -+--> one all-reduce --> encoder cache
     plan.image_rows   encoder cache -> the chunk's tokens
+
+The encoder cache is equal on all ranks.  Between the plans of a large image its owner keeps what its layers have made.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from tp_engine.layers.attention import Attention
 from tp_engine.layers.image_rows import StepImages, seeing
 from tp_engine.layers.upload import upload_all
 from tp_engine.models.causal_lm import CausalLM
+from tp_engine.models.tower_run import TowerRun
 from tp_engine.models.vision_tower import VisionTower
 from tp_engine.plan import IntArray, StepPlan
 from tp_engine.progress import RankPhase, RankProgress
@@ -31,6 +34,7 @@ from tp_engine.worker.results.readback import PendingStep, SpanClock
 
 _Positions = npt.NDArray[np.int64]
 _START, _TOKENS, _ROWS, _COLUMNS = range(4)  # columns of a row's images
+_RANK, _BEGUN, _UNTIL, _PLACE = range(3, 7)  # columns of ``StepPlan.encodes``; the last begins the place of the pixels
 
 
 class ImageEncoder(RunnerFeature):
@@ -52,6 +56,7 @@ class ImageEncoder(RunnerFeature):
         weight = next(self._tower.parameters())
         self.cache = torch.zeros((num_rows, self._tower.width), dtype=weight.dtype, device=weight.device)
         self._images: dict[int, IntArray] = {}  # by row: start, tokens, rows, columns of each
+        self._runs: dict[int, TowerRun] = {}  # this rank's that have begun, by the first row in the cache
         self._clock = SpanClock(is_async=weight.device.type == "cuda")
 
     def report(self) -> dict[str, Any]:
@@ -59,6 +64,7 @@ class ImageEncoder(RunnerFeature):
 
     def take_model(self, model: CausalLM) -> list[Attention]:
         self._tower = _tower_of(model)
+        self._runs.clear()
         return []
 
     def apply(self, plan: StepPlan) -> None:
@@ -70,6 +76,8 @@ class ImageEncoder(RunnerFeature):
         if len(plan.encodes):
             with self._clock.span():
                 self._encode(plan.encodes)
+        else:
+            self._runs.clear()
 
     def must_launch(self, plan: StepPlan) -> bool:
         return bool(self._images) and any(row in self._images for row in plan.prefill_rows.tolist())
@@ -78,21 +86,34 @@ class ImageEncoder(RunnerFeature):
         return seeing(self.of_step(step.plan, inputs))
 
     def _encode(self, encodes: IntArray) -> None:
-        """Each image on its rank, then all rows on all ranks; a collective."""
+        """Each image on its rank, then the rows of those that have ended on all ranks; a collective."""
         self._progress.reach(RankPhase.ENCODE)
-        counts = encodes[:, 1] * encodes[:, 2]
+        ending = encodes[encodes[:, _UNTIL] == len(self._tower.stack)]
+        counts = ending[:, 1] * ending[:, 2]
         ends = counts.cumsum()
-        new = self.cache.new_zeros((int(ends[-1]), self.cache.shape[1]))
-        for encode, end, count in zip(encodes.tolist(), ends.tolist(), counts.tolist(), strict=True):
-            if encode[3] == self._communicator.info.rank:
-                pixels = torch.from_numpy(read_pixels(encode[4:])).to(self.cache.device)
-                new[end - count : end] = self._tower(pixels)
+        new = self.cache.new_zeros((int(counts.sum()), self.cache.shape[1]))
+        places = {
+            first: slice(end - count, end)
+            for first, end, count in zip(ending[:, 0].tolist(), ends, counts, strict=True)
+        }
+        before, self._runs = self._runs, {}
+        for encode in encodes[encodes[:, _RANK] == self._communicator.info.rank].tolist():
+            first, begun, until = encode[0], encode[_BEGUN], encode[_UNTIL]
+            run = before[first] if begun else self._begin(encode[_PLACE:])
+            rows = run.advance(until - begun) if until > begun else None
+            if rows is None:
+                self._runs[first] = run
+            else:
+                new[places[first]] = rows
         self._progress.back(RankPhase.STEP_BEGIN)
-        if self._communicator.info.world_size > 1:
+        if len(new) and self._communicator.info.world_size > 1:
             for part in new.view(-1, self._tower.spec.hidden_size).split(self._sum_rows):
                 self._communicator.all_reduce(part)
-        for first, end, count in zip(encodes[:, 0].tolist(), ends.tolist(), counts.tolist(), strict=True):
-            self.cache[first : first + count] = new[end - count : end]
+        for first, place in places.items():
+            self.cache[first : first + place.stop - place.start] = new[place]
+
+    def _begin(self, place: list[int]) -> TowerRun:
+        return TowerRun(self._tower, torch.from_numpy(read_pixels(place)).to(self.cache.device))
 
     def of_step(self, plan: StepPlan, inputs: StepInputs, num_ahead: int = 0) -> StepImages | None:
         """Return the images of a step; None if it has no prompt with images.  With ``num_ahead`` 1 their rows are where

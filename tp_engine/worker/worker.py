@@ -20,6 +20,7 @@ from tp_engine.kv_codec import may_refuse
 from tp_engine.kv_layout import KvCapacity, KvLayout
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.draft_head import DraftHead
+from tp_engine.models.weight_sizes import layer_parameters
 from tp_engine.plan import StepPlan
 from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.sampling.state import SamplingState
@@ -177,6 +178,15 @@ class Worker:
     def execute_command(self, order: bytes) -> Outcome:
         """Follow a plan's order, together with all other ranks."""
         return execute_command(order, self._orders, self.groups)
+
+    def tower_work(self) -> tuple[int, float, float]:
+        """Return the number of the tower's layers, and what one of them takes for each row of an image and for each
+        pair of rows, in tokens of a prompt."""
+        tower = self._parts.model.vision
+        assert tower is not None, "only a model that sees has a tower"
+        of_token = layer_parameters(self.effective.model, self.groups.info.world_size)
+        of_row, of_pair = tower.layer_work()
+        return len(tower.stack), of_row / of_token, of_pair / of_token
 
     def _build_model(self, effective: EffectiveConfig, source: Path | Sequence[Path]) -> CausalLM:
         """Return a model of the same kind (``effective``) with the weights of ``source``, ready; nothing else

@@ -104,7 +104,8 @@ class FakeWorker:
         """Apply a plan in the documented order; assert that it is valid and leaves every row intact."""
         assert plan.step_id == self.last_step_id + 1
         self.last_step_id = plan.step_id
-        assert 0 < plan.num_tokens <= self.limits.max_num_batched_tokens
+        assert plan.num_tokens <= self.limits.max_num_batched_tokens
+        assert plan.num_tokens or len(plan.encodes), "a plan that does nothing"
         assert len(plan.decode_rows) + len(plan.prefill_rows) <= self.limits.max_step_decodes
         self._keep(plan)
         self._apply_rows(plan)

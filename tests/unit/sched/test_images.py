@@ -28,7 +28,8 @@ from tp_engine.images.image_input import ImageInput
 from tp_engine.plan import StepPlan, StepResult
 from tp_engine.request import EngineRequest, FinishReason
 from tp_engine.sampling_params import SamplingParams
-from tp_engine.sched.images import EncoderCache, ImageCounters
+from tp_engine.sched.encoder_cache import EncoderCache
+from tp_engine.sched.images import ImageCounters
 from tp_engine.sched.limits import ImageLimits, SchedulerLimits
 from tp_engine.worker.image_encoder import read_pixels, rows_within, turning_positions
 
@@ -88,19 +89,33 @@ def album() -> Iterator[Album]:
 class ImageWorker(FakeWorker):
     """A worker whose rows hold what the encoder cache has where images stand."""
 
+    num_layers = 1
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Encode, and remember the images of new rows, before all else."""
         cache = self.__dict__.setdefault("cache", np.zeros(1000, dtype=np.int64))
         self.images = {**getattr(self, "images", {})}
-        for encode in plan.encodes.tolist():
-            pixels = read_pixels(encode[4:])
-            cache[encode[0] : encode[0] + encode[1] * encode[2]] = 100 + pixels[:, :, 0].reshape(-1).astype(np.int64)
+        self._encode(plan, cache)
         for row in plan.released.tolist():
             self.images.pop(row, None)
         for row in {one.row for one in plan.admitted}:
             self.images[row] = plan.images[plan.images[:, 0] == row, 1:]
         self.of_plan = plan
         return super().execute(plan)
+
+    def _encode(self, plan: StepPlan, cache: npt.NDArray[np.int64]) -> None:
+        """Layers by layers, as ranks do: what a plan does not go on with is forgotten, and the pixels are read at the
+        beginning alone."""
+        before: dict[int, tuple[int, npt.NDArray[np.int64]]] = self.__dict__.setdefault("runs", {})
+        runs: dict[int, tuple[int, npt.NDArray[np.int64]]] = {}
+        for first, rows, columns, _rank, begun, until, *place in plan.encodes.tolist():
+            values = 100 + read_pixels(place)[:, :, 0].reshape(-1).astype(np.int64) if not begun else before[first][1]
+            assert begun == (before[first][0] if begun else 0) <= until <= self.num_layers
+            runs[first] = until, values
+            if until == self.num_layers:
+                cache[first : first + rows * columns] = values
+                del runs[first]
+        self.__dict__["runs"] = runs
 
     def _store(self, scheduled: list[tuple[int, int]]) -> None:
         """Tokens of images become what the cache has; those before them what K/V was made of."""
@@ -129,6 +144,7 @@ class ImageSimulation(Simulation):
     def __init__(self, given: SchedulerLimits, album: Album, *, ahead: int = 0) -> None:
         super().__init__(given, ahead=ahead)
         self.worker, self.album = ImageWorker(given), album
+        self.worker.num_layers = 1 if given.images is None else given.images.num_layers
 
     def add_images(self, prompt: tuple[list[int], tuple[ImageInput, ...]], **params: object) -> EngineRequest:
         """Queue a request with images."""
@@ -259,6 +275,71 @@ def test_large_images_wait_for_room_and_go_to_the_least_loaded_rank(album: Album
     ] * 6
 
 
+def cut_limits(num_ranks: int = 1) -> SchedulerLimits:
+    """A tower of 10 layers, each of which costs as much as 2 tokens for each row of an image; a step has 20."""
+    images = ImageLimits(num_rows=40, token_id=IMAGE, num_ranks=num_ranks, num_layers=10, row_work=2)
+    return image_limits(max_num_batched_tokens=20, images=images)
+
+
+def layers_of(plan: StepPlan, rank: int = 0) -> list[tuple[int, int]]:
+    """Rows and layers of each image that a rank has in a step."""
+    own = plan.encodes[plan.encodes[:, 3] == rank]
+    return list(zip((own[:, 1] * own[:, 2]).tolist(), (own[:, 5] - own[:, 4]).tolist(), strict=True))
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_an_image_never_holds_up_a_text_for_longer_than_a_chunk(album: Album, ahead: int) -> None:
+    """Oracle: the layers of each step, by hand, and a text that gets a token in every step meanwhile."""
+    simulation = ImageSimulation(cut_limits(), album, ahead=ahead)
+    text = simulation.add([1, 2, 3], max_tokens=40, ignore_eos=True)
+    for _ in range(4):
+        simulation.step()
+    simulation.add_images(album.prompt([1, 2], (1, 1, 4), [7]), max_tokens=2)
+    simulation.add_images(album.prompt([1, 2], (2, 3, 8), [7]), max_tokens=2)
+    simulation.run()
+    encoding = [plan for plan in simulation.plans if len(plan.encodes)]
+    found = [layers_of(plan) for plan in encoding]
+    # 8 a layer: 2 of 20 each step, 5 steps; 48 a layer: one, alone, which is more than a chunk but can not be cut
+    assert found == [[(4, 2)]] * 5 + [[(24, 1)]] * 10
+    assert all(len(plan.decode_rows) for plan in encoding)
+    assert text.request_id in simulation.requests
+
+
+def test_large_images_go_through_the_tower_on_all_ranks_at_once(album: Album) -> None:
+    """Oracle: by hand: one prompt's images on two ranks, a small one whole beside the end of a large one."""
+    simulation = ImageSimulation(cut_limits(num_ranks=2), album)
+    simulation.add_images(album.prompt((1, 1, 4), [5], (2, 1, 5), [5], (3, 1, 1)), max_tokens=1)
+    simulation.run()
+    encoding = [plan for plan in simulation.plans if len(plan.encodes)]
+    assert [layers_of(plan, 0) for plan in encoding] == [[(4, 2)]] * 5 + [[(1, 10)]]
+    assert [layers_of(plan, 1) for plan in encoding] == [[(5, 2)]] * 5 + [[]]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_half_done_image_is_forgotten_with_its_last_request(album: Album, ahead: int) -> None:
+    """Oracle: the plans: no layer of it runs behind an abort, unless another prompt has the same image."""
+    simulation = ImageSimulation(cut_limits(), album, ahead=ahead)
+    text = simulation.add([1, 2, 3], max_tokens=60, ignore_eos=True)
+    one, two = (simulation.add_images(album.prompt([5, value], (1, 2, 5), [7]), max_tokens=1) for value in (1, 2))
+    for _ in range(2):
+        simulation.step()
+    simulation.abort(one.request_id)
+    planned = len(simulation.plans)
+    for _ in range(2):
+        simulation.step()
+    assert all(len(plan.encodes) for plan in simulation.plans[planned:])
+    simulation.abort(two.request_id)
+    simulation.scheduler.check_integrity()
+    planned = len(simulation.plans)
+    for _ in range(3):
+        simulation.step()
+    assert not any(len(plan.encodes) for plan in simulation.plans[planned:]) and simulation.counters.num_rows_used == 0
+    simulation.abort(text.request_id)
+    again = simulation.add_images(album.prompt([5, 3], (1, 1, 4), [7]), max_tokens=1)
+    simulation.run()
+    assert simulation.counters.num_encoded == 1 and again.request_id in simulation.requests
+
+
 def test_a_text_request_has_no_bytes_for_images(album: Album) -> None:
     """Oracle: the plans of an engine that takes images, and of one that does not."""
     from tp_engine.ipc.plan_codec import encode_plan
@@ -272,13 +353,14 @@ def test_a_text_request_has_no_bytes_for_images(album: Album) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("num_layers", [1, 5])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_requests_with_images(album: Album, seed: int) -> None:
+def test_random_requests_with_images(album: Album, seed: int, num_layers: int) -> None:
     """Oracle: the fake model; few blocks (preemptions), a small encoder cache (rows leave between two chunks), forks,
-    aborts, plans ahead."""
+    aborts, plans ahead; images that take several steps."""
     rng = random.Random(seed)
     given = image_limits(
-        num_rows=14,
+        images=ImageLimits(num_rows=14, token_id=IMAGE, num_ranks=1 + seed % 3, num_layers=num_layers, row_work=0.7),
         num_blocks=rng.choice((16, 40)),
         max_model_len=48,
         max_num_batched_tokens=rng.choice((5, 9, 16)),
