@@ -32,6 +32,12 @@ _PIECE = 1 << 16
 _PORTS = {"https": 443, "http": 80}
 _HOST = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*|\[[0-9a-f:.]+\]")
 _FORBIDDEN = re.compile(r"[\x00-\x20\x7f\\]")
+# What is routed; the other blocks of IPv6 have uses of their own (IANA's registries of special-purpose addresses).
+_GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+# Global to ipaddress, or to that of older Pythons: protocol assignments with Oracle's metadata, the old 6to4 relays,
+# Azure's wire server, which hosts of Azure alone reach, and the second block of documentation.
+_NOT_PUBLIC = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32", "3fff::/20")))
 _REDIRECTS = (301, 302, 303, 307, 308)
 
 
@@ -114,11 +120,23 @@ def _addresses(place: _Place) -> list[str]:
 
 
 def _is_public(address: str) -> bool:
+    """Whether an address, and one that it carries inside, is of the public internet."""
     found = ipaddress.ip_address(address.partition("%")[0])
-    inner = getattr(found, "ipv4_mapped", None) or getattr(found, "sixtofour", None)
-    if isinstance(found, ipaddress.IPv6Address) and found in ipaddress.ip_network("64:ff9b::/96"):
-        inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
-    return all(one.is_global and not one.is_multicast for one in (found, inner) if one is not None)
+    is_global = found.is_global and not found.is_multicast and not any(found in block for block in _NOT_PUBLIC)
+    if isinstance(found, ipaddress.IPv4Address):
+        return is_global
+    inner = found.ipv4_mapped or found.sixtofour or _translated(found)
+    if inner is not None and not _is_public(str(inner)):
+        return False
+    if found.ipv4_mapped is not None or found in _NAT64:
+        return True
+    return is_global and found in _GLOBAL_UNICAST and found.teredo is None
+
+
+def _translated(found: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
+    """The IPv4 address that NAT64 or ISATAP reads in the last 32 bits."""
+    is_isatap = (int(found) >> 32) & 0xFDFFFFFF == 0x5EFE  # RFC 5214; the bit that is left out says "universal"
+    return ipaddress.IPv4Address(int(found) & 0xFFFFFFFF) if is_isatap or found in _NAT64 else None
 
 
 def _get(place: _Place, target: str, max_bytes: int, deadline_s: float) -> bytes | str:

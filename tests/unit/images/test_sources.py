@@ -240,7 +240,10 @@ def test_a_slow_host_ends_at_the_deadline(server: str) -> None:
 @pytest.mark.parametrize(
     "address",
     ["10.0.0.1", "127.0.0.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1", "::1", "fe80::1%eth0", "fc00::1",
-     "::ffff:10.0.0.1", "64:ff9b::a00:1", "2002:a00:1::"],
+     "::ffff:10.0.0.1", "64:ff9b::a00:1", "2002:a00:1::", "fec0::1", "64:ff9b:1::1", "::127.0.0.1", "168.63.129.16",
+     "::ffff:168.63.129.16", "64:ff9b::a83f:8110", "192.0.0.192", "192.88.99.1", "100.100.100.200", "198.18.0.1",
+     "255.255.255.255", "2001:0:4136:e378:8000:63bf:3fff:fdd2", "fd00:ec2::254", "ff02::1", "2001:db8::1", "3fff::1",
+     "100::1", "5f00::1", "2600:1f18::5efe:a00:1", "2600:1f18::200:5efe:7f00:1"],
 )  # fmt: skip
 def test_a_name_that_leads_to_a_private_address_is_refused(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     """Oracle: no connection is made, although the host is allowed, and one of its two addresses is public."""
@@ -255,6 +258,24 @@ def test_a_name_that_leads_to_a_private_address_is_refused(monkeypatch: pytest.M
     monkeypatch.setattr(socket, "create_connection", connect)
     with pytest.raises(RequestError, match="its address is not a public one"):
         fetch("https://images.example.com/a.png", ["images.example.com"], 5000)
+
+
+@pytest.mark.parametrize(
+    "address", ["93.184.216.34", "2606:4700::1", "64:ff9b::5db8:d822", "::ffff:93.184.216.34", "2002:5db8:d822::1"]
+)
+def test_a_name_that_leads_to_a_public_address_is_connected_to(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """By hand: addresses of the public internet, also those that a network translates."""
+    asked: list[Any] = []
+
+    def connect(place: Any, *_: Any, **__: Any) -> Any:
+        asked.append(place)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", (address, 443))])
+    monkeypatch.setattr(socket, "create_connection", connect)
+    with pytest.raises(RequestError, match="ConnectionRefusedError"):
+        fetch("https://images.example.com/a.png", ["images.example.com"], 5000)
+    assert asked == [(address, 443)]
 
 
 @pytest.mark.parametrize(
