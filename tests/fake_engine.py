@@ -324,7 +324,7 @@ class FakeEngine:
         self.expected.append((session, salt))
 
     def reset_prefix_cache(self) -> bool:
-        return not self._sequences
+        return self.is_paused or not self._sequences  # a pause takes them out of their rows
 
     def reset_mm_cache(self) -> None:
         """It keeps no image."""

@@ -160,7 +160,12 @@ def test_an_engine_that_sleeps_has_no_cache_and_wakes_up_unchanged(
         for refused in (llm.resume, lambda: run(llm), lambda: llm.sleep(level=2)):
             with pytest.raises(RequestError):
                 refused()
-        llm.wake_up()
+        llm.wake_up(["weights"])
+        assert resident_bytes(runner.blocks.raw) == 0
+        for unknown in (["weight"], ["kv_cache", ""]):
+            with pytest.raises(RequestError, match="tags has"):
+                llm.wake_up(unknown)
+        llm.wake_up(["kv_cache"])
         assert run(llm) == (before, [0, 0])
         llm.sleep()
         llm.update_weights_from_disk(folders[1])
@@ -170,6 +175,8 @@ def test_an_engine_that_sleeps_has_no_cache_and_wakes_up_unchanged(
         llm._add_all([request], [None])
         for _ in range(6):
             llm.step()
+        llm._act("reset_prefix_cache", reset_running_requests=True)
+        llm.step()
         llm.sleep()
         llm.wake_up()
         finished = []

@@ -353,10 +353,12 @@ class AsyncLLM:
         """Do as ``LLM.sleep``."""
         await self._act("sleep", level=level)
 
-    async def wake_up(self) -> None:
-        """Do as ``LLM.wake_up``."""
-        await self._act("wake_up")
-        self.outputs.release()
+    async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """Do as ``LLM.wake_up``; returns whether the engine still sleeps."""
+        is_sleeping: bool = (await self._act("wake_up", tags=tags))["is_sleeping"]
+        if not is_sleeping and not (await self.weight_info())["is_paused"]:
+            self.outputs.release()
+        return is_sleeping
 
     async def weight_info(self) -> dict[str, Any]:
         """``weight_version``, ``default`` for the weights of the start, ``is_paused`` and ``is_sleeping``."""

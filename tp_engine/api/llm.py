@@ -324,9 +324,13 @@ class LLM(Closing):
         """Do as ``pause``; at level 1 all cached prefixes are forgotten, and the memory of the KV cache is free."""
         self._act("sleep", level=level)
 
-    def wake_up(self) -> None:
-        """Go on after ``sleep``; ``RequestError``, and the engine still sleeps, if there is no memory for the cache."""
-        self._act("wake_up")
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Go on after ``sleep``; ``RequestError``, and the engine still sleeps, if there is no memory for the cache.
+
+        With ``tags`` only what they name is awake: ``weights``, which have not slept, or ``kv_cache``, with which the
+        engine goes on.
+        """
+        self._act("wake_up", tags=tags)
 
     @property
     def weight_version(self) -> str:

@@ -7,10 +7,10 @@ an act sends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tp_engine.errors import RequestError
+from tp_engine.errors import RequestError, shown
 from tp_engine.sched.lora import LoRASlots
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 PAUSE_MODES = ("keep", "abort")
 SLEEP_LEVELS = (0, 1)
+WAKE_TAGS = ("weights", "kv_cache", "scheduling")
 FIRST_VERSION = "default"
 """What the weights of the start are called."""
 
@@ -27,9 +28,20 @@ def describe(engine: EngineAdmin) -> dict[str, Any]:
     return engine.configuration()
 
 
-def reset_prefix_cache(engine: EngineAdmin) -> dict[str, Any]:
-    """Forget all cached prefixes; refused while requests hold blocks."""
-    if not engine.reset_prefix_cache():
+def reset_prefix_cache(
+    engine: EngineAdmin, *, reset_running_requests: bool = False, reset_external: bool = True
+) -> dict[str, Any]:
+    """Forget all cached prefixes; refused while requests hold blocks, unless these are to be computed again, and where
+    a host tier would have to keep its own."""
+    was_paused = engine.is_paused
+    if not reset_external and engine.configuration()["kv_offloading_size"]:
+        raise RequestError("reset_external is false; the prefixes of the host tier are forgotten too: leave it out")
+    if reset_running_requests:
+        engine.pause(abort_running=False)
+    was_reset = engine.reset_prefix_cache()
+    if reset_running_requests and not was_paused:
+        engine.resume()
+    if not was_reset:
         raise RequestError("requests are running; the prefix cache can be reset when none is")
     return {}
 
@@ -98,12 +110,24 @@ def sleep(engine: EngineAdmin, level: int = 1) -> dict[str, Any]:
     return {"is_sleeping": True}
 
 
-def wake_up(engine: EngineAdmin) -> dict[str, Any]:
-    """Take the memory of the KV cache again, and go on."""
+def wake_up(engine: EngineAdmin, tags: Sequence[str] | None = None) -> dict[str, Any]:
+    """Take the memory of the KV cache again, and go on; with ``tags`` only what they name.
+
+    The weights have not slept, so the engine goes on when ``kv_cache`` is among them; ``scheduling`` alone is for a
+    sleep at level 0.
+    """
+    named = WAKE_TAGS if tags is None else tuple(tags)
+    if wrong := [tag for tag in named if tag not in WAKE_TAGS]:
+        raise RequestError(f"tags has {shown(wrong[0])}; it must be some of {', '.join(WAKE_TAGS)}", param="tags")
+    if engine.is_asleep and "kv_cache" not in named:
+        if "scheduling" in named:
+            raise RequestError("the KV cache sleeps; nothing can run without it: add kv_cache to tags", param="tags")
+        return {"is_sleeping": True}
     if engine.is_asleep:
         engine.order("wake_up", {})
         engine.is_asleep = False
-    engine.resume()
+    if {"kv_cache", "scheduling"} & {*named}:
+        engine.resume()
     return {"is_sleeping": False}
 
 

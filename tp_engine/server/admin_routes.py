@@ -6,7 +6,7 @@ import dataclasses
 import platform
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
@@ -16,12 +16,14 @@ from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.server.access import current_caller
 from tp_engine.server.bodies import read_body
 from tp_engine.server.openapi import ANSWERS, takes
+from tp_engine.server.query import SWITCH, known_query, query_choice
 from tp_engine.server.replies import json_reply
 from tp_engine.server.state import ServerState
 from tp_engine.server.web_page import tiers
 from tp_engine.version import __version__, installed_version
 
 _QUICK_S = 10.0
+_ACTS = [Depends(known_query)]
 _PARTS = ("torch", "transformers", "tokenizers", "safetensors", "triton", "fastapi", "uvicorn", "pydantic")
 
 
@@ -107,8 +109,8 @@ def _add_metrics(app: FastAPI, state: ServerState) -> None:
 
 
 def _add_requests(app: FastAPI, state: ServerState) -> None:
-    @app.post("/abort", **takes(AbortBody))
-    @app.post("/abort_requests", **takes(AbortBody))
+    @app.post("/abort", dependencies=_ACTS, **takes(AbortBody))
+    @app.post("/abort_requests", dependencies=_ACTS, **takes(AbortBody))
     async def abort(request: Request) -> Response:
         """End requests; what they have generated is answered with the finish reason ``abort``.
 
@@ -126,7 +128,7 @@ def _add_requests(app: FastAPI, state: ServerState) -> None:
             await state.llm.abort(engine_id)
         return json_reply({"num_aborted": len(engine_ids)})
 
-    @app.post("/prefetch", **takes(PrefetchBody))
+    @app.post("/prefetch", dependencies=_ACTS, **takes(PrefetchBody))
     async def prefetch(request: Request) -> Response:
         """A session will go on soon: bring back from the host tier what it ended with."""
         body = await read_body(PrefetchBody, request, state)
@@ -136,9 +138,15 @@ def _add_requests(app: FastAPI, state: ServerState) -> None:
 
 def _add_control(admin: APIRouter, state: ServerState) -> None:
     @admin.post("/reset_prefix_cache", responses=ANSWERS)
-    async def reset_prefix_cache() -> Response:
-        """Forget all cached prefixes; 400 while requests run."""
-        return json_reply(await state.llm.engine.act("reset_prefix_cache", timeout_s=_QUICK_S))
+    async def reset_prefix_cache(request: Request) -> Response:
+        """Forget all cached prefixes, also those of tiers; 400 while requests run, unless
+        ``?reset_running_requests=true`` says that these are computed again."""
+        given = {
+            name: query_choice(request, name, SWITCH, "")
+            for name in ("reset_running_requests", "reset_external")
+            if name in request.query_params
+        }
+        return json_reply(await state.llm.engine.act("reset_prefix_cache", timeout_s=_QUICK_S, **given))
 
     @admin.post("/reset_mm_cache", responses=ANSWERS)
     async def reset_mm_cache() -> Response:
@@ -157,13 +165,14 @@ def _add_control(admin: APIRouter, state: ServerState) -> None:
 
 
 def _add_description(app: FastAPI, state: ServerState) -> None:
-    @app.get("/server_info", responses=ANSWERS)
-    async def server_info() -> Response:
+    @app.get("/server_info", dependencies=_ACTS, responses=ANSWERS)
+    async def server_info(request: Request) -> Response:
         """The effective configuration, the tiers' slots, each rank's memory, and versions; secrets are hidden.
 
         The first three fields have SGLang's names: its router learns the model's name from them.  Clients' keys get
         these and the versions.
         """
+        query_choice(request, "config_format", {"json": None}, "json")
         model = state.llm.model_info
         named = {
             "served_model_name": state.model_names[0],

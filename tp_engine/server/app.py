@@ -18,6 +18,7 @@ from tp_engine.server.batch_routes import add_batch_routes
 from tp_engine.server.middleware import Checks, Entrance, plain_paths
 from tp_engine.server.openai_routes import add_openai_routes
 from tp_engine.server.openapi import install_openapi
+from tp_engine.server.query import known_query
 from tp_engine.server.replies import ClientGoneError, error_reply
 from tp_engine.server.request_guard import RequestGuard
 from tp_engine.server.state import ServerState
@@ -46,7 +47,7 @@ def create_app(state: ServerState) -> FastAPI:
     add_openai_routes(app, state)
     add_anthropic_routes(app, state)
     add_batch_routes(app, state)
-    admin = APIRouter(dependencies=[Depends(admins_only)])
+    admin = APIRouter(dependencies=[Depends(admins_only), Depends(known_query)])
     add_admin_routes(app, admin, state)
     add_weight_routes(admin, state)
     app.include_router(admin)

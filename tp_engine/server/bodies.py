@@ -1,6 +1,6 @@
 """The body of a request, read within its limits, and prepared in a thread if it is large."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -10,7 +10,7 @@ from tp_engine.api.bodies import has_image
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.api.openai.protocol import parse_body
 from tp_engine.api.preparing import LARGE
-from tp_engine.errors import RequestError, shown
+from tp_engine.errors import shown
 from tp_engine.log import get_logger
 from tp_engine.server.body_budget import BODY_ROOM, BodyRoom
 from tp_engine.server.replies import until_disconnect
@@ -48,15 +48,6 @@ async def in_thread(
     has_images = state.takes_images and any(map(has_image, arguments))
     work = state.preparing.run(size, function, *arguments, has_images=has_images, **named)
     return await until_disconnect(request.receive, work)
-
-
-def query_choice(request: Request, name: str, values: Mapping[str, Result], default: str) -> Result:
-    """Return what a query parameter means, in any case of letters; ``RequestError`` for a text that is not in
-    ``values``."""
-    text = request.query_params.get(name, default)
-    if text.lower() not in values:
-        raise RequestError(f"{name} is {text[:80]}; it must be {' or '.join(values)}", param=name)
-    return values[text.lower()]
 
 
 async def read_data(request: Request, state: ServerState) -> bytearray:

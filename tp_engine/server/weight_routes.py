@@ -8,12 +8,12 @@ from starlette.responses import Response
 
 from tp_engine.api.openai.protocol import RequestBody
 from tp_engine.errors import RequestError
-from tp_engine.server.bodies import query_choice, read_body
+from tp_engine.server.bodies import read_body
 from tp_engine.server.openapi import ANSWERS, takes
+from tp_engine.server.query import SWITCH, query_choice
 from tp_engine.server.replies import json_reply
 from tp_engine.server.state import ServerState
 
-_SWITCH = {"true": True, "false": False, "1": True, "0": False}
 _SLEEP_LEVELS = {"0": 0, "1": 1}
 
 
@@ -72,10 +72,12 @@ def _add_pauses(admin: APIRouter, state: ServerState) -> None:
         """Run nothing until ``/resume``.
 
         ``?mode=``: requests that run end (``abort``), come to their end first (``wait``), or are computed again
-        (``keep``).  Unless ``clear_cache=false``, cached prefixes are forgotten.
+        (``keep``).  Unless ``clear_cache=false``, cached prefixes are forgotten.  ``wait_for_inflight_requests=true``
+        is a former name of ``mode=wait``.
         """
-        clears = query_choice(request, "clear_cache", _SWITCH, "true")
-        return await paused(request.query_params.get("mode", "abort"), clears=clears)
+        clears = query_choice(request, "clear_cache", SWITCH, "true")
+        waits = query_choice(request, "wait_for_inflight_requests", SWITCH, "false")
+        return await paused(request.query_params.get("mode", "wait" if waits else "abort"), clears=clears)
 
     @admin.post("/pause_generation", **takes(PauseBody))
     async def pause_generation(request: Request) -> Response:
@@ -102,15 +104,25 @@ def _add_pauses(admin: APIRouter, state: ServerState) -> None:
 
     @admin.post("/sleep", responses=ANSWERS)
     async def sleep(request: Request) -> Response:
-        """As ``/pause?mode=keep``; with ``?level=1``, the default, the memory of the KV cache is freed too."""
-        await state.llm.sleep(query_choice(request, "level", _SLEEP_LEVELS, "1"))
+        """As ``/pause?mode=keep``; with ``?level=1``, the default, the memory of the KV cache is freed too.
+
+        Another ``mode`` than ``keep``, as of ``/pause``, comes first.
+        """
+        level = query_choice(request, "level", _SLEEP_LEVELS, "1")
+        if (mode := request.query_params.get("mode")) is not None:
+            await state.llm.pause(mode)
+        await state.llm.sleep(level)
         return json_reply({"is_sleeping": True})
 
     @admin.post("/wake_up", responses=ANSWERS)
-    async def wake_up() -> Response:
-        """Go on after ``/sleep``."""
-        await state.llm.wake_up()
-        return json_reply({"is_sleeping": False})
+    async def wake_up(request: Request) -> Response:
+        """Go on after ``/sleep``, as far as ``?tags=`` says; several of them, or none, which is all.
+
+        ``weights`` never sleep; ``kv_cache`` takes its memory again, and goes on; ``scheduling`` goes on after a sleep
+        at level 0.
+        """
+        tags = request.query_params.getlist("tags") or None
+        return json_reply({"is_sleeping": await state.llm.wake_up(tags)})
 
     @admin.get("/is_sleeping", responses=ANSWERS)
     async def is_sleeping() -> Response:
