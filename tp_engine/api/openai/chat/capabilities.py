@@ -8,6 +8,9 @@
 | arguments of calls as an object | the sentinel in an object: the template shows it, and no Python object |
 | null beside calls | calls that show beside null only |
 | system messages behind the first, two messages of a role | they show where the conversation without them does |
+| one call in a message only | two in a row show, with their answers, and two in a message do not |
+| answers right behind their calls | another message between them hides one, or is refused |
+| ids of nine letters and digits | the template refuses other ids |
 | thinking, effort | the values of a variable make different prompts (`thinking_form.py`) |
 
 Contents are probed in several places, since templates treat the first message, the last one and those beside tools or
@@ -19,6 +22,7 @@ parts as one text.  Tools' answers are always text.
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -34,7 +38,7 @@ from tp_engine.log import get_logger
 logger = get_logger(__name__)
 
 MAX_PROBES_S = 5.0
-_FIRST, _SECOND, _KEY = "qzxfirst", "qzxsecond", "qzxkey"
+_FIRST, _SECOND, _THIRD, _FOURTH, _KEY = "qzxfirst", "qzxsecond", "qzxthird", "qzxfourth", "qzxkey"
 # In front of a sentinel: the template has printed the list of parts itself.
 _PRINTED_PART = re.compile(r"""["']text["']\s*:\s*["']$""")
 _PRINTED_OBJECT = re.compile(rf"'{_KEY}'\s*:\s*'{_FIRST}'")
@@ -43,7 +47,8 @@ _PARAMETERS = {"type": "object", "properties": {_KEY: {"type": "string", "descri
 _TOOL = {"type": "function", "function": {"name": "probe", "description": "a probe", "parameters": _PARAMETERS}}
 _DAY = datetime(2026, 1, 1)
 _IMAGE = {"type": "image"}
-_CALL_ID = "abcdefghi"  # Mistral's templates refuse ids of another length
+_CALL_ID, _OTHER_ID = "abcdefghi", "bcdefghij"  # Mistral's templates refuse ids of another length
+_LONG_ID = "call_0123456789abcdef"
 
 Part = dict[str, str]
 Content: TypeAlias = str | list[Part]
@@ -91,8 +96,9 @@ class TemplateCapabilities:
     the variables by which it is told to think.
 
     ``takes_thinking``: reasoning is called ``thinking``.  ``shows_tools``: the prompt tells of the request's tools.
-    ``one_system``: it shows a system message in the first place only.  ``joins``: pairs of roles whose messages can not
-    follow each other.
+    ``one_system``: it shows a system message in the first place only.  ``one_call``: it shows one call of a message
+    only.  ``answers_first``: a message between a call and its answer loses one of these.  ``short_ids``: ids of calls
+    have nine letters and digits.  ``joins``: pairs of roles whose messages can not follow each other.
     """
 
     contents: Mapping[str, ContentForm] = field(default_factory=dict)
@@ -101,6 +107,9 @@ class TemplateCapabilities:
     takes_thinking: bool = False
     shows_tools: bool = True
     one_system: bool = False
+    one_call: bool = False
+    answers_first: bool = False
+    short_ids: bool = False
     joins: frozenset[tuple[str, str]] = frozenset()
     thinking: ThinkingForm = field(default_factory=ThinkingForm)
 
@@ -119,9 +128,13 @@ class TemplateCapabilities:
         else:
             for role in _ROLES:  # the user first: the other probes have a user's message too
                 probes.forms[role] = probes.form(role)
+        calls = probes.call_form()
         found = cls(
             contents=probes.forms,
-            calls=probes.call_form(),
+            calls=calls,
+            one_call=probes.one_call(calls),
+            answers_first=probes.answers_first(calls),
+            short_ids=probes.short_ids(calls),
             knows_developer=template.mentions("developer")
             and (probes.shows("developer") or not probes.shows("system")),
             takes_thinking=template.mentions("message.thinking") and not template.mentions("reasoning_content"),
@@ -190,6 +203,42 @@ class _Probes:
                     return CallForm(True, null_content)
         return CallForm(are_shown=self.is_late)
 
+    def one_call(self, calls: CallForm) -> bool:
+        """Return whether the template takes, or shows, one call of a message only, but several in a row."""
+        (first, answer), (second, other) = (
+            (self._calling(calls, text, call_id), self._answer(call_id, answer))
+            for text, call_id, answer in ((_FIRST, _CALL_ID, _THIRD), (_SECOND, _OTHER_ID, _FOURTH))
+        )
+        both = {**first, "tool_calls": first["tool_calls"] + second["tool_calls"]}
+        apart = self._hides([first, answer, second, other], _FIRST, _SECOND, _THIRD, _FOURTH)
+        return not apart and self._hides([both, answer, other], _FIRST, _SECOND, _THIRD, _FOURTH)
+
+    def answers_first(self, calls: CallForm) -> bool:
+        """Return whether a message between a call and its answer hides one of these, or is refused."""
+        calling, answer = self._calling(calls, _FIRST), self._answer(_CALL_ID, _THIRD)
+        others = (self._message(role, _SECOND) for role in ("user", "assistant"))
+        return not self._hides([calling, answer], _FIRST, _THIRD) and any(
+            self._hides([calling, other, answer], _FIRST, _SECOND, _THIRD) for other in others
+        )
+
+    def short_ids(self, calls: CallForm) -> bool:
+        """Return whether the template refuses an id that is not of nine letters and digits."""
+        found = (
+            self._hides([self._calling(calls, _FIRST, one), self._answer(one, _THIRD)], _FIRST, _THIRD)
+            for one in (_CALL_ID, _LONG_ID)
+        )
+        return tuple(found) == (False, True)
+
+    def _hides(self, messages: Sequence[Message], *texts: str) -> bool:
+        """Whether the prompt of a question and these messages lacks one of ``texts``."""
+        shown = self._render([self._message("user", "hi"), *messages], [_TOOL])
+        return not self.is_late and not all(text in shown for text in texts)
+
+    def _calling(self, calls: CallForm, text: str, call_id: str = _CALL_ID) -> Message:
+        arguments = json.dumps({_KEY: text}) if calls.argument_texts else {_KEY: text}
+        content = {"content": None} if calls.null_content else {}
+        return self._message("assistant", "") | content | {"tool_calls": [_call(arguments, call_id)]}
+
     def shows_tools(self) -> bool:
         """Return whether the template tells of tools; True if it refuses the probes."""
         messages = [self._message("system", "be brief"), self._message("user", "hi")]
@@ -245,8 +294,8 @@ class _Probes:
         calling = self._message("assistant", "") | {"tool_calls": [_call(arguments)]}
         return [self._message("user", "hi"), calling | ({"content": None} if null_content else {}), self._answer()]
 
-    def _answer(self) -> Message:
-        return self._message("tool", "ok") | {"name": "probe", "tool_call_id": _CALL_ID}
+    def _answer(self, call_id: str = _CALL_ID, text: str = "ok") -> Message:
+        return self._message("tool", text) | {"name": "probe", "tool_call_id": call_id}
 
     def _said(self) -> Message:
         return self._message("assistant", "ok")
@@ -267,8 +316,8 @@ class _Probes:
             return ""
 
 
-def _call(arguments: Any) -> dict[str, Any]:
-    return {"id": _CALL_ID, "type": "function", "function": {"name": "probe", "arguments": arguments}}
+def _call(arguments: Any, call_id: str = _CALL_ID) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": "probe", "arguments": arguments}}
 
 
 def _part(text: str) -> Part:

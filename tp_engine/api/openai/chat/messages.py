@@ -13,7 +13,7 @@
 | parts of the kind thinking | reasoning |
 | reasoning | reasoning_content too, its name in most templates, or thinking if the template knows that alone |
 | an answer of a tool, with the call's id | also the function's name |
-| ids of calls | the same, or numbered ones, if the model knows those alone |
+| calls, answers of tools, and their ids | turns and ids that the template takes (``turns.py``) |
 | calls that the template does not show | their text in the content, as the model writes it |
 | role developer | system, if the template does not know developer |
 | a system message behind others | one of the user, or a part of the first, where the template shows no other |
@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tp_engine.api.openai.chat.capabilities import TemplateCapabilities
+from tp_engine.api.openai.chat.turns import merged, name_tools, number_calls, shorten_ids, with_answers
 from tp_engine.api.openai.tools.events import unread_arguments
 from tp_engine.api.openai.tools.text_parser import valid_unicode
 from tp_engine.api.openai.tools.tool_format import ToolFormat
@@ -46,12 +47,14 @@ def normal_messages(
     takes: TemplateCapabilities,
     calls_format: ToolFormat | None = None,
     images: list[ImageSource] | None = None,
+    *,
+    adapts_calls: bool = False,
 ) -> list[dict[str, Any]]:
     """Checked copies, for a template that takes ``takes``; raises ``RequestError`` that names the faulty message.
 
-    ``calls_format`` is that of the calls, whose ids take its form, if it has one (``ToolFormat.numbered_id``), and
-    which are texts in it where the template does not show them; None: they stay as they are.  ``images`` gets those of
-    all messages, in their order; None: the model takes none.
+    ``adapts_calls``: calls and answers of tools come in turns, and with ids, that the template takes (``turns.py``);
+    the template gets calls that it does not show as texts in ``calls_format``.  ``images`` gets those of all messages,
+    in their order; None: the model takes none.
     """
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise RequestError("messages must be a list of {'role': ..., 'content': ...}", param="messages")
@@ -61,12 +64,16 @@ def normal_messages(
         _normal_message(f"messages[{index}]", message, takes_images=images is not None)
         for index, message in enumerate(messages)
     ]
+    name_tools(normal)
+    if adapts_calls and (takes.one_call or takes.answers_first):
+        normal = with_answers(normal, one_call=takes.one_call, answers_first=takes.answers_first)
+    if adapts_calls and takes.short_ids:
+        shorten_ids(normal)
+    if adapts_calls and calls_format is not None and calls_format.numbered_id:
+        number_calls(normal, calls_format.numbered_id)
     if images is not None:
         given = (part for message in normal if isinstance(message["content"], list) for part in message["content"])
         images += [part for part in given if isinstance(part, ImageSource)]
-    _name_tools(normal)
-    if calls_format is not None and calls_format.numbered_id:
-        _number_calls(normal, calls_format.numbered_id)
     normal = _placed(normal, takes)
     for message in normal:
         given, has_calls = message["content"], "tool_calls" in message
@@ -78,7 +85,7 @@ def normal_messages(
     calls = [call for message in normal for call in message.get("tool_calls", ())]
     give_arguments = _give_texts if takes.calls.argument_texts else _give_objects
     give_arguments(calls)
-    if calls_format is not None and not takes.calls.are_shown:
+    if adapts_calls and calls_format is not None and not takes.calls.are_shown:
         _write_calls(normal, takes, calls_format)
     return normal
 
@@ -86,43 +93,23 @@ def normal_messages(
 def _placed(messages: Sequence[dict[str, Any]], takes: TemplateCapabilities) -> list[dict[str, Any]]:
     """The messages in roles and an order that the template takes: agents add system messages as they go, and two
     messages of the user in a row."""
-    placed: list[dict[str, Any]] = []
-    contents: list[list[Any]] = []  # of each that is placed
+    groups: list[list[dict[str, Any]]] = []  # each becomes one message
+    has_calls = False  # of the last group
     for message in messages:
-        last = placed[-1] if placed else {}
+        last_role = groups[-1][0]["role"] if groups else None
         if message["role"] == "developer" and not takes.knows_developer:
             message["role"] = "system"
-        if message["role"] == "system" and takes.one_system and last.get("role", "system") != "system":
+        if message["role"] == "system" and takes.one_system and last_role not in (None, "system"):
             message["role"] = "user"
-        pair = last.get("role"), message["role"]
+        pair = last_role, message["role"]
         is_joined = pair in takes.joins or (takes.one_system and pair == ("system", "system"))
-        if is_joined and ("tool_calls" not in last or message["role"] == "assistant"):
-            placed[-1] = _as_one(last, message)
-            contents[-1].append(message["content"])
+        if is_joined and (not has_calls or message["role"] == "assistant"):
+            groups[-1].append(message)
+            has_calls = has_calls or "tool_calls" in message
         else:
-            placed.append(message)
-            contents.append([message["content"]])
-    for message, given in zip(placed, contents, strict=True):
-        if len(given) > 1:
-            message["content"] = _joined(given)
-    return placed
-
-
-def _as_one(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Two messages as one, but for their contents."""
-    both = {**second, **first}
-    for name, join in (("tool_calls", lambda one, other: [*one, *other]), ("reasoning_content", "{}\n\n{}".format)):
-        if name in first and name in second:
-            both[name] = join(first[name], second[name])
-    return both
-
-
-def _joined(contents: Sequence[Any]) -> Any:
-    """Several contents as one: a text if all are, else the parts of all."""
-    contents = [one for one in contents if one]
-    if all(isinstance(one, str) for one in contents):
-        return "\n\n".join(contents)
-    return [part for one in contents for part in ([one] if isinstance(one, str) else one)]
+            groups.append([message])
+            has_calls = "tool_calls" in message
+    return [merged(group) for group in groups]
 
 
 def _write_calls(messages: Sequence[dict[str, Any]], takes: TemplateCapabilities, calls_format: ToolFormat) -> None:
@@ -180,30 +167,6 @@ def _object(given: object) -> dict[str, Any] | None:
     if value is None or (isinstance(value, str) and not value.strip()):
         return {}
     return value if isinstance(value, dict) else None
-
-
-def _name_tools(messages: Sequence[dict[str, Any]]) -> None:
-    """Add function names to tools' answers: clients give the id of the call, some templates need the function."""
-    names: dict[str, str] = {}
-    for message in messages:
-        names |= {str(call.get("id")): call["function"]["name"] for call in message.get("tool_calls", ())}
-        name = names.get(str(message.get("tool_call_id")))
-        if message["role"] == "tool" and "name" not in message and name is not None:
-            message["name"] = name
-
-
-def _number_calls(messages: Sequence[dict[str, Any]], form: str) -> None:
-    """Give calls, and the tools' answers to them, ids of this form."""
-    ids: dict[str, str] = {}
-    number = 0
-    for message in messages:
-        for call in message.get("tool_calls", ()):
-            new_id = form.format(name=call["function"]["name"], number=number)
-            ids[str(call.get("id"))] = new_id
-            call["id"] = new_id
-            number += 1
-        if "tool_call_id" in message:
-            message["tool_call_id"] = ids.get(str(message["tool_call_id"]), message["tool_call_id"])
 
 
 def _normal_message(where: str, message: object, *, takes_images: bool) -> dict[str, Any]:

@@ -72,9 +72,9 @@ class ChatFormat:
     ) -> ChatPrompt:
         """Return the prompt, up to the assistant's answer.  Raises ``RequestError``.
 
-        ``adapts_calls``: ids of calls take the form that the model knows (``ToolFormat.numbered_id``), if it has one,
-        and calls that the template does not show are written into the message's content, as the model writes them; the
-        template gets the switches of thinking under its own names (``ThinkingForm``).
+        ``adapts_calls``: calls and answers of tools come in turns, and with ids, that the template takes; calls that it
+        does not show are written into the message's content, as the model writes them; the template gets the switches
+        of thinking under its own names (``ThinkingForm``).
 
         ``image_marker`` is what the template writes for an image; None: the model takes none.
 
@@ -99,7 +99,7 @@ class ChatFormat:
                 "that does",
             )
         images: list[ImageSource] | None = None if image_marker is None else []
-        conversation = normal_messages(messages, takes, self.tool_format if adapts_calls else None, images)
+        conversation = normal_messages(messages, takes, self.tool_format, images, adapts_calls=adapts_calls)
         variables = {
             **self._special_tokens(),
             "tools": None,
