@@ -28,7 +28,7 @@ from tp_engine.layers.quantization.experts import share_experts
 from tp_engine.layers.quantization.stored import LinearShape, Part
 from tp_engine.model_config.mlp import ExpertsSpec
 from tp_engine.model_config.spec import NormSpec
-from tp_engine.weights.source import Source, Span, whole
+from tp_engine.weights.source import Source, Span, tie_sources, whole
 
 
 class Router(Layer):
@@ -83,8 +83,11 @@ class Experts(Layer):
             block=self.format.experts_block,
             num_shards=context.num_shards,
         )
-        for name, parameter in self.format.create_experts(context, self.shape).items():
+        created = self.format.create_experts(context, self.shape)
+        for name, parameter in created.items():
             self.register_parameter(name, parameter)
+        if {"fused", "transposed"} <= {one.kind for one in spec.stored}:  # one may be square, both can not
+            tie_sources(created.values())
         rows = spec.correction_rows
         shape = (spec.num_experts,) if rows is None else (rows, spec.num_experts)
         self.correction = _one_for_each(spec.correction, shape, context)

@@ -22,7 +22,7 @@ Which part of a dimension belongs to which rank::
               padded vocabulary
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -40,6 +40,7 @@ class Span(NamedTuple):
 
 
 Spans: TypeAlias = tuple[Span, ...]
+Alternatives: TypeAlias = tuple[tuple["Source", ...], ...]
 Decode: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """A pure function: the taken values, as stored -> the parameter's values."""
 
@@ -84,13 +85,27 @@ def set_sources(parameter: nn.Parameter, *alternatives: Sequence[Source]) -> Non
     parameter._sources = tuple(tuple(one) for one in alternatives)  # type: ignore[attr-defined]
 
 
+def tie_sources(parameters: Iterable[nn.Parameter]) -> None:
+    """Let all of these, which have as many alternatives, be read in the same one of them: a stack that is square in one
+    tensor tells its order only by the others."""
+    tied = tuple(parameters)
+    alternatives: list[Alternatives] = [parameter._sources for parameter in tied]  # type: ignore[attr-defined]
+    assert len({*map(len, alternatives)}) == 1, "each has its sources for each way"
+    for parameter in tied:
+        parameter._tied = alternatives  # type: ignore[attr-defined]
+
+
 def sources_of(parameter: torch.Tensor, is_stored: Callable[[Source], bool] | None = None) -> tuple[Source, ...]:
-    """Return the first alternative whose sources all satisfy ``is_stored``; the first one if none does, or if it is
-    None."""
-    alternatives: tuple[tuple[Source, ...], ...] = parameter._sources  # type: ignore[attr-defined]
+    """Return the first alternative whose sources, and those of the parameters that are tied to it, all satisfy
+    ``is_stored``; the first one if none does, or if it is None."""
+    alternatives: Alternatives = parameter._sources  # type: ignore[attr-defined]
     if is_stored is None or len(alternatives) == 1:
         return alternatives[0]
-    return next((one for one in alternatives if all(map(is_stored, one))), alternatives[0])
+    tied: Sequence[Alternatives] = getattr(parameter, "_tied", [alternatives])
+    for index, own in enumerate(alternatives):
+        if all(is_stored(source) for other in tied for source in other[index]):
+            return own
+    return alternatives[0]
 
 
 def keep_stored_type(parameter: nn.Parameter) -> nn.Parameter:

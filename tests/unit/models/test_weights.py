@@ -99,6 +99,59 @@ def test_every_rank_gets_its_rows(world_size: int, dtype: torch.dtype, tmp_path:
         assert torch.equal(found["lm_head.weight"], padded.chunk(world_size)[rank])
 
 
+def of_experts(hidden_size: int, inner_size: int) -> ModelSpec:
+    """The text part of a Qwen3-VL-MoE with 3 experts."""
+    text = {
+        "model_type": "qwen3_vl_moe_text",
+        "hidden_size": hidden_size,
+        "intermediate_size": 8,
+        "moe_intermediate_size": inner_size,
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "num_hidden_layers": 2,
+        "vocab_size": 20,
+        "max_position_embeddings": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+    }
+    return read_model(
+        {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe", "text_config": text}
+    )
+
+
+@pytest.mark.parametrize(("hidden_size", "inner_size"), [(16, 8), (16, 16), (16, 24)])
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_square_stacks_of_experts_are_told_apart(
+    hidden_size: int, inner_size: int, is_turned: bool, tmp_path: Path
+) -> None:
+    """Oracle: each expert's gate, up and down: where one of the two stacks is square, the other has the order.  Stacks
+    of both orders in one layer are refused."""
+    config, info = of_experts(hidden_size, inner_size), RankInfo()
+    rest = {name: one for name, one in full_tensors(config).items() if ".experts." not in name}
+    torch.manual_seed(1)
+    gates, downs = torch.randn(2, 3, 2 * inner_size, hidden_size), torch.randn(2, 3, hidden_size, inner_size)
+    stacks = {}
+    for layer in range(2):
+        stored = (gates[layer].mT, downs[layer].mT) if is_turned else (gates[layer], downs[layer])
+        path = f"model.layers.{layer}.mlp.experts"
+        stacks[f"{path}.gate_up_proj"], stacks[f"{path}.down_proj"] = (one.contiguous() for one in stored)
+    save_file(rest | stacks, tmp_path / "model.safetensors")
+    found = empty_parameters(config, info)
+    load_weights(found, config, tmp_path, info=info)
+    for layer in range(2):
+        assert torch.equal(found[f"layers.{layer}.mlp.experts.gate_up"], gates[layer])
+        assert torch.equal(found[f"layers.{layer}.mlp.experts.down"], downs[layer])
+    if inner_size != 24:  # one stack is square, and goes with both orders of the other
+        return
+    name = "model.layers.0.mlp.experts.down_proj"
+    stacks[name] = stacks[name].mT.contiguous()
+    save_file(rest | stacks, tmp_path / "model.safetensors")
+    with pytest.raises(WeightError, match="wrongly shaped"):
+        load_weights(found, config, tmp_path, info=info)
+
+
 def test_sharded_files_equal_a_single_file(checkpoint: Callable[..., Path]) -> None:
     """Oracle: the same checkpoint in one file."""
     config, single = load_model_config(str(checkpoint("qwen3")))
