@@ -176,6 +176,35 @@ def _modelopt_names(kept: Kept) -> list[str]:
     return ["lm_head", "*.gate", *(f"model.layers.{layer}*" for layer in kept.layers)]
 
 
+def describe_mxfp8(group: int | None, kept: Kept) -> Json:
+    return {
+        "activation_scheme": "dynamic",
+        "fmt": "mxfp8",
+        "ignored_layers": kept.prefixes,
+        "quant_method": "mxfp8",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [1, 32],
+    }
+
+
+def describe_quark(group: int | None, kept: Kept, *, weight: Json, inputs: Json) -> Json:
+    """As AMD's checkpoints have it."""
+    common = {"is_dynamic": False, "observer_cls": "PerBlockMXObserver", "round_method": "half_even", "symmetric": None}
+    tensors = {"weight": {**common, **weight}, "input_tensors": {**common, **inputs}}
+    return {
+        "algo_config": None,
+        "exclude": list(kept.modules) if not kept.patterns else ["lm_head", *(f"re:{one}" for one in kept.expressions)],
+        "export": {"kv_cache_group": [], "min_kv_scale": 0.0, "pack_method": "reorder"},
+        "global_quant_config": {**tensors, "bias": None, "output_tensors": None, "target_device": None},
+        "layer_quant_config": {},
+        "layer_type_quant_config": {},
+        "quant_method": "quark",
+        "quant_mode": "eager_mode",
+        "softmax_quant_spec": None,
+        "version": "0.9",
+    }
+
+
 def describe_mxfp4(group: int | None, kept: Kept) -> Json:
     kept_of_release = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     return {"modules_to_not_convert": kept_of_release, "quant_method": "mxfp4"}

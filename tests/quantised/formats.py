@@ -18,10 +18,27 @@ from tests.quantised.configs import (
     describe_gptq,
     describe_modelopt,
     describe_mxfp4,
+    describe_mxfp8,
+    describe_quark,
     modelopt_files,
 )
-from tests.quantised.numbers import Numbers, quantise_e4m3, quantise_int, quantise_mxfp4, quantise_nvfp4
-from tests.quantised.packing import Tensors, pack_awq, pack_bytes, pack_gptq, pack_plain, pack_quantized
+from tests.quantised.numbers import (
+    Numbers,
+    quantise_e4m3,
+    quantise_int,
+    quantise_mxfp4,
+    quantise_mxfp8,
+    quantise_nvfp4,
+)
+from tests.quantised.packing import (
+    Tensors,
+    pack_awq,
+    pack_blocks_of_modelopt,
+    pack_bytes,
+    pack_gptq,
+    pack_plain,
+    pack_quantized,
+)
 
 INPUT_SCALE = torch.tensor(0.03125)
 KV_SCALES = {"k_proj": "k_scale", "v_proj": "v_scale"}
@@ -146,6 +163,32 @@ def _nvfp4_pack_quantized(inputs: Json | None, extra: dict[str, Tensors]) -> For
     )
 
 
+def _mxfp8_format(describe: Callable[[int | None, Kept], Json], **more: Any) -> Format:
+    return Format(quantise=lambda weight, group: quantise_mxfp8(weight), pack=pack_plain, describe=describe, **more)
+
+
+def _modelopt_format(algorithm: str, quantise: Callable[[torch.Tensor, int | None], Numbers], pack: Any) -> Format:
+    return Format(
+        quantise=quantise,
+        pack=pack,
+        describe=partial(describe_modelopt, algorithm=algorithm),
+        files=partial(modelopt_files, algorithm=algorithm),
+    )
+
+
+def _pack_rows(numbers: Numbers) -> Tensors:
+    """A scale for each row, (rows,)."""
+    return pack_plain(numbers, scale_shape=(-1,))
+
+
+_QUARK_FP8: Json = {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}
+_QUARK_ROWS: Json = {"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 0}
+_QUARK_FP4: Json = {
+    "dtype": "fp4", "qscheme": "per_group", "group_size": 32, "ch_axis": -1, "scale_format": "e8m0",
+    "scale_calculation_mode": "even",
+}  # fmt: skip
+
+
 FORMATS: dict[str, Format] = {
     "fp8-block": Format(
         quantise=partial(_e4m3, by="block"),
@@ -231,6 +274,41 @@ FORMATS: dict[str, Format] = {
         files=partial(modelopt_files, algorithm="NVFP4"),
         group=16,
         extra=_STATIC,
+    ),
+    "mxfp8": _mxfp8_format(describe_mxfp8),
+    "mxfp8-quantized": _mxfp8_format(
+        partial(
+            describe_compressed_tensors,
+            layout="mxfp8-quantized",
+            weights={**_FLOAT8, "strategy": "group", "scale_dtype": "torch.uint8"},
+            inputs={**_FLOAT8, "strategy": "group", "group_size": 32, "dynamic": True},
+        ),
+        group=32,
+    ),
+    "modelopt-mxfp8": _modelopt_format("MXFP8", lambda weight, group: quantise_mxfp8(weight), pack_plain),
+    "modelopt-fp8-channel": _modelopt_format("FP8_PER_CHANNEL_PER_TOKEN", partial(_e4m3, by="channel"), _pack_rows),
+    "modelopt-fp8-block": _modelopt_format(
+        "FP8_PB_WO", lambda weight, group: quantise_e4m3(weight, (128, 128)), pack_blocks_of_modelopt
+    ),
+    "modelopt-mxfp4": _modelopt_format(
+        "W4A8_MXFP4_FP8", lambda weight, group: quantise_mxfp4(weight), partial(_pack_fp4, codes="weight")
+    ),
+    "quark-fp8": Format(
+        quantise=partial(_e4m3, by="tensor"),
+        pack=partial(pack_plain, scale_shape=()),
+        describe=partial(describe_quark, weight=_QUARK_FP8, inputs=_QUARK_FP8),
+        extra=_STATIC,
+    ),
+    "quark-fp8-channel": Format(
+        quantise=partial(_e4m3, by="channel"),
+        pack=_pack_rows,
+        describe=partial(describe_quark, weight=_QUARK_ROWS, inputs={**_QUARK_ROWS, "ch_axis": 1, "is_dynamic": True}),
+    ),
+    "quark-mxfp4": Format(
+        quantise=lambda weight, group: quantise_mxfp4(weight),
+        pack=partial(_pack_fp4, codes="weight"),
+        describe=partial(describe_quark, weight=_QUARK_FP4, inputs={**_QUARK_FP4, "is_dynamic": True}),
+        group=32,
     ),
     "w8a8-int8": Format(
         quantise=lambda weight, group: _int(weight, None, bits=8),

@@ -100,6 +100,16 @@ def quantise_mxfp4(weight: torch.Tensor) -> Numbers:
     return Numbers(kind="e2m1", codes=codes, scales=scales, block=block, bits=4)
 
 
+def quantise_mxfp8(weight: torch.Tensor) -> Numbers:
+    """E4M3 codes with a power of two per 32 columns (OCP microscaling formats, MXFP8)."""
+    block = (1, 32)
+    _, exponents = torch.frexp(_blocks(weight, block).abs().amax((1, 3)))
+    scales = (exponents - 1 - 8 + 127).clamp(0, 254).to(torch.uint8).view(torch.float8_e8m0fnu)
+    scaled = weight / _spread(scales.float(), block, weight)
+    codes = scaled.clamp(-LARGEST_E4M3, LARGEST_E4M3).to(torch.float8_e4m3fn)
+    return Numbers(kind="e4m3", codes=codes, scales=scales, block=block)
+
+
 def quantise_nvfp4(weight: torch.Tensor, *, divides: bool) -> Numbers:
     """E2M1 codes, an E4M3 scale per 16 columns and one number for all, which multiplies or ``divides`` the scales."""
     block = (1, 16)

@@ -67,10 +67,16 @@ def pack_gptq(numbers: Numbers, *, version: int) -> Tensors:
     }
 
 
+def pack_blocks_of_modelopt(numbers: Numbers) -> Tensors:
+    """Scales (rows of blocks, 1, columns of blocks, 1)."""
+    return {"weight": numbers.codes, "weight_scale": numbers.scales[:, None, :, None].clone()}
+
+
 def pack_plain(
     numbers: Numbers, *, scale_name: str = "weight_scale", scale_shape: tuple[int, ...] | None = None
 ) -> Tensors:
-    """Codes of 8 bits as they are, e4m3 or int8; ``scale_shape`` None: one per block."""
+    """Codes of 8 bits as they are, e4m3 or int8; ``scale_shape`` None: one per block.  Powers of two are bytes."""
     codes = numbers.codes if numbers.kind == "e4m3" else (numbers.codes - numbers.offset).to(torch.int8)
     scales = numbers.scales if scale_shape is None else numbers.scales.reshape(scale_shape)
+    scales = scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
     return {"weight": codes, scale_name: scales}

@@ -6,7 +6,9 @@ It shares no code with the engine that it judges: from ``weights/`` and ``layers
 
     tensors of a quantised module                               the weight (out, in) that they stand for
     weight (8 bits), weight_scale or weight_scale_inv           code * scale
+    weight (8 bits), weight_scale (bytes)                       code * 2 ** (scale - 127)       MXFP8
     weight (4-bit floats), weight_scale, weight_scale_2         code * scale * scale_2          ModelOpt's NVFP4
+    weight (4-bit floats), weight_scale (bytes)                 code * 2 ** (scale - 127)       Quark's MXFP4
     weight_packed (words), weight_scale, weight_zero_point      (code - zero) * scale           compressed-tensors
     weight_packed (bytes), weight_scale, weight_global_scale    code * scale / global           NVFP4, MXFP4
     qweight, qzeros, scales, g_idx                              (code - zero) * scale           AWQ, GPTQ
@@ -125,6 +127,9 @@ class StoredWeights(Closing):
     def _plain(self, module: str) -> torch.Tensor:
         codes = self._tensor(f"{module}.weight")
         scale = self._need(f"{module}.weight_scale", f"{module}.weight_scale_inv")
+        if scale.dtype == torch.uint8:
+            values = _e2m1(codes) if codes.dtype == torch.uint8 else codes.float()
+            return values * _by_columns(_power_of_two(scale), values.shape[1])
         if codes.dtype == torch.uint8:
             whole = self._need(f"{module}.weight_scale_2").float()
             return _e2m1(codes) * _by_columns(scale.float(), 2 * codes.shape[1]) * whole

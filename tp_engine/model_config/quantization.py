@@ -16,8 +16,9 @@ from tp_engine.errors import ConfigError
 from tp_engine.model_config.patterns import compile_pattern
 
 Packing: TypeAlias = Literal[
-    "plain", "pack-quantized", "awq", "gptq", "gptq_v2", "mxfp4", "mxfp4-packed", "nvfp4", "modelopt-nvfp4"
-]
+    "plain", "mxfp8", "pack-quantized", "awq", "gptq", "gptq_v2",
+    "mxfp4", "mxfp4-packed", "mxfp4-weight", "nvfp4", "modelopt-nvfp4",
+]  # fmt: skip
 CodeKind: TypeAlias = Literal["int4", "int8", "e4m3", "e2m1"]
 Activations: TypeAlias = Literal["token", "tensor", "group"]
 
@@ -65,7 +66,8 @@ class WeightScheme:
     def scaled_as(self, suffixes: Set[str]) -> WeightScheme:
         """Return the same; weights of 8 bits have the scales that are among the tensors' last parts ``suffixes``."""
         found = [name for name in _SCALE_NAMES if name in suffixes]
-        return replace(self, scale_name=found[0]) if self.packing == "plain" and len(found) == 1 else self
+        takes_found = self.packing in ("plain", "mxfp8") and len(found) == 1
+        return replace(self, scale_name=found[0]) if takes_found else self
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -127,9 +127,7 @@ def test_the_same_numbers_in_four_packings(checkpoint: Callable[..., Path], tmp_
     assert torch.equal(first[f"{module}.qzeros"] + ones, second[f"{module}.qzeros"])
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in FORMATS if not name.startswith("modelopt") and "modelopt" not in name]
-)
+@pytest.mark.parametrize("name", [name for name in FORMATS if "modelopt" not in name and not name.startswith("quark")])
 def test_transformers_knows_the_configuration(name: str, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Oracle: transformers' classes of ``quantization_config``; each keeps the numbers that it knows."""
     from transformers.quantizers.auto import AutoQuantizationConfig

@@ -25,6 +25,7 @@ FORMATS_OF_COMPRESSED_TENSORS = [
     "pack-quantized-8",
     "pack-quantized-8-channel",
     "mxfp4-pack-quantized",
+    "mxfp8-quantized",
     "nvfp4-pack-quantized-w4a16",
     "w8a8-int8",
 ]

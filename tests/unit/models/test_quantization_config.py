@@ -70,6 +70,16 @@ NVFP4 = {
         "exclude_modules": ["lm_head", "model.layers.3.self_attn*", "*.mlp.gate"],
     },
 }  # fmt: skip
+QUARK_FP8: dict[str, Any] = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
+QUARK_FP4: dict[str, Any] = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+
+
+def quark(weight: dict[str, Any]) -> dict[str, Any]:
+    """A block of Quark's, with the same numbers for all layers."""
+    return {"quant_method": "quark", "global_quant_config": {"weight": weight, "bias": None}}
+
+
+MXFP8 = WeightScheme(packing="mxfp8", kind="e4m3", group=32)
 INT4 = WeightScheme(packing="pack-quantized", kind="int4", group=128)
 GPTQ4 = WeightScheme(packing="gptq", kind="int4", group=128, scale_name="scales")
 AWQ4 = WeightScheme(packing="awq", kind="int4", group=128, has_zeros=True, scale_name="scales")
@@ -251,6 +261,20 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[WeightScheme | None, WeightSche
         },
         (AWQ4,) * 3,
     ),
+    "MXFP8 by SGLang's names": (
+        {
+            "quant_method": "mxfp8", "activation_scheme": "dynamic", "fmt": "mxfp8", "scale_fmt": "ue8m0",
+            "weight_block_size": [1, 32], "modules_to_not_convert": ["gate"],
+        },
+        (MXFP8, None, MXFP8),
+    ),
+    "amd/Llama-3.1-70B-Instruct-FP8-KV": (
+        {
+            **quark({**QUARK_FP8, "observer_cls": "PerTensorMinMaxObserver", "round_method": "half_even"}),
+            "exclude": ["lm_head"], "layer_type_quant_config": {}, "quant_mode": "eager_mode", "version": "0.8",
+        },
+        (WeightScheme(packing="plain", kind="e4m3", row_block=None),) * 3,
+    ),
     "gpt-oss-20b": (
         {
             "quant_method": "mxfp4",
@@ -283,13 +307,13 @@ def test_published_configurations(name: str) -> None:
 def test_every_method_is_covered() -> None:
     """Oracle: the table of readers."""
     named = {values.get("quant_method", "modelopt").removeprefix("intel/") for values, _ in PUBLISHED.values()}
-    assert named | {"modelopt_fp4"} == quant_methods().keys()
+    assert named | {"modelopt_fp4", "modelopt_mxfp8"} == quant_methods().keys()
 
 
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        *(({"quant_method": name}, name) for name in ("bitsandbytes", "gguf", "hqq", "exl2", "quark")),
+        *(({"quant_method": name}, name) for name in ("bitsandbytes", "gguf", "hqq", "exl2", "w4afp8")),
         ({**AUTO_ROUND, "packing_format": "auto_round:fp8"}, "auto_gptq and auto_awq"),
         ({**AUTO_ROUND, "packing_format": "auto_awq", "bits": 8}, "bits is 8"),
         ({**AUTO_ROUND, "bits": 2}, "bits is 2"),
@@ -325,7 +349,20 @@ def test_every_method_is_covered() -> None:
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "blocks of 16"),
         ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo"),
         ({"quant_method": "modelopt", "quant_algo": "FP8", "pre_quant_scale": True}, "pre_quant_scale"),
-        ({**MIXED, "quantized_layers": {Q: {"quant_algo": "FP8_PB_WO"}}}, "FP8_PB_WO"),
+        ({**MIXED, "quantized_layers": {Q: {"quant_algo": "W4A16_AWQ"}}}, "W4A16_AWQ"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "pre_quant_scale"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO", "group_size": 64}, "blocks of 128"),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8", "group_size": 16}, "blocks of 32"),
+        ({"quant_method": "mxfp8", "weight_block_size": [128, 128]}, r"MXFP8 has \[1, 32\]"),
+        ({"quant_method": "mxfp8", "scale_fmt": "float"}, "scale_fmt"),
+        ({"quant_method": "mxfp8", "surprise": 1}, "surprise"),
+        ({"quant_method": "fp8", "store_dtype": "int8"}, "store_dtype"),
+        (quark({**QUARK_FP8, "dtype": "int4"}), "int4 per_tensor"),
+        (quark({**QUARK_FP8, "qscheme": "per_group", "group_size": 128}), "groups of 128"),
+        (quark({**QUARK_FP8, "is_dynamic": True}), "stored scales"),
+        (quark({**QUARK_FP8, "surprise": 1}), "surprise"),
+        ({**quark(QUARK_FP8), "layer_type_quant_config": {"Embedding": {"weight": QUARK_FP8}}}, "Embedding"),
+        ({**quark(QUARK_FP8), "kv_cache_quant_config": {"*k_proj": {"output_tensors": {"dtype": "int8"}}}}, "int8"),
         ({**MIXED, "quantized_layers": {Q: {"quant_algo": "NVFP4", "group_size": 32}}}, "blocks of 16"),
         ({**MIXED, "quantized_layers": {Q: {}}}, "quant_algo"),
         ({**MIXED, "config_groups": {"group_0": {"targets": [GATE]}}}, "quantized_layers"),
@@ -384,6 +421,30 @@ def test_refused_methods_have_no_reader() -> None:
     assert not REFUSED.keys() & quant_methods().keys()
     with pytest.raises(ConfigError, match=r"'other'.*serves auto-round, awq, compressed-tensors, fp8"):
         read({"quant_method": "other"})
+
+
+@pytest.mark.parametrize("values", [{"quant_method": "exl3", "bits": 3.0}, {"bits": 4, "group_size": 64}])
+def test_refusals_say_which_upload_to_take(values: dict[str, Any]) -> None:
+    """Oracle: by hand: ExLlama's and MLX's files; names of uploads that are read, in one line."""
+    with pytest.raises(ConfigError, match=r"(ExLlama|MLX)'s.*take another upload.*FP8, AWQ, GPTQ-Int4") as caught:
+        read(values)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_quark_by_layer() -> None:
+    """Oracle: Quark's rules: excluded names, then named layers, then types, then all; scales of a cache are known."""
+    spec = read(
+        {
+            **quark(QUARK_FP4),
+            "exclude": ["lm_head", "re:.*o_proj"],
+            "layer_quant_config": {"*k_proj": {"weight": {**QUARK_FP8, "qscheme": "per_channel", "ch_axis": 0}}},
+            "kv_cache_quant_config": {"*k_proj": {"output_tensors": QUARK_FP8}},
+        }
+    )
+    layer = "model.layers.0.self_attn"
+    assert spec.scheme_of("lm_head") is spec.scheme_of(f"{layer}.o_proj") is None and spec.has_kv_scales
+    assert spec.scheme_of(f"{layer}.k_proj") == WeightScheme(packing="plain", kind="e4m3")
+    assert spec.scheme_of(Q) == WeightScheme(packing="mxfp4-weight", kind="e2m1", group=32)
 
 
 def test_formats_of_groups() -> None:

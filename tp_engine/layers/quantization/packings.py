@@ -3,12 +3,14 @@
 ::
 
     packing              codes                                scales                         zero points
-    plain                weight (N, K) fp8 or int8            weight_scale[_inv]
+    plain                weight (N, K) fp8 or int8            weight_scale[_inv], one per block, row or module
+    mxfp8                weight (N, K) fp8                    weight_scale[_inv] uint8 (N, K/32)
     pack-quantized       weight_packed int32 (N, K/8)         weight_scale (N, K/g)          (N/8, K/g)
     awq                  qweight int32 (K, N/8), interleaved  scales (K/g, N)                qzeros (K/g, N/8)
     gptq, gptq_v2        qweight int32 (K/8, N)               scales (K/g, N)                qzeros (K/g, N/8)
     mxfp4                X_blocks uint8 (E, N, K/32, 16)      X_scales uint8 (E, N, K/32)
     mxfp4-packed         weight_packed uint8 (N, K/2)         weight_scale uint8 (N, K/32)
+    mxfp4-weight         weight uint8 (N, K/2)                weight_scale uint8 (N, K/32)
     nvfp4                weight_packed uint8 (N, K/2)         weight_scale fp8 (N, K/16), 1 / weight_global_scale
     modelopt-nvfp4       weight uint8 (N, K/2)                weight_scale fp8 (N, K/16), weight_scale_2
 
@@ -18,7 +20,7 @@ A packing is a line of ``PACKINGS``.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -43,13 +45,17 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensors:
-    """What a module has on disk.  Rows have a factor each (``factors``), or a module has one (``factor``)."""
+    """What a module has on disk.  Rows have a factor each (``factors``), or a module has one (``factor``).
+
+    ``others`` are other shapes in which its scales, or its factors, are found.
+    """
 
     codes: StoredTensor
     scales: StoredTensor | None = None
     zeros: StoredTensor | None = None
     factors: StoredTensor | None = None
     factor: Scalar | None = None
+    others: tuple[StoredTensor, ...] = ()
     scale_type: torch.dtype | None = None
     """Scales of 8 bits are read as bytes; they are numbers of this type."""
 
@@ -84,7 +90,18 @@ def _plain(scheme: WeightScheme, group: int) -> Tensors:
         return Tensors(codes=codes, factor=Scalar(suffix=name))
     block = Unit(scheme.row_block, group)
     scales = StoredTensor(suffix=name, unit=block, unpacked=block, init=_DUMMY_SCALES[scheme.kind])
-    return Tensors(codes=codes, factors=scales) if scheme.group is None else Tensors(codes=codes, scales=scales)
+    if scheme.group is None:
+        return Tensors(codes=codes, factors=scales, others=(replace(scales, form="vector"),))
+    return Tensors(codes=codes, scales=scales, others=(replace(scales, form="singles"),))
+
+
+def _mxfp8(scheme: WeightScheme, group: int) -> Tensors:
+    codes = StoredTensor(suffix=".weight", dtype=torch.float8_e4m3fn, unpack=_as_bytes)
+    return Tensors(codes=codes, scales=_powers(f".{scheme.scale_name}"), scale_type=torch.float8_e8m0fnu)
+
+
+def _mxfp4_packed(scheme: WeightScheme, group: int, *, codes: str) -> Tensors:
+    return Tensors(codes=_bytes(codes), scales=_powers(".weight_scale"), scale_type=torch.float8_e8m0fnu)
 
 
 def _pack_quantized(scheme: WeightScheme, group: int) -> Tensors:
@@ -152,9 +169,9 @@ PACKINGS: dict[str, Callable[[WeightScheme, int], Tensors]] = {
     "gptq": partial(_gptq, less_one=True),
     "gptq_v2": partial(_gptq, less_one=False),
     "mxfp4": _mxfp4,
-    "mxfp4-packed": lambda scheme, group: Tensors(
-        codes=_bytes(".weight_packed"), scales=_powers(".weight_scale"), scale_type=torch.float8_e8m0fnu
-    ),
+    "mxfp4-packed": partial(_mxfp4_packed, codes=".weight_packed"),
+    "mxfp4-weight": partial(_mxfp4_packed, codes=".weight"),
+    "mxfp8": _mxfp8,
     "nvfp4": partial(
         _nvfp4, codes=".weight_packed", factor=Scalar(suffix=".weight_global_scale", decode=torch.reciprocal)
     ),

@@ -133,7 +133,7 @@ class Quantised:
             "codes": parameter(of_codes, torch.uint8, (way.sources(tensors.codes, of_codes, pack) for way in ways))
         }
         if tensors.scales is not None:
-            alternatives = [way.sources(tensors.scales, unit) for way in ways]
+            alternatives = [way.sources(one, unit) for way in ways for one in (tensors.scales, *tensors.others)]
             made = parameter(unit, torch.uint8 if tensors.scale_type else None, alternatives)
             found["scales"] = made if tensors.scale_type else keep_stored_type(made)
         if tensors.zeros is not None:
@@ -141,7 +141,8 @@ class Quantised:
             found["zeros"] = parameter(of_groups, torch.int8, alternatives)
         factors, factor = tensors.factors, tensors.factor
         if factors is not None:
-            alternatives = [way.sources(factors, Unit(1, factors.unit.columns)) for way in ways]
+            kept = Unit(1, factors.unit.columns)
+            alternatives = [way.sources(one, kept) for way in ways for one in (factors, *tensors.others)]
             found["factors"] = parameter(of_rows, torch.float32, alternatives)
         elif factor is not None:
             alternatives = [sources for way in ways for sources in way.scalar_sources(factor)]

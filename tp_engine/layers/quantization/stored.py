@@ -17,7 +17,7 @@ cuts afterwards.
 from dataclasses import dataclass
 from functools import partial
 from math import gcd
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -33,6 +33,7 @@ class Unit(NamedTuple):
     columns: int
 
 
+_T = TypeVar("_T")
 ONE = Unit(1, 1)
 _SCALAR_SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1))  # all are found on disk
 
@@ -43,7 +44,8 @@ class StoredTensor:
 
     It is rows first, or columns first if ``is_turned``; each element is ``tail`` numbers.  ``unpack`` takes the tensor
     rows first and returns (rows, columns), one value for each ``unpacked`` of the weight.  ``dtype`` is the type on
-    disk, None: any float.
+    disk, None: any float.  ``form``: it has two dimensions, ``singles`` one of a single element behind each of them, or
+    rows alone (``vector``).
     """
 
     suffix: str
@@ -54,6 +56,12 @@ class StoredTensor:
     tail: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
     init: float | None = None
+    form: Literal["matrix", "singles", "vector"] = "matrix"
+
+    def shaped(self, rows: _T, columns: _T, single: _T) -> tuple[_T, ...]:
+        """Return what describes each dimension on disk."""
+        shapes = {"matrix": (rows, columns), "singles": (rows, single, columns, single), "vector": (rows,)}
+        return shapes[self.form]
 
 
 WEIGHT = StoredTensor(suffix=".weight")
@@ -162,7 +170,8 @@ class LinearShape:
             repeats.append(unpacked // step)
 
         def decode(values: torch.Tensor) -> torch.Tensor:
-            found = tensor.unpack(values.transpose(0, 1) if tensor.is_turned else values)
+            matrix = values if tensor.form == "matrix" else values.reshape(len(values), -1)
+            found = tensor.unpack(matrix.transpose(0, 1) if tensor.is_turned else matrix)
             for dim in (0, 1):
                 found = found.repeat_interleave(repeats[dim], dim) if repeats[dim] > 1 else found
                 found = found.narrow(dim, *cuts[dim])
@@ -175,8 +184,8 @@ class LinearShape:
         counts = ceil_div(part.rows.size, unit.rows), ceil_div(self.columns.size, unit.columns)
         return Source(
             name=part.name + tensor.suffix,
-            shape=(*sizes, *tensor.tail),
-            taken=(*spans, *whole(tensor.tail)),
+            shape=(*tensor.shaped(sizes[0], sizes[1], 1), *tensor.tail),
+            taken=(*tensor.shaped(spans[0], spans[1], Span(0, 1)), *whole(tensor.tail)),
             target=(Span(first // unit.rows, counts[0]), Span(0, counts[1])),
             decode=part.decode if tensor == WEIGHT else decode,
             dtype=tensor.dtype,

@@ -14,8 +14,8 @@ from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.quantization import QuantizationSpec
 
 _REMEDY = (
-    "use another quantisation of the model (FP8, AWQ, GPTQ, MXFP4, NVFP4, or w4a16 and w8a8 of compressed-tensors), "
-    "or the unquantised one with --quantization"
+    "take another upload of the same model: one whose name ends in FP8, AWQ, GPTQ-Int4, NVFP4, MXFP4, w4a16 or w8a8, "
+    "or its maker's own, which --quantization int8 or int4 makes as small"
 )
 
 # Methods that are refused: why.
@@ -31,7 +31,8 @@ REFUSED = {
     "eetq": "its layout is not read",
     "quanto": "its layout is not read",
     "torchao": "its layout is not read",
-    "quark": "its layout is not read",
+    "w4afp8": "its integers of 4 bits are in an order of SGLang's",
+    "fp_quant": "rotations of activations are not computed here",
     "fbgemm_fp8": "its layout is not read",
     "bitnet": "its weights of 2 bits are not read",
     "spqr": "its layout is not read",
@@ -60,10 +61,10 @@ def read_quantization(config: ConfigJson) -> QuantizationSpec | None:
     method = _method(own)
     reader = quant_methods().get(method)
     if reader is None:
-        why = f": {REFUSED[method]}" if method in REFUSED else ""
+        why = REFUSED.get(method, f"it serves {', '.join(quant_methods())}")
         raise ConfigError(
-            f"config.json: quantization_config: quant_method is {shown(method)}, which is not served here{why}; "
-            f"it serves {', '.join(quant_methods())}: {_REMEDY}"
+            f"config.json: quantization_config: quant_method is {shown(method)}, which is not served here: {why}; "
+            f"{_REMEDY}"
         )
     found = reader(own)
     own.finish_strictly()

@@ -46,6 +46,7 @@ _FORMATS = {
     "naive-quantized": _Format("plain", ("e4m3", "int8"), ("channel", "tensor")),
     "nvfp4-pack-quantized": _Format("nvfp4", ("e2m1",), ("tensor_group",), group=16),
     "mxfp4-pack-quantized": _Format("mxfp4-packed", ("e2m1",), ("group",), group=32),
+    "mxfp8-quantized": _Format("mxfp8", ("e4m3",), ("group",), group=32),
 }
 _MIXED = "mixed-precision"
 

@@ -9,6 +9,7 @@ _CHOICES = {
     "fmt": ("e4m3", "float8_e4m3fn"),
     "scale_fmt": ("float32", "float", "ue8m0"),  # ue8m0: in float32 (DeepSeek-V3.1) or 8 bits
     "expert_dtype": ("fp8",),
+    "store_dtype": ("fp8", "e4m3", "float8_e4m3fn"),
     "activation_scheme": ("dynamic", "static"),
 }
 

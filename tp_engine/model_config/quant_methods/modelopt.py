@@ -1,16 +1,19 @@
-"""``modelopt``: NVIDIA's FP8 with a scale per tensor, and NVFP4, alone or mixed, in config.json or in
-hf_quant_config.json."""
+"""``modelopt``: NVIDIA's FP8 with a scale per tensor, row or block, MXFP8 and NVFP4, alone or mixed, in config.json or
+in hf_quant_config.json."""
 
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.quant_methods.compressed_tensors import KV_SCALES, has_kv_scales
 from tp_engine.model_config.quantization import EVERY_MODULE, QuantizationSpec, WeightScheme
 
-METHODS = ("modelopt", "modelopt_fp4")
-BLOCK = 16
+METHODS = ("modelopt", "modelopt_fp4", "modelopt_mxfp8")
 MIXED = "MIXED_PRECISION"
-_NVFP4 = WeightScheme(packing="modelopt-nvfp4", kind="e2m1", group=BLOCK)
+_NVFP4 = WeightScheme(packing="modelopt-nvfp4", kind="e2m1", group=16)
 _SCHEMES = {
     "FP8": WeightScheme(packing="plain", kind="e4m3", row_block=None, activations="tensor"),
+    "FP8_PER_CHANNEL_PER_TOKEN": WeightScheme(packing="plain", kind="e4m3", activations="token"),
+    "FP8_PB_WO": WeightScheme(packing="plain", kind="e4m3", group=128, row_block=128),
+    "MXFP8": WeightScheme(packing="mxfp8", kind="e4m3", group=32),
+    "W4A8_MXFP4_FP8": WeightScheme(packing="mxfp4-weight", kind="e2m1", group=32),
     "NVFP4": _NVFP4,
     "W4A16_NVFP4": _NVFP4,
 }
@@ -58,16 +61,18 @@ def _named(config: ConfigJson) -> tuple[tuple[str, WeightScheme | None], ...]:
 
 def _scheme(config: ConfigJson, algorithm: str) -> WeightScheme:
     if algorithm not in _SCHEMES:
+        why = "its scales of inputs (pre_quant_scale) are not applied; " if algorithm.endswith("_AWQ") else ""
         raise config.refusal(
             "quant_algo",
             algorithm,
-            f"this engine reads {', '.join(_SCHEMES)} of modelopt",
+            f"{why}this engine reads {', '.join(_SCHEMES)} of modelopt",
             "look for such a checkpoint, or one in FP8 or w4a16 of compressed-tensors",
         )
-    group = config.take("group_size", int, BLOCK)
-    if algorithm != "FP8" and group != BLOCK:
-        raise config.refusal("group_size", group, f"NVFP4 has blocks of {BLOCK}", "use another checkpoint")
-    return _SCHEMES[algorithm]
+    scheme, group = _SCHEMES[algorithm], config.take("group_size", int)
+    if scheme.group is not None and group not in (None, scheme.group):
+        rule = f"{algorithm} has blocks of {scheme.group}"
+        raise config.refusal("group_size", group, rule, "use another checkpoint")
+    return scheme
 
 
 def _check_groups(config: ConfigJson, targets: tuple[str, ...]) -> None:
