@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from tp_engine.api.anthropic.client_tools import client_function
 from tp_engine.api.anthropic.events import MessageWriter
 from tp_engine.api.anthropic.messages import TOOL_CHANGES, chat_messages
 from tp_engine.api.anthropic.protocol import CountTokensBody, MessagesBody, Tool, ToolChoice
@@ -124,6 +125,9 @@ def _offered(body: CountTokensBody) -> list[Tool]:
 def _tools(tools: list[Tool]) -> list[dict[str, Any]] | None:
     found = []
     for number, tool in enumerate(tools):
+        if (described := client_function(tool)) is not None:
+            found.append({"type": "function", "function": described})
+            continue
         if tool.type not in (None, "custom"):
             warn_once(logger, "tools of the type %s are left out of messages: this server runs none", tool.type[:80])
             continue

@@ -17,6 +17,7 @@ from typing import Any
 from tp_engine.api.openai.chat_events import Call, ChatEventWriter, JsonObject
 from tp_engine.api.openai.reasoning_seal import ReasoningSeal
 from tp_engine.api.openai.requests import PreparedAnswer
+from tp_engine.api.openai.responses_api.client_tools import ClientTool
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
 from tp_engine.api.openai.responses_api.tools import CallableTool, ResponseTools, custom_input
 
@@ -71,8 +72,10 @@ class ResponseWriter(ChatEventWriter):
         return self._numbered([{"type": "response.failed", "response": response}])
 
     def _open(self, kind: str, call: Call) -> list[JsonObject]:
-        if kind == "call":
-            tool = self._tools.called(call[1])
+        tool = self._tools.called(call[1]) if kind == "call" else None
+        if tool is not None and tool.client is not None:
+            self._item = _ClientCall(call[0], tool, tool.client)
+        elif tool is not None:
             self._item = _OutputItem("custom_tool_call" if tool.is_custom else "function_call", call[0], tool)
         else:
             summarises = kind == "reasoning" and self._summarises
@@ -204,6 +207,39 @@ class _OutputItem:
     def _named(self, name: str, fields: JsonObject, logprobs: list[Mapping[str, Any]] | None = None) -> JsonObject:
         event = {"type": f"response.{self._event}.{name}", **self._id, **fields}
         return event | ({"logprobs": logprobs} if self._kind == "message" else {})
+
+
+class _ClientCall(_OutputItem):
+    """A call of a tool that OpenAI has described; it comes whole, because its item can not be told from a part of it.
+
+    Arguments that the tool does not have are those of a function, so that the client sees what the model wrote.
+    """
+
+    def __init__(self, call_id: str, tool: CallableTool, client: ClientTool) -> None:
+        super().__init__("function_call", call_id, tool)
+        self._client = client
+        self._id = {"item_id": f"{client.prefix}_{uuid.uuid4().hex}"}
+        self._call = {"id": self._id["item_id"], "type": client.item, "call_id": call_id}
+
+    def opened(self) -> list[JsonObject]:
+        return []
+
+    def add(self, text: str, logprobs: list[Mapping[str, Any]]) -> list[JsonObject]:
+        self._pieces.append(text)
+        return []
+
+    def closed(self) -> list[JsonObject]:
+        text = "".join(self._pieces)
+        if self._client.fields(text) is not None:
+            return [{"type": "response.output_item.added", "item": self.json("in_progress")}]
+        self._pieces = []
+        return [*super().opened(), *super().add(text, []), *super().closed()]
+
+    def json(self, status: str, seal: ReasoningSeal | None = None) -> JsonObject:
+        fields = self._client.fields("".join(self._pieces))
+        if fields is None:
+            return super().json(status, seal)
+        return {**self._call, **fields, "status": status if status == "in_progress" else "completed"}
 
 
 def _running(body: ResponsesBody, chat: PreparedAnswer) -> JsonObject:

@@ -5,6 +5,7 @@
 | function | the function | function_call |
 | custom | a function with one text, ``input`` | custom_tool_call |
 | namespace | its functions, as ``NAMESPACE__NAME`` | function_call with a namespace |
+| one of ``client_tools.py``, which the client runs | a function with the published schema | the tool's own item |
 | any other kind: a server would run it | nothing; the log says so | - |
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from tp_engine.api.openai.responses_api.client_tools import CLIENT_TOOLS, ClientTool, client_tool, described
 from tp_engine.errors import RequestError, shown
 from tp_engine.log import get_logger, warn_once
 
@@ -36,12 +38,13 @@ _INPUT_SCHEMA = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallableTool:
     """A tool that the model may call.  ``function`` is what a chat has of it; ``name`` and ``namespace`` are the
-    client's own names.  ``is_custom``: its argument is plain text."""
+    client's own names.  ``is_custom``: its argument is plain text.  ``client``: it is one that OpenAI has described."""
 
     function: Mapping[str, Any]
     name: str
     namespace: str | None = None
     is_custom: bool = False
+    client: ClientTool | None = None
 
     def within(self, namespace: str | None) -> CallableTool:
         """Return the tool as one of ``namespace``; as it is for None."""
@@ -69,8 +72,11 @@ class ResponseTools:
                     raise RequestError(
                         f"{where} has the type {shown(kind, 60)}; it must be text, such as function", param="tools"
                     )
+                client = client_tool(one)
                 if kind in _CALLABLE:
                     found.append(_CALLABLE[kind](where, one).within(namespace))
+                elif client is not None:
+                    found.append(CallableTool(function=described(client, one), name=client.name, client=client))
                 else:
                     left_out[kind] = None
                     warn_once(
@@ -90,7 +96,7 @@ class ResponseTools:
                 self._require(self.tools, "tool_choice is required")
             return _chat_tools(self.tools), choice if self.tools or choice not in ("auto", "none") else None
         kind = choice.get("type")
-        if kind in _CALLABLE:
+        if kind in _CALLABLE or kind in CLIENT_TOOLS:
             name = next(iter(self._flat_names([choice])), choice.get("name"))
             return _chat_tools(self.tools), {"type": "function", "function": {"name": name}}
         if kind == "allowed_tools":
@@ -99,8 +105,8 @@ class ResponseTools:
                 self._require(allowed, "tool_choice requires one of its tools")
             return _chat_tools(allowed), mode if allowed else None
         raise RequestError(
-            f"tool_choice has the type {shown(kind, 60)}, which this server does not run; it must be function, custom "
-            "or allowed_tools, or one of the words auto, none, required",
+            f"tool_choice has the type {shown(kind, 60)}, which this server does not run; it must be function, custom, "
+            "allowed_tools or a tool that the client runs, or one of the words auto, none, required",
             param="tool_choice",
         )
 
@@ -122,7 +128,8 @@ class ResponseTools:
         own = {tool.name: tool.function["name"] for tool in self.tools if num_own[tool.name] == 1}
         found = set()
         for entry in entries:
-            name, namespace = entry.get("name"), entry.get("namespace")
+            kind, namespace = entry.get("type"), entry.get("namespace")
+            name = CLIENT_TOOLS[str(kind)].name if kind in CLIENT_TOOLS else entry.get("name")
             if isinstance(name, str):
                 known = name if name in flat else own.get(name, name)
                 found.add(known if namespace is None else flat_name(namespace, name))
