@@ -3,11 +3,11 @@
 import enum
 import time
 
-from tp_engine.hooks import Hooks
 from tp_engine.plan import Admission
 from tp_engine.sched.blocks.block_manager import Donation, Hits
 from tp_engine.sched.blocks.prefix_cache import BlockName, identity
 from tp_engine.sched.blocks.snapshots import Snapshots
+from tp_engine.sched.feature import SchedulerHooks
 from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import NO_ROW, Entry, Sequence, SequencePhase
@@ -30,11 +30,11 @@ class Admitter:
     of their adapter, are passed.  It decides one sequence after the other, and gives rows and blocks to many at
     once."""
 
-    def __init__(self, state: SchedulerState, feature_hooks: Hooks) -> None:
+    def __init__(self, state: SchedulerState, hooks: SchedulerHooks) -> None:
         self._state = state
         self._rows = state.rows
         self._blocks = state.blocks
-        self._hooks = feature_hooks
+        self._hooks = hooks
         self._entries: list[Entry] = []  # of this step, not seated yet
         self._names: set[BlockName] = set()  # of what they will publish
         self._num_owed = 0  # blocks that they will take
@@ -78,8 +78,10 @@ class Admitter:
             self._seat(builder)
             hits = self._blocks.find_hits(sequence)
         for review in self._hooks.review_hits:
-            if (hits := review(sequence, hits)) is None:
+            reviewed = review(sequence, hits)
+            if reviewed is None:
                 return Verdict.GONE
+            hits = reviewed
         if self._loading and self._is_loading(hits.next_name):
             return Verdict.DEFERRED  # a row that waits for its loads will compute that block
         snapshots = self._blocks.snapshots

@@ -9,11 +9,13 @@
     Scheduler.update      on_result -> the tokens are entered -> extend_output
     a sequence            on_leave (it gives back its row) -> on_end -> on_request_end
 
-``features.py`` makes all features.  The scheduler calls only the hooks that a feature overrides, so a step
-costs nothing for what is switched off.
+``features.py`` makes all features.  Each appends its functions to the hooks that it needs, so a step costs nothing for
+what is switched off.
 """
 
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from tp_engine.plan import StepPlan, StepResult
@@ -23,98 +25,94 @@ from tp_engine.sched.sequence import RequestGroup, Sequence
 from tp_engine.sched.step_scheduler import StepPlanBuilder
 
 
-class SchedulerFeature:
-    """The base of all features; each hook does nothing."""
+@dataclass(slots=True)
+class SchedulerHooks:
+    """What the scheduler calls, by hook: the functions of all features that are on, in the features' order."""
 
-    def resolve(self, request: EngineRequest) -> EngineRequest:
-        """Return the request as the scheduler is to see it; ``RequestError`` if it can not be served."""
-        return request
+    resolve: list[Callable[[EngineRequest], EngineRequest]] = field(default_factory=list)
+    """The request as the scheduler is to see it; ``RequestError`` if it can not be served."""
 
-    def on_add(self, group: RequestGroup) -> None:
-        """See a request whose sequences have just been queued, or wait for their grammar."""
+    on_add: list[Callable[[RequestGroup], None]] = field(default_factory=list)
+    """A request's sequences have just been queued, or wait for their grammar."""
 
-    def announce(self, session: str, cache_key: str, step_id: int) -> None:
-        """See that a client's session (``SamplingParams.prompt_cache_key``) will go on soon; its prefixes begin with
-        ``cache_key``."""
+    announce: list[Callable[[str, str, int], None]] = field(default_factory=list)
+    """``session, cache_key, step_id``: a client's session (``SamplingParams.prompt_cache_key``) will go on soon; its
+    prefixes begin with ``cache_key``."""
 
-    def cache_salt(self, salt: str) -> str:
-        """Return what stands for a request's salt in the prefix cache."""
-        return salt
+    cache_salt: list[Callable[[str], str]] = field(default_factory=list)
+    """What stands for a request's salt in the prefix cache."""
 
-    def poll(self) -> None:
-        """Take in what happened since the last plan, before the next one is made."""
+    poll: list[Callable[[], None]] = field(default_factory=list)
+    """Takes in what happened since the last plan, before the next one is made."""
 
-    def must_wait(self) -> bool:
-        """Return whether the next plan must be made after the results of all steps in flight, of which there are
-        some."""
-        return False
+    must_wait: list[Callable[[], bool]] = field(default_factory=list)
+    """Whether the next plan must be made after the results of all steps in flight, of which there are some."""
 
-    def wants_step(self) -> bool:
-        """Return whether the next step has something for this feature; asked while no step is in flight."""
-        return False
+    wants_step: list[Callable[[], bool]] = field(default_factory=list)
+    """Whether the next step has something for this feature; asked while no step is in flight."""
 
-    def begin_plan(self, builder: StepPlanBuilder) -> None:
-        """Change the running rows before a step that is not steady is put together."""
+    begin_plan: list[Callable[[StepPlanBuilder], None]] = field(default_factory=list)
+    """Changes the running rows before a step that is not steady is put together."""
 
-    def extend_plan(self, builder: StepPlanBuilder) -> None:
-        """Add to a step that is not steady, behind decodes, prefills and admissions."""
+    extend_plan: list[Callable[[StepPlanBuilder], None]] = field(default_factory=list)
+    """Adds to a step that is not steady, behind decodes, prefills and admissions."""
 
-    def must_send(self) -> bool:
-        """Return whether a plan must go out although nothing is to run, while no step is in flight."""
-        return False
+    must_send: list[Callable[[], bool]] = field(default_factory=list)
+    """Whether a plan must go out although nothing is to run, while no step is in flight."""
 
-    def finish_plan(self, plan: StepPlan) -> StepPlan:
-        """Return the plan with what this feature has for the ranks."""
-        return plan
+    finish_plan: list[Callable[[StepPlan], StepPlan]] = field(default_factory=list)
+    """The plan with what this feature has for the ranks."""
 
-    def after_plan(self, step_id: int) -> None:
-        """Prepare later steps, once the plan of ``step_id`` is made."""
+    after_plan: list[Callable[[int], None]] = field(default_factory=list)
+    """``step_id``: prepares later steps, once this step's plan is made."""
 
-    def begin_admission(self, step_id: int) -> None:
-        """See that the sequences that may enter in this step come next, in order."""
+    begin_admission: list[Callable[[int], None]] = field(default_factory=list)
+    """``step_id``: the sequences that may enter in this step come next, in order."""
 
-    def may_enter(self, sequence: Sequence) -> bool:
-        """Return whether a waiting sequence may enter now; if not, it lets others pass."""
-        return True
+    may_enter: list[Callable[[Sequence], bool]] = field(default_factory=list)
+    """Whether a waiting sequence may enter now; if not, it lets others pass."""
 
-    def review_hits(self, sequence: Sequence, hits: Hits) -> Hits | None:
-        """Return the hits with which a waiting sequence begins; None if it waits for better ones, out of the queue."""
-        return hits
+    review_hits: list[Callable[[Sequence, Hits], Hits | None]] = field(default_factory=list)
+    """The hits with which a waiting sequence begins; None if it waits for better ones, out of the queue."""
 
-    def limit_chunk(self, sequence: Sequence, start: int, end: int) -> int:
-        """Return where the next chunk of a sequence, from token ``start`` on, ends that could go to ``end``; it may not
-        be scheduled in this step after all.  ``start``: it waits."""
-        return end
+    limit_chunk: list[Callable[[Sequence, int, int], int]] = field(default_factory=list)
+    """``sequence, start, end``: where the next chunk, from token ``start`` on, ends that could go to ``end``; it may
+    not be scheduled in this step after all.  ``start``: it waits."""
 
-    def on_enter(self, sequence: Sequence) -> None:
-        """See a sequence that gets a row in this step."""
+    on_enter: list[Callable[[Sequence], None]] = field(default_factory=list)
+    """A sequence gets a row in this step."""
 
-    def on_leave(self, sequence: Sequence) -> None:
-        """See a sequence that gives back its row."""
+    on_leave: list[Callable[[Sequence], None]] = field(default_factory=list)
+    """A sequence gives back its row."""
 
-    def on_result(self, plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepResult]:
-        """Return a step's plan and result without what this feature had added to the step."""
-        return plan, result
+    on_result: list[Callable[[StepPlan, StepResult], tuple[StepPlan, StepResult]]] = field(default_factory=list)
+    """A step's plan and result without what this feature had added to the step."""
 
-    def extend_output(self, output: StepOutput) -> Iterable[Sequence]:
-        """Add this feature's tokens of the step to ``output``; return the sequences that end with them."""
-        return ()
+    extend_output: list[Callable[[StepOutput], Iterable[Sequence]]] = field(default_factory=list)
+    """Adds this feature's tokens of the step to the output; gives the sequences that end with them."""
 
-    def on_end(self, sequence: Sequence) -> None:
-        """See a sequence that has ended for good, after it had a row."""
+    on_end: list[Callable[[Sequence], None]] = field(default_factory=list)
+    """A sequence has ended for good, after it had a row."""
 
-    def on_request_end(self, group: RequestGroup) -> None:
-        """See a request whose last sequence has ended."""
+    on_request_end: list[Callable[[RequestGroup], None]] = field(default_factory=list)
+    """A request's last sequence has ended."""
 
-    def on_new_weights(self) -> None:
-        """See that the weights are others from now on: what is cached is not found any more."""
+    on_new_weights: list[Callable[[], None]] = field(default_factory=list)
+    """The weights are others from now on: what is cached is not found any more."""
 
-    def reset_mm_cache(self) -> None:
-        """Forget what was computed of images; rows may be running."""
+    reset_mm_cache: list[Callable[[], None]] = field(default_factory=list)
+    """Forgets what was computed of images; rows may be running."""
 
-    def stats(self) -> dict[str, Any]:
-        """Return fields of ``SchedulerStats``."""
-        return {}
+    stats: list[Callable[[], dict[str, Any]]] = field(default_factory=list)
+    """Fields of ``SchedulerStats``."""
 
-    def check_integrity(self) -> None:
-        """Assert that the feature agrees with itself."""
+    check_integrity: list[Callable[[], None]] = field(default_factory=list)
+    """Asserts that the feature agrees with itself."""
+
+
+class SchedulerFeature(ABC):
+    """The base of all features."""
+
+    @abstractmethod
+    def attach(self, hooks: SchedulerHooks) -> None:
+        """Append to ``hooks`` what this feature does."""

@@ -30,7 +30,7 @@ from tp_engine.plan import IntArray, StepPlan, StepResult
 from tp_engine.request import EngineRequest
 from tp_engine.sched.encoder_cache import EncoderCache
 from tp_engine.sched.encodes import Encodes
-from tp_engine.sched.feature import SchedulerFeature
+from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks
 from tp_engine.sched.limits import ImageLimits
 from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import RequestGroup, Sequence
@@ -84,6 +84,20 @@ class Images(SchedulerFeature):
         self._closing: deque[tuple[int, list[PixelFile]]] = deque()
         self._last_plan = self._last_result = 0
         self._counters = ImageCounters()
+
+    def attach(self, hooks: SchedulerHooks) -> None:
+        hooks.resolve.append(self.resolve)
+        hooks.on_add.append(self.on_add)
+        hooks.begin_plan.append(self.begin_plan)
+        hooks.must_send.append(self.must_send)
+        hooks.finish_plan.append(self.finish_plan)
+        hooks.limit_chunk.append(self.limit_chunk)
+        hooks.on_result.append(self.on_result)
+        hooks.on_request_end.append(self.on_request_end)
+        hooks.on_new_weights.append(self.on_new_weights)
+        hooks.reset_mm_cache.append(self.reset_mm_cache)
+        hooks.stats.append(self.stats)
+        hooks.check_integrity.append(self.check_integrity)
 
     def resolve(self, request: EngineRequest) -> EngineRequest:
         """Check the images of a request, and hold their pixels from now on, whatever their sender does."""
@@ -143,7 +157,7 @@ class Images(SchedulerFeature):
         return limit
 
     def finish_plan(self, plan: StepPlan) -> StepPlan:
-        """Do as ``SchedulerFeature``: the images of rows that enter, of chunks, and those to encode."""
+        """Add the images of rows that enter, of chunks, and those to encode."""
         self._last_plan = plan.step_id
         if not self._prompts or not (len(plan.prefill_rows) or plan.admitted or self._encodes):
             return plan

@@ -28,7 +28,7 @@ from tp_engine.plan import BoolArray
 from tp_engine.sched.blocks.cache_keys import CacheKey
 from tp_engine.sched.blocks.lru_queue import BlockIds
 from tp_engine.sched.blocks.prefix_cache import Identity, PrefixCache, Run
-from tp_engine.sched.feature import SchedulerFeature
+from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks
 from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.lora import LoRASlots
 
@@ -127,6 +127,10 @@ class KVEvents(SchedulerFeature):
         if runs := self._runs():
             sink.put(Rebuilt(runs, is_behind_gap=False))
 
+    def attach(self, hooks: SchedulerHooks) -> None:
+        hooks.on_new_weights.append(self.on_new_weights)
+        hooks.stats.append(self.stats)
+
     def inserted(self, run: Run) -> None:
         self._last_serial = run.serial
         if self._is_told(run):
@@ -143,7 +147,7 @@ class KVEvents(SchedulerFeature):
         self._put(Cleared())
 
     def on_new_weights(self) -> None:
-        """Do as ``SchedulerFeature``: what is cached is not found any more."""
+        """Tell that what is cached is not found any more."""
         self._first_serial = self._last_serial + 1
         self._put(Cleared())
 

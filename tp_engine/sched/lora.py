@@ -26,7 +26,7 @@ import numpy as np
 from tp_engine.errors import RequestError, shown
 from tp_engine.plan import NO_IDS, NO_PAIRS, StepPlan
 from tp_engine.request import EngineRequest
-from tp_engine.sched.feature import SchedulerFeature
+from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks
 from tp_engine.sched.sequence import RequestGroup, Sequence
 
 PATIENCE = 64
@@ -63,6 +63,18 @@ class LoRASlots(SchedulerFeature):
         self._must_drain = False
         self._loads: list[tuple[int, int]] = []
         self._drops: list[int] = []
+
+    def attach(self, hooks: SchedulerHooks) -> None:
+        hooks.resolve.append(self.resolve)
+        hooks.on_add.append(self.on_add)
+        hooks.finish_plan.append(self.finish_plan)
+        hooks.begin_admission.append(self.begin_admission)
+        hooks.may_enter.append(self.may_enter)
+        hooks.on_enter.append(self.on_enter)
+        hooks.on_leave.append(self.on_leave)
+        hooks.on_request_end.append(self.on_request_end)
+        hooks.stats.append(self.stats)
+        hooks.check_integrity.append(self.check_integrity)
 
     def __contains__(self, name: str) -> bool:
         """Whether an adapter is loaded under this name."""
@@ -102,7 +114,7 @@ class LoRASlots(SchedulerFeature):
         return replace(request, adapter_generation=self._named[request.adapter])
 
     def on_add(self, group: RequestGroup) -> None:
-        """Do as ``SchedulerFeature``: the request keeps its adapter loaded."""
+        """Keep the request's adapter loaded."""
         if (generation := group.request.adapter_generation) != NO_ADAPTER:
             self._num_requests[generation] += 1
 
@@ -115,7 +127,7 @@ class LoRASlots(SchedulerFeature):
         self._step_id, self._must_drain = step_id, False
 
     def may_enter(self, sequence: Sequence) -> bool:
-        """Do as ``SchedulerFeature``: whether its adapter has a slot, or can get one, if it has an adapter."""
+        """Return whether its adapter, if it has one, has a slot or can get one."""
         generation = sequence.adapter
         if generation == NO_ADAPTER:
             return True
@@ -128,7 +140,7 @@ class LoRASlots(SchedulerFeature):
         return False
 
     def on_enter(self, sequence: Sequence) -> None:
-        """Do as ``SchedulerFeature``: the sequence gets its adapter's slot."""
+        """Give the sequence its adapter's slot."""
         generation = sequence.adapter
         if generation == NO_ADAPTER:
             return

@@ -28,13 +28,14 @@ import numpy as np
 import numpy.typing as npt
 
 from tp_engine.errors import RequestError
-from tp_engine.hooks import Feature, Hooks, find_feature
+from tp_engine.hooks import Feature, find_feature
 from tp_engine.plan import IntArray, StepPlan, StepResult
 from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
 from tp_engine.sched.admission import Admitter
 from tp_engine.sched.blocks.cache_keys import CacheKeys
 from tp_engine.sched.constraint import FillMasks, Grammar
 from tp_engine.sched.decode_run import RowSet
+from tp_engine.sched.feature import SchedulerHooks
 from tp_engine.sched.features import make_features
 from tp_engine.sched.kv_events import KVEventSink
 from tp_engine.sched.limits import SchedulerLimits
@@ -72,7 +73,9 @@ class Scheduler:
         self._steady = SteadySteps(self.state, self._stops)
         parts = (self.state, self._builder, self._stops, fill_masks, proposers, kv_events)
         self._features = list(make_features(*parts))
-        self._hooks = Hooks(self._features)
+        self._hooks = SchedulerHooks()
+        for feature in self._features:
+            feature.attach(self._hooks)
         self.state.on_leave, self.state.limit_chunk = self._hooks.on_leave, self._hooks.limit_chunk
         self._cache_keys = CacheKeys(self._hooks.cache_salt)
         self._admitter = Admitter(self.state, self._hooks)
@@ -283,8 +286,8 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert that all parts agree; for idle times and tests."""
         self.state.check_integrity()
-        for feature in self._features:
-            feature.check_integrity()
+        for check_integrity in self._hooks.check_integrity:
+            check_integrity()
         counts = np.array([group.check_integrity() for group in self._groups.values()]).reshape(-1, 3).sum(axis=0)
         num_parked = self.state.num_parked
         assert counts.tolist() == [self.state.rows.num_running, len(self.state.waiting) + num_parked, num_parked]

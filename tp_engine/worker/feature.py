@@ -8,11 +8,13 @@
       replayed          the recording -> on_sampled
     recordings          state_room, keep_rows, record, forget
 
-``features.py`` makes all features.  The runner calls only the hooks that a feature overrides.
+``features.py`` makes all features.  Each appends its functions to the hooks that it needs.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,69 +27,71 @@ from tp_engine.worker.graphs.recorder import Recorder
 from tp_engine.worker.results.readback import PendingStep
 
 
-class RunnerFeature:
-    """The base of all features; each hook does nothing.  ``_model`` is for those that have it."""
+@dataclass(slots=True)
+class RunnerHooks:
+    """What a runner calls, by hook: the functions of all features that are on, in the features' order."""
 
-    _model: CausalLM
+    admit: list[Callable[[Sequence[Admission]], None]] = field(default_factory=list)
+    """Takes in the sequences that get a row in the next step, if there are any."""
 
-    def admit(self, admitted: Sequence[Admission]) -> None:
-        """Take in the sequences that get a row in the next step, if there are any."""
+    apply: list[Callable[[StepPlan], None]] = field(default_factory=list)
+    """Takes in the plan's other changes, behind those of the batch and the sampler, before the copies of blocks."""
 
-    def apply(self, plan: StepPlan) -> None:
-        """Take in the plan's other changes, behind those of the batch and the sampler, before the copies of blocks."""
+    must_launch: list[Callable[[StepPlan], bool]] = field(default_factory=list)
+    """Whether the step can not be replayed, because more is read of it, or does more, than is recorded.  Steps of an
+    equal ``rows_epoch`` without prompts are alike."""
 
-    def must_launch(self, plan: StepPlan) -> bool:
-        """Return whether the step can not be replayed, because more is read of it, or does more, than is recorded.
-        Steps of an equal ``rows_epoch`` without prompts are alike."""
-        return False
+    on_inputs: list[Callable[[PendingStep, StepInputs], None]] = field(default_factory=list)
+    """Sees the inputs of a launched step."""
 
-    def on_inputs(self, step: PendingStep, inputs: StepInputs) -> None:
-        """See the inputs of a launched step."""
+    reads_all: list[Callable[[StepInputs], bool]] = field(default_factory=list)
+    """Whether ``on_hidden`` needs the hidden states of all the step's tokens."""
 
-    def reads_all(self, inputs: StepInputs) -> bool:
-        """Return whether ``on_hidden`` needs the hidden states of all the step's tokens."""
-        return False
+    state_room: list[Callable[[int], torch.Tensor | None]] = field(default_factory=list)
+    """Where the model leaves the states of so many tokens (num_tokens, state_size); one feature at most says."""
 
-    def state_room(self, num_tokens: int) -> torch.Tensor | None:
-        """Return where the model leaves its states (num_tokens, state_size); one feature at most has such a place."""
-        return None
+    around_model: list[Callable[[PendingStep, StepInputs], AbstractContextManager[object]]] = field(
+        default_factory=list
+    )
+    """The context in which the model runs."""
 
-    def around_model(self, step: PendingStep, inputs: StepInputs) -> AbstractContextManager[object]:
-        """Return the context in which the model runs."""
-        return nullcontext()
+    on_hidden: list[Callable[[PendingStep, StepInputs, torch.Tensor], None]] = field(default_factory=list)
+    """Sees the hidden states (N, hidden) of all tokens if it ``reads_all``; a collective may be called."""
 
-    def on_hidden(self, step: PendingStep, inputs: StepInputs, hidden: torch.Tensor) -> None:
-        """See the hidden states (N, hidden) of all tokens if it ``reads_all``; a collective may be called."""
+    on_logits: list[Callable[[PendingStep, StepInputs, torch.Tensor, torch.Tensor], None]] = field(default_factory=list)
+    """Sees what a launched step with prompts samples from: the hidden states (n, hidden), and this rank's logits
+    (n, width).  A collective may be called."""
 
-    def on_logits(self, step: PendingStep, inputs: StepInputs, hidden: torch.Tensor, logits: torch.Tensor) -> None:
-        """See what a launched step with prompts samples from: ``hidden`` (n, hidden), and this rank's ``logits``
-        (n, width).  A collective may be called."""
+    on_sampled: list[Callable[[PendingStep, StepInputs | None, torch.Tensor | None], None]] = field(
+        default_factory=list
+    )
+    """Sees the sampled ids (n,) int32, if there are any; the inputs are None if the step was replayed."""
 
-    def on_sampled(self, step: PendingStep, inputs: StepInputs | None, token_ids: torch.Tensor | None) -> None:
-        """See the sampled ``token_ids`` (n,) int32, if there are any; ``inputs`` are None if the step was replayed."""
+    take_model: list[Callable[[CausalLM], Sequence[Attention]]] = field(default_factory=list)
+    """Serves another model of the same kind; gives the feature's own layers with K/V, bound behind the model's."""
 
-    def take_model(self, model: CausalLM) -> list[Attention]:
-        """Serve another model of the same kind; return the feature's own layers with K/V, bound behind the model's."""
-        self._model = model
-        return []
+    keep_rows: list[Callable[[torch.Tensor], Callable[[], None]]] = field(default_factory=list)
+    """Keeps what a step changes only once for these rows (n,), -1 for none; gives a function that puts it back."""
 
-    def keep_rows(self, rows: torch.Tensor) -> Callable[[], None]:
-        """Keep what a step changes only once for ``rows`` (n,), -1 for none; return a function that puts it back."""
-        return lambda: None
+    record: list[Callable[[int, Recorder], None]] = field(default_factory=list)
+    """Records what ``on_sampled`` runs behind replayed decodes of so many rows; a collective."""
 
-    def record(self, size: int, recorder: Recorder) -> None:
-        """Record what ``on_sampled`` runs behind replayed decodes of ``size`` rows; a collective."""
+    forget: list[Callable[[], None]] = field(default_factory=list)
+    """Destroys what ``record`` has made; from now on it is launched."""
 
-    def forget(self) -> None:
-        """Destroy what ``record`` has made; from now on it is launched."""
+    report: list[Callable[[], dict[str, Any]]] = field(default_factory=list)
+    """What the engine's report has of the feature, by field of ``EngineReport``."""
 
-    def report(self) -> dict[str, Any]:
-        """Return what the engine's report has of it, by field of ``EngineReport``."""
-        return {}
+    memory: list[Callable[[], tuple[torch.Tensor, ...]]] = field(default_factory=list)
+    """The memory that holds K/V or states, beside the cache's blocks."""
 
-    def memory(self) -> tuple[torch.Tensor, ...]:
-        """Return the memory that holds K/V or states, beside the cache's blocks."""
-        return ()
+    close: list[Callable[[], None]] = field(default_factory=list)
+    """Gives memory and threads back; the feature is not used again."""
 
-    def close(self) -> None:
-        """Give memory and threads back; it is not used again."""
+
+class RunnerFeature(ABC):
+    """The base of all features."""
+
+    @abstractmethod
+    def attach(self, hooks: RunnerHooks) -> None:
+        """Append to ``hooks`` what this feature does."""

@@ -29,7 +29,7 @@ from tp_engine.models.vision_tower import VisionTower
 from tp_engine.plan import IntArray, StepPlan
 from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.worker.batch.step_inputs import StepInputs
-from tp_engine.worker.feature import RunnerFeature
+from tp_engine.worker.feature import RunnerFeature, RunnerHooks
 from tp_engine.worker.results.readback import PendingStep, SpanClock
 
 _Positions = npt.NDArray[np.int64]
@@ -58,6 +58,13 @@ class ImageEncoder(RunnerFeature):
         self._images: dict[int, IntArray] = {}  # by row: start, tokens, rows, columns of each
         self._runs: dict[int, TowerRun] = {}  # this rank's that have begun, by the first row in the cache
         self._clock = SpanClock(is_async=weight.device.type == "cuda")
+
+    def attach(self, hooks: RunnerHooks) -> None:
+        hooks.apply.append(self.apply)
+        hooks.must_launch.append(self.must_launch)
+        hooks.around_model.append(self.around_model)
+        hooks.take_model.append(self.take_model)
+        hooks.report.append(self.report)
 
     def report(self) -> dict[str, Any]:
         return {"encode_s": self._clock.read()[0]}

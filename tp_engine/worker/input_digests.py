@@ -7,7 +7,7 @@ from typing import TypeAlias
 import xxhash
 
 from tp_engine.worker.batch.step_inputs import StepInputs
-from tp_engine.worker.feature import RunnerFeature
+from tp_engine.worker.feature import RunnerFeature, RunnerHooks
 from tp_engine.worker.results.readback import PendingStep
 
 NoteInputs: TypeAlias = Callable[[int, int], None]
@@ -19,6 +19,9 @@ class InputDigests(RunnerFeature):
 
     def __init__(self, note: NoteInputs) -> None:
         self._note = note
+
+    def attach(self, hooks: RunnerHooks) -> None:
+        hooks.on_inputs.append(self.on_inputs)
 
     def on_inputs(self, step: PendingStep, inputs: StepInputs) -> None:
         self._note(step.plan.step_id, digest_inputs(inputs))

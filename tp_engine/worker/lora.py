@@ -26,7 +26,7 @@ from tp_engine.plan import StepPlan
 from tp_engine.units import MIB
 from tp_engine.weights.lora import check_all_used, read_adapter
 from tp_engine.worker.batch.step_inputs import BatchLayout, StepInputs
-from tp_engine.worker.feature import RunnerFeature
+from tp_engine.worker.feature import RunnerFeature, RunnerHooks
 from tp_engine.worker.orders import Prepared
 from tp_engine.worker.results.readback import PendingStep
 
@@ -63,6 +63,11 @@ class RankAdapters(RunnerFeature):
         self._kept: dict[int, HostAdapter] = {}
         self._slots = np.full(num_rows, -1, dtype=np.int32)  # of each row, from 0 on; -1: none
         self._last: tuple[int, StepAdapters | None] = (0, None)  # of decodes: epoch and grouping
+
+    def attach(self, hooks: RunnerHooks) -> None:
+        hooks.apply.append(self.apply)
+        hooks.must_launch.append(self.must_launch)
+        hooks.around_model.append(self.around_model)
 
     def read(self, folder: Path) -> HostAdapter:
         """Return this rank's share of the adapter in ``folder``.  ``ConfigError`` or ``WeightError`` if there can be

@@ -8,7 +8,7 @@ import torch
 
 from tp_engine.attention.base import Backends, prepare_groups
 from tp_engine.distributed.collectives import Communicator
-from tp_engine.hooks import Feature, Hooks, find_feature
+from tp_engine.hooks import Feature, find_feature
 from tp_engine.layers.attention import forward_context
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import StepPlan
@@ -18,7 +18,7 @@ from tp_engine.sampling.sampler import Sampler
 from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.batch.step_inputs import StepInputs
-from tp_engine.worker.feature import RunnerFeature
+from tp_engine.worker.feature import RunnerFeature, RunnerHooks
 from tp_engine.worker.graphs.captured_steps import StepParts
 from tp_engine.worker.graphs.step_runner import Captured, GraphPlan, StepRunner
 from tp_engine.worker.memory.kv_cache import KvBlocks
@@ -54,8 +54,7 @@ class ModelRunner:
         self.named: Named | None = None
         self._inference_mode = torch.inference_mode()
         self._progress = progress
-        self._features = list(features)
-        self._hooks = Hooks(features)
+        self._use(features)
         self._found: tuple[int, Captured | None] = (0, None)  # of decodes: epoch and what holds their steps
         self._sampler = Sampler(sampling, communicator)
         self._readback = Readback(len(batch.num_prompt), blocks.raw.device, check)
@@ -68,7 +67,7 @@ class ModelRunner:
     @property
     def kv_memory(self) -> tuple[torch.Tensor, ...]:
         """The blocks of the cache, and what the features have beside them."""
-        return (self.blocks.raw, *(raw for feature in self._features for raw in feature.memory()))
+        return (self.blocks.raw, *(raw for memory in self._hooks.memory for raw in memory()))
 
     @property
     def num_groups(self) -> int:
@@ -92,15 +91,20 @@ class ModelRunner:
 
     def replace_features(self, gone: Sequence[RunnerFeature | None], new: Sequence[RunnerFeature]) -> None:
         """Run with ``new`` instead of ``gone`` from the next step on; neither records anything."""
-        self._features = [*new, *(one for one in self._features if one not in gone)]
-        self._hooks, self._found = Hooks(self._features), (0, None)
+        self._use([*new, *(one for one in self._features if one not in gone)])
+        self._found = 0, None
+
+    def _use(self, features: Sequence[RunnerFeature]) -> None:
+        self._features, self._hooks = list(features), RunnerHooks()
+        for feature in features:
+            feature.attach(self._hooks)
 
     def take_model(self, model: CausalLM) -> None:
         """Run ``model`` from the next step on, with the K/V and the states of the one before; a collective."""
         self.graphs.take_model(model)
         layers = [*model.attention_layers]
-        for feature in self._features:
-            layers += feature.take_model(model)
+        for take_model in self._hooks.take_model:
+            layers += take_model(model)
         self.blocks.bind(layers)
         self._model = model
         if not self.is_asleep:
@@ -108,7 +112,7 @@ class ModelRunner:
 
     def report(self) -> dict[str, Any]:
         """Return what the engine's report has of the features, by field of ``EngineReport``."""
-        return {name: value for feature in self._features for name, value in feature.report().items()}
+        return {name: value for report in self._hooks.report for name, value in report().items()}
 
     def record(self, plan: GraphPlan | None) -> None:
         """Capture the steps of ``plan``; None: every step is launched.  A collective."""
@@ -124,8 +128,8 @@ class ModelRunner:
     def close(self) -> None:
         """Destroy the recordings, and give back what the features hold."""
         self.graphs.forget()
-        for feature in self._features:
-            feature.close()
+        for close in self._hooks.close:
+            close()
 
     def run(self, plan: StepPlan) -> PendingStep:
         """Launch one step."""

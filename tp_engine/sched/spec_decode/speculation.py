@@ -33,7 +33,7 @@ import numpy as np
 from tp_engine.plan import NO_IDS, IntArray, StepPlan, StepResult, TokenLogprobs
 from tp_engine.request import SequenceDelta, StepOutput
 from tp_engine.sched.constraint import FillMasks, TokenConstraint, follow, masks_of
-from tp_engine.sched.feature import SchedulerFeature
+from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks
 from tp_engine.sched.outcome import FinishDetails, StopChecker, accept, ending, slice_logprobs
 from tp_engine.sched.running_batch import RunningBatch
 from tp_engine.sched.scheduler_state import SchedulerState
@@ -101,14 +101,24 @@ class Speculation(SchedulerFeature):
         self._judged: list[DraftRun] = []
         self.counters = SpeculationCounters(accepted_at=[0] * self.most_tokens)
 
+    def attach(self, hooks: SchedulerHooks) -> None:
+        hooks.must_wait.append(self.must_wait)
+        hooks.wants_step.append(self.wants_step)
+        hooks.extend_plan.append(self.extend_plan)
+        hooks.finish_plan.append(self.finish_plan)
+        hooks.on_result.append(self.on_result)
+        hooks.extend_output.append(self.extend_output)
+        hooks.on_end.append(self.on_end)
+        hooks.stats.append(self.stats)
+
     def stats(self) -> dict[str, SpeculationCounters]:
-        """Do as ``SchedulerFeature``: a copy of the counters."""
+        """Return a copy of the counters."""
         own = self.counters
         copy = replace(own, accepted_at=own.accepted_at.copy(), by_source=self.sources.counts.copy())
         return {"speculation": copy}
 
     def must_wait(self) -> bool:
-        """Do as ``SchedulerFeature``: the next plan may have draft tokens, or a step in flight has some."""
+        """Return whether the next plan may have draft tokens, or a step in flight has some."""
         if self._verifying:
             return True
         return 0 < len(self._rows.decoding().rows) <= self._most_decodes
@@ -251,7 +261,7 @@ class Speculation(SchedulerFeature):
         return self._rows.sequences[run.row] if self._rows.since_step[run.row] <= run.step_id else None
 
     def extend_output(self, output: StepOutput) -> list[Sequence]:
-        """Do as ``SchedulerFeature``: the tokens behind the rows' own are entered, with a record for each row."""
+        """Enter the tokens behind the rows' own, with a record for each row."""
         judged, self._judged = self._judged, []
         if not judged:
             return []
@@ -301,7 +311,7 @@ class Speculation(SchedulerFeature):
         return None
 
     def on_end(self, sequence: Sequence) -> None:
-        """Do as ``SchedulerFeature``: later requests may go on as this one did."""
+        """Let later requests go on as this one did."""
         self.sources.learn(sequence)
 
     def finish_plan(self, plan: StepPlan) -> StepPlan:

@@ -26,7 +26,7 @@ from typing import TypeAlias
 import numpy as np
 
 from tp_engine.plan import IntArray
-from tp_engine.sched.feature import SchedulerFeature
+from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks
 from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import NEVER, RequestGroup, Sequence, SequencePhase, Shared
@@ -92,13 +92,19 @@ class Prefetcher(SchedulerFeature):
         self._sessions = Sessions((limits.num_blocks + limits.num_host_slots) * limits.block_size)
         self._early: dict[str | SessionKey, Sequence | Returning] = {}
 
+    def attach(self, hooks: SchedulerHooks) -> None:
+        hooks.on_add.append(self.on_add)
+        hooks.announce.append(self.announce)
+        hooks.after_plan.append(self.after_plan)
+        hooks.on_end.append(self.on_end)
+
     @property
     def has_work(self) -> bool:
         """Whether there is anything to look at."""
         return bool(self._state.waiting or self._early)
 
     def announce(self, session: str, cache_key: str, step_id: int) -> None:
-        """Do as ``SchedulerFeature``; nothing happens for a session that is not known."""
+        """Bring forward what a known session will need."""
         key = session, cache_key
         token_ids = self._sessions.last(key)
         if token_ids is not None:
@@ -106,7 +112,7 @@ class Prefetcher(SchedulerFeature):
             self._add(key, Returning(key[1], token_ids, step_id + _PATIENCE_STEPS))
 
     def on_add(self, group: RequestGroup) -> None:
-        """Do as ``SchedulerFeature``; the first sequence of the request stands for all."""
+        """Give the request what was brought forward for its session; its first sequence stands for all."""
         sequence = group.sequences[0]
         if (key := session_of(sequence)) is not None:
             announced = self._early.pop(key, None)

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 from tp_engine.plan import StepPlan
 from tp_engine.sched.blocks.block_manager import Hits
 from tp_engine.sched.blocks.lru_queue import BlockIds
-from tp_engine.sched.feature import SchedulerFeature
+from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks
 from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import Sequence
@@ -52,6 +52,11 @@ class DiskWaits(SchedulerFeature):
         self._clock = disk.clock
         self._waits: list[_DiskWait] = []
 
+    def attach(self, hooks: SchedulerHooks) -> None:
+        hooks.cache_salt.append(self.cache_salt)
+        hooks.poll.append(self.poll)
+        hooks.review_hits.append(self.review_hits)
+
     @property
     def num_waiting(self) -> int:
         """Parked sequences, including those that have been aborted since."""
@@ -74,8 +79,7 @@ class DiskWaits(SchedulerFeature):
         return self._disk.salt(salt)
 
     def review_hits(self, sequence: Sequence, hits: Hits) -> Hits | None:
-        """Do as ``SchedulerFeature``: a sequence with hits on disk is parked until a read has ended, or does
-        without."""
+        """Park a sequence with hits on disk until a read has ended; it may go on without them."""
         if not sequence.reads_disk:
             return hits
         if self._must_wait(sequence, hits.shared.held):
@@ -143,6 +147,13 @@ class TierLoads(SchedulerFeature):
         self._state, self._tier, self._builder = state, tier, builder
         self._rows = state.rows
 
+    def attach(self, hooks: SchedulerHooks) -> None:
+        hooks.begin_plan.append(self.begin_plan)
+        hooks.extend_plan.append(self.extend_plan)
+        hooks.must_send.append(self.must_send)
+        hooks.finish_plan.append(self.finish_plan)
+        hooks.stats.append(self.stats)
+
     def begin_plan(self, builder: StepPlanBuilder) -> None:
         """Let rows run all of whose loads have gone out; the plan in the making waits for these."""
         if not self._rows.readiness.num_blocked:
@@ -175,7 +186,7 @@ class TierLoads(SchedulerFeature):
             builder.drop_preempted(self._rows)
 
     def must_send(self) -> bool:
-        """Do as ``SchedulerFeature``: what the disk tier must order now."""
+        """Order what the disk tier must order now."""
         return self._tier.disk is not None and self._tier.disk.must_send
 
     def finish_plan(self, plan: StepPlan) -> StepPlan:

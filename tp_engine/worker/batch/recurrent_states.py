@@ -26,7 +26,7 @@ from tp_engine.layers.attention import Attention
 from tp_engine.layers.recurrent import RecurrentMixer
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import StepPlan
-from tp_engine.worker.feature import RunnerFeature
+from tp_engine.worker.feature import RunnerFeature, RunnerHooks
 from tp_engine.worker.memory.kv_cache import allocate_zeros, copy_rows
 
 
@@ -46,6 +46,12 @@ class RecurrentStatePool(RunnerFeature):
         )
         self.raw = raw.view(torch.float32).view(num_slots, group.slot_bytes // STATE_BYTES)
         self._group = group
+
+    def attach(self, hooks: RunnerHooks) -> None:
+        hooks.apply.append(self.apply)
+        hooks.take_model.append(self.take_model)
+        hooks.keep_rows.append(self.keep_rows)
+        hooks.memory.append(self.memory)
 
     def bind(self, layers: Sequence[RecurrentMixer]) -> None:
         """Give each layer the views of its states."""

@@ -36,7 +36,7 @@ from tp_engine.worker.batch.draft_rows import places_in_runs
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.batch.step_inputs import StepInputs
 from tp_engine.worker.drafters.head_passes import HeadPasses
-from tp_engine.worker.feature import RunnerFeature
+from tp_engine.worker.feature import RunnerFeature, RunnerHooks
 from tp_engine.worker.graphs.recorder import Recorder
 from tp_engine.worker.image_encoder import ImageEncoder
 from tp_engine.worker.results.readback import PendingStep
@@ -57,6 +57,13 @@ class HeadDrafter(RunnerFeature):
         self._passes, self._batch, self._is_first, self._images = passes, batch, is_first, images
         self._tables = batch.row_tables()
         self._room = passes.states
+
+    def attach(self, hooks: RunnerHooks) -> None:
+        hooks.state_room.append(self.state_room)
+        hooks.on_sampled.append(self.on_sampled)
+        hooks.take_model.append(self.take_model)
+        hooks.record.append(self.record)
+        hooks.forget.append(self.forget)
 
     def take_model(self, model: CausalLM) -> list[Attention]:
         passes = self._passes

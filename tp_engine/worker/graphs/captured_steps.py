@@ -116,7 +116,7 @@ class DecodeShape(StepShape[int]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepParts:
-    """What a step runs; ``state_room`` and ``keep_rows`` are hooks of ``RunnerFeature``."""
+    """What a step runs; ``state_room`` and ``keep_rows`` are ``RunnerHooks``."""
 
     model: CausalLM
     backends: Backends

@@ -34,7 +34,7 @@ class Captured(NamedTuple):
 class StepRunner:
     """Captures steps of a model runner's ``batch``, and replays them; all captures are collectives.
 
-    ``records`` and ``forgets`` are hooks of ``RunnerFeature``, for what follows steps of decodes.
+    ``records`` and ``forgets`` are ``RunnerHooks``, for what follows steps of decodes.
     """
 
     def __init__(

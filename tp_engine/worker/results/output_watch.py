@@ -16,7 +16,7 @@ from tp_engine.log import get_logger
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import TokenLogprobs
 from tp_engine.worker.batch.step_inputs import StepInputs
-from tp_engine.worker.feature import RunnerFeature
+from tp_engine.worker.feature import RunnerFeature, RunnerHooks
 from tp_engine.worker.results.readback import PendingStep, record_event
 
 logger = get_logger(__name__)
@@ -35,6 +35,11 @@ class OutputWatch(RunnerFeature):
         self._target = torch.zeros(2, dtype=torch.bool, pin_memory=True) if device.type == "cuda" else None
         self._arriving: tuple[int, torch.Tensor, Callable[[], bool]] | None = None
         self._has_looked = self._has_said = False
+
+    def attach(self, hooks: RunnerHooks) -> None:
+        hooks.on_logits.append(self.on_logits)
+        hooks.on_sampled.append(self.on_sampled)
+        hooks.take_model.append(self.take_model)
 
     def take_model(self, model: CausalLM) -> list[Attention]:
         """Look at another model, and speak of it, as of a new one."""

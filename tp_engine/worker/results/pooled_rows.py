@@ -19,12 +19,13 @@ import numpy as np
 import torch
 
 from tp_engine.distributed.collectives import Communicator
+from tp_engine.layers.attention import Attention
 from tp_engine.layers.upload import upload, upload_all
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import POOLS_ALL, POOLS_LAST, Admission, FloatArray, IntArray, StepPlan
 from tp_engine.sampling.logprobs import Fetch
 from tp_engine.worker.batch.step_inputs import StepInputs
-from tp_engine.worker.feature import RunnerFeature
+from tp_engine.worker.feature import RunnerFeature, RunnerHooks
 from tp_engine.worker.results.readback import PendingStep
 
 
@@ -36,6 +37,18 @@ class PooledRows(RunnerFeature):
         self._token_ids: dict[int, IntArray] = {}
         self._model, self._vocab = model, model.lm_head.slice
         self._communicator, self._max_positions = communicator, max_positions
+
+    def attach(self, hooks: RunnerHooks) -> None:
+        hooks.admit.append(self.admit)
+        hooks.must_launch.append(self.must_launch)
+        hooks.reads_all.append(self.reads_all)
+        hooks.on_hidden.append(self.on_hidden)
+        hooks.on_logits.append(self.on_logits)
+        hooks.take_model.append(self._take_model)
+
+    def _take_model(self, model: CausalLM) -> list[Attention]:
+        self._model = model
+        return []
 
     def admit(self, admitted: Sequence[Admission]) -> None:
         """Note what the new occupants of rows ask for."""
@@ -65,7 +78,7 @@ class PooledRows(RunnerFeature):
         step.pooled.append(lambda: dict(zip(named, fetched(), strict=True)))
 
     def on_logits(self, step: PendingStep, inputs: StepInputs, hidden: torch.Tensor, logits: torch.Tensor) -> None:
-        """Do as ``RunnerFeature``; a collective if a row wants logits."""
+        """Pool what the step's rows ask for; a collective if one wants logits."""
         rows, is_first = inputs.layout.sampled_rows, self._communicator.info.is_first
         places = np.flatnonzero(self._pools[rows] == POOLS_LAST).tolist()
         if not places:

@@ -31,7 +31,7 @@ from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.tier_progress import TierProgress
 from tp_engine.units import GIB, format_gib
 from tp_engine.worker.codecs.base import Codec
-from tp_engine.worker.feature import RunnerFeature
+from tp_engine.worker.feature import RunnerFeature, RunnerHooks
 from tp_engine.worker.memory.host_memory import HostMemory, host_memory
 from tp_engine.worker.memory.meter import settle_slots
 from tp_engine.worker.tiers.block_moves import BlockGroups, BlockMover, CudaMover, StoreReports
@@ -134,6 +134,12 @@ class HostTierWorker(RunnerFeature):
         self._groups = BlockGroups(len(pool), num_slots, codec.num_groups) if codec.num_groups > 1 else None
         self._reports = None if stores is None else StoreReports(stores)
         self._mover: BlockMover = (CudaMover if self._is_pinned else BlockMover)(pool, slots, codec, self._reports)
+
+    def attach(self, hooks: RunnerHooks) -> None:
+        hooks.apply.append(self.apply)
+        hooks.report.append(self.report)
+        hooks.memory.append(self.memory)
+        hooks.close.append(self.close)
 
     def apply(self, plan: StepPlan) -> None:
         """Begin the plan's moves, then let its copies and its forward pass wait as it says."""
