@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from tp_engine.api.anthropic.protocol import CountTokensBody, MessagesBody
 from tp_engine.api.anthropic.requests import prepare_message
 from tp_engine.api.input_processor import InputProcessor
+from tp_engine.api.openai.chat_batches import ChatBatchBody, prepare_chats
 from tp_engine.api.openai.cohere import CohereEmbedBody, prepare_cohere
 from tp_engine.api.openai.pooled import AnyPooledBody, InputBody, RerankBody, ScoreBody, prepare_pooled
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody
@@ -24,6 +25,8 @@ def num_prompts(body: Body) -> tuple[int, str]:
     """Return the number of prompts, inputs or pairs of ``body``, if its fields fit together, and the field that has
     them."""
     match body:
+        case ChatBatchBody():
+            return len(body.messages), "messages"
         case CompletionBody():
             return len(listed_prompts("prompt", body.prompt)), "prompt"
         case InputBody(input=given):
@@ -57,6 +60,8 @@ def prepare_body(
         return prepare_message(body, processor, model, defaults)
     if isinstance(body, ResponsesBody):
         return prepare_response(body, processor, model, defaults)
+    if isinstance(body, ChatBatchBody):
+        return prepare_chats(body, processor, model, defaults)
     if isinstance(body, (ChatBody, CompletionBody)):
         return prepare(body, processor, model, defaults)
     if isinstance(body, CohereEmbedBody):

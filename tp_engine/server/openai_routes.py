@@ -3,6 +3,7 @@
 ``/invocations`` is the one route by which Amazon SageMaker sends all requests; ``/ping`` is its health check.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,8 +11,9 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from tp_engine.api.bodies import Body
+from tp_engine.api.bodies import Body, num_prompts
 from tp_engine.api.input_processor import InputProcessor
+from tp_engine.api.openai.chat_batches import ChatBatchBody
 from tp_engine.api.openai.cohere import CohereEmbedBody
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.api.openai.pooled import (
@@ -26,6 +28,7 @@ from tp_engine.api.openai.pooled import (
     tokenize,
 )
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody
+from tp_engine.api.openai.rendering import input_tokens, rendered, tokenizer_info
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
 from tp_engine.errors import RequestError
 from tp_engine.server.bodies import in_thread, parsed, read_body, read_data
@@ -49,6 +52,12 @@ _KINDS: dict[str, type[Body]] = {
 _ANSWERED: tuple[tuple[type[Body], str, tuple[str, ...], str], ...] = (
     (CompletionBody, "completions", ("/v1/completions",), "Continue one or several prompts, as text or token ids."),
     (ChatBody, "chat_completions", ("/v1/chat/completions",), "Answer a conversation."),
+    (
+        ChatBatchBody,
+        "chat_batch",
+        ("/v1/chat/completions/batch",),
+        "Answer several conversations, each with a choice of its own.",
+    ),
     (
         ResponsesBody,
         "responses",
@@ -136,6 +145,33 @@ def _add_tokens(app: FastAPI, state: ServerState) -> None:
                 return json_reply(await in_thread(request, state, work, body, state.llm.input_processor))
 
         return replied
+
+    def render(kind: type[ChatBody | CompletionBody]) -> Any:
+        async def replied(request: Request) -> Response:
+            body = await read_body(kind, request, state)
+            model, processor = state.model_name(body.model), state.llm.input_processor
+            with state.limit.hold(*num_prompts(body)):
+                return json_reply(
+                    await in_thread(request, state, rendered, body, processor, model, state.sampling_defaults)
+                )
+
+        return replied
+
+    bodies: tuple[type[ChatBody | CompletionBody], ...] = (ChatBody, CompletionBody)
+    for kind, path in zip(bodies, ("/v1/chat/completions", "/v1/completions"), strict=True):
+        text = "What the engine would get of the body: token ids and sampling parameters."
+        name = f"rendered_{kind.__name__}"
+        app.post(f"{path}/render", name=name, description=text, **takes(kind))(render(kind))
+
+    text = "The number of tokens of the prompt that a body of ``/v1/responses`` has."
+    app.post("/v1/responses/input_tokens", name="input_tokens", description=text, **takes(ResponsesBody))(
+        handler(ResponsesBody, input_tokens)
+    )
+
+    @app.get("/tokenizer_info", responses=ANSWERS)
+    async def told_tokenizer() -> Response:
+        """How the tokenizer is configured, with its chat template."""
+        return json_reply(await asyncio.to_thread(tokenizer_info, state.llm.input_processor))
 
     text = "The token ids of a text, or of a chat as its template writes it."
     app.post("/tokenize", name="tokenized", description=text, **takes(TokenizeBody))(handler(TokenizeBody, tokenize))

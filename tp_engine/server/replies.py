@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeAlias, TypeVar
 
@@ -61,7 +61,9 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) 
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-def json_reply(body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def json_reply(
+    body: Mapping[str, Any] | Sequence[Any], status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 

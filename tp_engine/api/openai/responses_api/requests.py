@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tp_engine.api.input_processor import InputProcessor
+from tp_engine.api.openai.chat.body import chat_prompt
 from tp_engine.api.openai.errors import renamed
 from tp_engine.api.openai.protocol import ChatBody, GenerationBody, ThinkingBody, request_error
 from tp_engine.api.openai.reasoning_seal import ReasoningSeal
@@ -50,6 +51,17 @@ def chat_body(body: ResponsesBody, *, takes_images: bool = False, seal: Reasonin
         return ChatBody.model_validate(fields)
     except ValidationError as error:
         raise renamed(request_error(error), NAMES) from None
+
+
+def count_tokens(body: ResponsesBody, processor: InputProcessor) -> int:
+    """Return the length of the prompt that ``body`` has; raises ``RequestError``."""
+    asked = chat_body(body, takes_images=processor.images is not None, seal=processor.chat.seal)
+    try:
+        chat = chat_prompt(asked, processor)
+        tokens = processor.chat_tokens(chat, add_special_tokens=bool(body.add_special_tokens), stages=False)
+    except RequestError as error:
+        raise renamed(error, NAMES) from None
+    return len(tokens["prompt_token_ids"])
 
 
 def _opened(items: str | list[dict[str, Any]], seal: ReasoningSeal | None) -> str | list[dict[str, Any]]:
