@@ -37,7 +37,7 @@ class Ending:
         _endings.add(self)
 
     def close(self) -> bool:
-        """Note that the engine is closed; whether it was still open."""
+        """Close the engine to calls; return whether it was still open."""
         was_open = not self._closed_because
         self._closed_because = self._closed_because or "the engine is closed"
         return was_open

@@ -118,7 +118,7 @@ class BeamSearch:
         return -(-self._num_prompt_tokens // block_size) + self.num_live * own
 
     def next_requests(self) -> list[EngineRequest]:
-        """Return one request of one token per live beam; after its first round a search precedes others of its
+        """Return a request of one token for each live beam; after its first round a search goes before others of its
         priority."""
         priority = self.request.priority - (1 if self._num_rounds else 0)
         return [

@@ -161,8 +161,7 @@ class Engine:
         self._job.check()
 
     def run_background_io(self) -> bool:
-        """Return for idle loops: go on with what no request waits for, the writes of a disk tier; whether there is
-        more."""
+        """Go on with writes of the disk tier, while no request runs; return whether there are more."""
         if self._disk_writer is None or self.has_unfinished:
             return False
         self._enter()

@@ -103,7 +103,7 @@ class Job:
         self.watchdog.check()
 
     def alive(self, _rank: int = 0) -> bool:
-        """Return for waits on another rank: raises ``RankError`` for the rank that ended the job, else True."""
+        """Return True; raises ``RankError`` for the rank that ended the job.  Waits on another rank call it."""
         self.check()
         return True
 

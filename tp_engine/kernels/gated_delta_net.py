@@ -72,8 +72,7 @@ def gated_delta_net_decode(
     slots: torch.Tensor,
     runs: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return one token of each of B rows: ``mixed`` (B, ...), ``gates`` (B, 2 VH) -> (B, VH DV), of the type of
-    ``mixed``.
+    """Advance B rows by a token each: ``mixed`` (B, ...), ``gates`` (B, 2 VH) -> (B, VH DV), of the type of ``mixed``.
 
     Row i changes the states in ``slots[i]`` (B,) int32, which are distinct, and not the last slot of all.  A slot of -1
     is padding: its output is arbitrary, and it may change the last slot, which no row has.  Without ``runs`` nothing

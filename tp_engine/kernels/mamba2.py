@@ -67,7 +67,7 @@ def mamba2_decode(
     slots: torch.Tensor,
     runs: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return one token of each of B rows: ``mixed`` (B, ...) -> (B, VH DV) float32, not normalised yet.
+    """Advance B rows by a token each: ``mixed`` (B, ...) -> (B, VH DV) float32, not normalised yet.
 
     ``slots`` and ``runs`` are those of ``gated_delta_net_decode``.
     """

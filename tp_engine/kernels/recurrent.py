@@ -47,7 +47,7 @@ class Chunk(NamedTuple):
 def convolve_step(
     inputs: torch.Tensor, kept: torch.Tensor, places: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return one token of each row: ``inputs`` (B, channels) behind those in ``kept[places]`` -> (B, channels).
+    """Convolve one token of each row: ``inputs`` (B, channels) behind those in ``kept[places]`` -> (B, channels).
 
     ``kept`` (slots, taps - 1, channels) moves on by one token; ``weight`` (taps, channels); ``bias`` (channels,).
     """

@@ -35,7 +35,7 @@ def short_conv_decode(
     slots: torch.Tensor,
     runs: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return one token of each of B rows: ``mixed`` (B, 3 C) -> (B, C), of its type.
+    """Advance B rows by a token each: ``mixed`` (B, 3 C) -> (B, C), of its type.
 
     ``slots`` (B,) int32, -1 for padding, and ``runs`` (B, 2) int32 are as for
     ``gated_delta_net.gated_delta_net_decode``.

@@ -52,7 +52,7 @@ class TokenConstraint(Protocol):
     def error_code(self) -> str: ...
 
     def accept(self, token_id: int) -> bool:
-        """Return one more token; False if the grammar refuses it, which ends the output without it."""
+        """Accept one more token; False if the grammar refuses it, which ends the output without it."""
 
     def forced(self) -> list[int]:
         """Tokens that must follow, as far as they are known cheaply; they could be cut otherwise."""
@@ -147,7 +147,7 @@ class TokenGuard:
         return NO_TOKEN_LEFT if self._is_stuck or self.inner is None else self.inner.error_code
 
     def accept(self, token_id: int) -> bool:
-        """Return one more token; False if the grammar or a list refuses it."""
+        """Accept one more token; False if the grammar or a list refuses it."""
         if self.is_over or not _has(self._rules.lists.mask(self._num_tokens), token_id):
             self.is_over = True
             return False

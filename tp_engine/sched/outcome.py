@@ -64,7 +64,7 @@ class StepOutcome(msgspec.Struct, gc=False):
                 self.endings[position] = end
 
     def output(self) -> StepOutput:
-        """Return for the engine's caller.  To be called once: prompt logprobs go out with it."""
+        """Return what the step brought, for the engine's caller.  Call it once: prompt logprobs go out with it."""
         request_ids, indices = self.rows.names
         token_ids = self.token_ids.tolist()
         if not (self.endings or self.logprobs or self.first):

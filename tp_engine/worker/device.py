@@ -63,7 +63,7 @@ class Device:
         """Wait for all launched work; operations on a CPU have ended when they return."""
 
     def empty_cache(self) -> None:
-        """Return memory that torch holds but does not use to the device."""
+        """Give memory that torch holds but does not use back to the device."""
 
     def set_current(self) -> None:
         """Make this the device of the calling thread, and let torch use this rank's share of the host's cores.

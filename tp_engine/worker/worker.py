@@ -241,7 +241,7 @@ class Worker:
         return self.effective.config.device == "cuda"
 
     def expert_token_counts(self) -> list[npt.NDArray[np.int64]]:
-        """Return for each layer with experts (experts,): the tokens that went to each expert.  Waits for the device."""
+        """Return the tokens that went to each expert, (experts,) for each layer with experts.  Waits for the device."""
         return [] if self._runner is None else [one.cpu().numpy() for one in self._runner.model.expert_token_counts]
 
     def report(self) -> dict[str, Any]:

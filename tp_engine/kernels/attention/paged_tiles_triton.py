@@ -102,7 +102,7 @@ def attend_tile(
     SCALE_STRIDE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     WINDOW: tl.constexpr, QUANTISED: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Return one step of the online softmax: the keys at positions ``start`` to ``start`` + TILE of one request.
+    """Take one step of the online softmax: the keys at positions ``start`` to ``start`` + TILE of one request.
 
     ``query`` (ROWS, HEAD_PAD); ``accumulated`` (ROWS, HEAD_PAD), ``total`` and ``peak`` (ROWS,) float32; ``own``
     (ROWS,) positions of the queries; ``scale`` as ``score_scale`` makes it; SOFTCAP, in units of log 2, bounds the

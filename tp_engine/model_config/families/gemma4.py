@@ -40,7 +40,7 @@ _NAMES = CheckpointNames(
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """Return of every six layers five have a window; the last layer never has.  Absent keys are as in transformers."""
+    """Read a Gemma 4: of six layers five have a window, and the last one never has; defaults are transformers'."""
     return _read(config, None)
 
 

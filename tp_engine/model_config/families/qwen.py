@@ -37,8 +37,8 @@ def read(config: ConfigJson) -> ModelSpec:
 
 
 def take_windows(reader: DecoderReader) -> tuple[int | None, ...]:
-    """Return with ``use_sliding_window``, layers from ``max_window_layers`` on have a window; defaults as in
-    transformers."""
+    """Return each layer's window: with ``use_sliding_window`` those from ``max_window_layers`` on have one.  Defaults
+    are transformers'."""
     window = reader.take_window(4096)
     enabled = reader.flag("use_sliding_window")
     first = reader.config.take("max_window_layers", int, 28) or 0

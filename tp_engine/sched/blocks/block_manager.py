@@ -223,7 +223,7 @@ class BlockManager:
         return taken
 
     def grow_rows(self, rows: IntArray) -> IntArray:
-        """Return one more logical block for each of ``rows`` (n,), distinct, in order; (n * G,), as in a plan."""
+        """Add a logical block to each of ``rows`` (n,), distinct; return the blocks (n * G,) in order, as in a plan."""
         taken = self.allocate(len(rows) * self.num_groups)
         self._rows.add_blocks(rows, taken)
         return taken

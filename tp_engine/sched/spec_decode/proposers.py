@@ -57,7 +57,7 @@ class Acceptance:
         self._tried: npt.NDArray[np.float64] = np.zeros((most_matched + 1, most_tokens))
 
     def likelihoods(self, matched: int, count: int) -> npt.NDArray[np.float64]:
-        """Return for each of ``count`` draft tokens the share of runs in which it and all before it are right."""
+        """Return the share of runs in which each of ``count`` draft tokens, and all before it, is right."""
         self._right[matched] *= _KEPT
         self._tried[matched] *= _KEPT
         share = (self._right[matched, :count] + _PRIOR_RIGHT) / (self._tried[matched, :count] + _PRIOR_TRIED)

@@ -192,7 +192,7 @@ def right_draft_rows(plan: StepPlan, sampled: torch.Tensor) -> tuple[torch.Tenso
 
 
 def by_row(rows: IntArray, limits: Int64Array, fetched: Sequence[npt.NDArray[Any]]) -> dict[int, IntArray]:
-    """Return for each of ``rows`` (m,) its drafts up to the row's ``limits`` (m,).
+    """Return the drafts of each of ``rows`` (m,), up to the row's ``limits`` (m,).
 
     ``fetched``: the drafts (m, count) and the positions (m,) at which the first ones' K/V are.
     """
