@@ -30,8 +30,8 @@ from tp_engine.check import golden
 from tp_engine.check.behaviour import timed
 from tp_engine.check.engine_check import EngineCheck
 from tp_engine.check.engine_subject import EngineSubject
-from tp_engine.check.observed import OTHERS
 from tp_engine.check.report import CheckFinding, CheckReport, CheckStatus
+from tp_engine.check.set_ups import OTHERS
 from tp_engine.cli.main import main
 from tp_engine.config import DEMO_MODEL
 from tp_engine.engine.tokenizer import load_tokenizer
@@ -415,7 +415,7 @@ def test_golden_answers_may_differ_by_a_near_tie(tiny: Path, tmp_path: Path) -> 
     """Oracle: two tokens whose log-probabilities are closer than the bound are both right."""
     import numpy as np
 
-    from tp_engine.check.observed import Answer
+    from tp_engine.check.answers import Answer
     from tp_engine.check.prompts import CheckPrompt
 
     def answer(token: int, other: int, gap: float) -> Answer:

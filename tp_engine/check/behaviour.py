@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tp_engine.api.server_client import ServerError
-from tp_engine.check.prompts import CHATS, PROMPT_REMEDY, TEXTS, chat_ids, differing_prompt, follows_weather_schema
+from tp_engine.check.prompts import (
+    CHATS,
+    PROMPT_REMEDY,
+    TEXTS,
+    chat_ids,
+    differing_prompt,
+    follows_weather_schema,
+    text_ids,
+)
 from tp_engine.check.report import CheckFinding
 from tp_engine.errors import RequestError
 
@@ -57,7 +65,7 @@ def check_behaviour(
 
 
 def timed(name: str, check: Callable[..., Iterator[CheckFinding]], *arguments: Any) -> Iterator[CheckFinding]:
-    """Yield the findings of one check; one that a server refuses is skipped, and the others go on."""
+    """Yield the findings of one check; one that the engine or the server refuses is skipped, and the others go on."""
     begun_s = time.monotonic()
     try:
         for one in check(name, *arguments):
@@ -65,7 +73,7 @@ def timed(name: str, check: Callable[..., Iterator[CheckFinding]], *arguments: A
     except NotShownError as error:
         yield CheckFinding.skipped(name, str(error))
     except RequestError as error:
-        yield CheckFinding.not_checked(name, str(error))
+        yield CheckFinding.skipped(name, f"the engine refuses the request: {error}")
     except ServerError as error:
         if error.status is None:
             raise
@@ -76,7 +84,11 @@ def _check_tokens(name: str, subject: Subject, tokenizer: Any | None) -> Iterato
     if tokenizer is None:
         yield CheckFinding.skipped(name, "the model has no tokenizer")
         return
-    expected = {key: (text, tokenizer(text)["input_ids"]) for key, text in TEXTS.items()}
+    known = {key: (text, text_ids(tokenizer, text)) for key, text in TEXTS.items()}
+    expected = {key: (text, ids) for key, (text, ids) in known.items() if ids}
+    if not expected:
+        yield CheckFinding.skipped(name, "transformers' tokenizer makes no tokens of these texts")
+        return
     yield _compared(
         name, expected, subject.token_ids, subject, tokenizer, "texts have the tokens of transformers' tokenizer"
     )
@@ -89,7 +101,10 @@ def _check_template(
         yield CheckFinding.skipped(name, "the model has no chat template")
         return
     chats = {key: (chat, chat_ids(tokenizer, chat, **template)) for key, chat in CHATS.items()}
-    expected = {key: (chat, ids) for key, (chat, ids) in chats.items() if ids is not None}
+    expected = {key: (chat, ids) for key, (chat, ids) in chats.items() if ids}
+    if not expected:
+        yield CheckFinding.skipped(name, "transformers makes no tokens of these chats")
+        return
     told = "chats have the tokens of transformers' apply_chat_template"
     yield _compared(name, expected, subject.chat_token_ids, subject, tokenizer, told)
 

@@ -15,12 +15,14 @@ from tp_engine.check.behaviour import check_behaviour, timed
 from tp_engine.check.engine_subject import EngineSubject
 from tp_engine.check.files import check_files
 from tp_engine.check.judged import EXACT_LAYERS, Judge
-from tp_engine.check.linears import LinearFault, Linears, missing_rows
-from tp_engine.check.observed import CHUNK, Observed, Sizes, observe
+from tp_engine.check.linears import LinearFault, Linears
+from tp_engine.check.observed import Observed, observe
 from tp_engine.check.oracle import check_oracle_device
 from tp_engine.check.oracle_check import OracleCheck
 from tp_engine.check.prompts import CheckPrompt
+from tp_engine.check.ranks import missing_rows
 from tp_engine.check.report import CheckFinding, CheckReport, describe_environment
+from tp_engine.check.set_ups import CHUNK, Sizes
 from tp_engine.check.stored import StoredWeights
 from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.errors import ConfigError, EngineDeadError, WeightError
@@ -91,11 +93,11 @@ class EngineCheck(OracleCheck):
         prompts = self._prompts(tokenizer, spec)
         longest = max(len(one.token_ids) for one in prompts) + self.max_tokens + 1
         layout = spec.kv_layout_on(int(self.options.get("tensor_parallel_size", 1)))
-        num_blocks = layout.blocks_for(longest, int(self.options.get("block_size", 16)), CHUNK)
+        block_size = int(self.options.get("block_size", 16))
         observed = observe(
             self.options,
             prompts,
-            sizes=Sizes(longest, num_blocks),
+            sizes=Sizes(longest, block_size, lambda length: layout.blocks_for(length, block_size, CHUNK)),
             max_tokens=self.max_tokens,
             quick=self.quick,
             with_llm=with_llm,
@@ -125,7 +127,7 @@ class EngineCheck(OracleCheck):
                 )
                 faults = list(products.faults(watched))
             yield _linears_finding(products, faults, missing_rows(watched))
-            yield from (judge.layers(faults), judge.head(), *judge.set_ups())
+            yield from (judge.layers(faults), judge.head(), *judge.sampling(), *judge.set_ups())
 
         overrides = parse_overrides(self.options.get("hf_overrides"))
         judge, findings = self.judge(folder, overrides, observed, findings_of)

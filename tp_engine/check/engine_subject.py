@@ -9,7 +9,7 @@ from typing import Any
 from tp_engine.api.llm import LLM
 from tp_engine.api.openai.chat.parser import ChatParsing
 from tp_engine.api.openai.tools.request import ToolRequest
-from tp_engine.check.behaviour import PUSH
+from tp_engine.check.behaviour import PUSH, NotShownError
 from tp_engine.check.prompts import (
     NO_TOOLS,
     TEXTS,
@@ -59,8 +59,12 @@ class EngineSubject:
         return str(self._answer([0, 1, 2], max_tokens=8, logit_bias={token: PUSH}, detokenize=False).finish_reason)
 
     def shaped_answer(self) -> str:
-        shape = StructuredOutputsParams(json=WEATHER_SCHEMA)
-        return str(self._answer(TEXTS["english"], max_tokens=_JSON_TOKENS, structured_outputs=shape).text)
+        """Return an answer by ``WEATHER_SCHEMA``; ``NotShownError`` if the tokens can not write one to its end."""
+        shape = StructuredOutputsParams(json=WEATHER_SCHEMA, disable_any_whitespace=True)
+        answer = self._answer(TEXTS["english"], max_tokens=_JSON_TOKENS, structured_outputs=shape)
+        if answer.finish_reason in ("length", "error"):
+            raise NotShownError(f"the answer ends before its grammar does ({answer.finish_reason})")
+        return str(answer.text)
 
     def _answer(self, prompt: Any, **params: Any) -> Any:
         return self._llm.generate([prompt], SamplingParams(temperature=0.0, **params), use_tqdm=False)[0].outputs[0]

@@ -23,11 +23,17 @@ from functools import cached_property
 
 import numpy as np
 
+from tp_engine.check.answers import Answer, Floats, Ids
 from tp_engine.check.linears import LinearFault
-from tp_engine.check.observed import ALONE, BATCH, CACHED, OTHERS, Answer, Floats, Ids, Observed, Watched
+from tp_engine.check.observed import Observed
 from tp_engine.check.passes import Passed, logprobs_of, questions
+from tp_engine.check.ranks import rank_apart, rank_of_slice
 from tp_engine.check.report import CheckFinding
 from tp_engine.check.rounding import Rounding
+from tp_engine.check.sampling import PROCESSED, check_draws, check_processed
+from tp_engine.check.set_ups import ALONE, BATCH, CACHED, OTHERS
+from tp_engine.check.watched import Watched
+from tp_engine.model_config import padded_vocab_size
 
 EXACT_LOGPROBS = 1e-4
 EXACT_LAYERS = 64 * 2.0**-23
@@ -210,17 +216,33 @@ class Judge:
 
     def layers(self, faults: Sequence[LinearFault]) -> CheckFinding:
         """Return the finding on hidden states: the first layer beyond its bound, with rank and position."""
-        ratio, checked = 0.0, 0
+        ratio, checked, watched = 0.0, 0, self._watched
+        parts = slice(0, watched.num_prompt), slice(watched.num_prompt, len(watched.sequence))
         for layer in range(len(self.exact.layers)):
-            for rank, arrays in enumerate(self._watched.arrays):
-                twin = None if self.twin is None else self.twin.layers[layer]
-                errors = self._of_rows(arrays[f"streams.{layer}"], self.exact.layers[layer], twin)
-                checked += 1
-                ratio = max(ratio, errors.excess)
-                if errors.excess > 1:
-                    return self._wrong_layer(layer, rank, errors, faults)
-        detail = f"{checked} outputs of layers, each from the engine's own input: {ratio:.2f} of the bound at most"
+            for rank, arrays in enumerate(watched.arrays):
+                for part in parts:
+                    errors = self._of_layer(arrays[f"streams.{layer}"], layer, part)
+                    checked += part is parts[0]
+                    ratio = max(ratio, errors.excess)
+                    if errors.excess > 1:
+                        return self._wrong_layer(layer, rank, errors, part, faults)
+        detail = (
+            f"{checked} outputs of layers, {watched.num_prompt} tokens of a prompt and "
+            f"{len(watched.sequence) - watched.num_prompt} decodes, each from the engine's own input: {ratio:.2f} of "
+            "the bound at most"
+        )
         return CheckFinding.right("hidden states", detail, numbers={"ratio": ratio})
+
+    def _of_layer(self, given: Floats, layer: int, part: slice) -> Errors:
+        """Errors of the outputs of a layer for a ``part`` of the rows: the prompt's, or those of decodes.  These are
+        few, so that the twin's errors on them, or on all rows, are the measure."""
+        twin = None if self.twin is None else self.twin.layers[layer]
+        whole = self._of_rows(given, self.exact.layers[layer], twin)
+        of_part = None if whole.twin is None else whole.twin[part]
+        own = replace(whole, own=whole.own[part], positions=whole.positions[part], twin=of_part)
+        if part.start == 0 or not own.own.size:
+            return own
+        return min(own, replace(own, twin=whole.twin), key=lambda one: one.excess)
 
     @property
     def _watched(self) -> Watched:
@@ -241,55 +263,83 @@ class Judge:
         known = None if twin is None else _relative(twin, exact)
         return Errors(_relative(given, exact), known, np.arange(len(exact)), EXACT_LAYERS, self._furthest)
 
-    def _wrong_layer(self, layer: int, rank: int, errors: Errors, faults: Sequence[LinearFault]) -> CheckFinding:
+    def _wrong_layer(
+        self, layer: int, rank: int, errors: Errors, rows: slice, faults: Sequence[LinearFault]
+    ) -> CheckFinding:
         watched, index = self._watched, layer - 1
-        name = "embeddings" if layer == 0 else f"layer {index}, {self._part(index)}"
+        part = self._part(index, rows)
+        name = "embeddings" if layer == 0 else f"layer {index}, {part}"
         differs = any(not np.array_equal(one[f"streams.{layer}"], watched.arrays[0][f"streams.{layer}"], equal_nan=True)
                       for one in watched.arrays)  # fmt: skip
         fault = next((one for one in faults if one.layer == index), None)
         of_rank = f"rank {rank}" if differs else "all ranks" if len(watched.arrays) > 1 else "rank 0"
         if fault is not None:
             of_rank = f"rank {fault.rank} ({fault.module})"
+        elif not differs and (apart := rank_apart(watched, self.exact.reads, index, in_mlp=part != "attention")):
+            of_rank = f"rank {apart[0]} (what {apart[1]} reads)"
+        of_answer = " (answer)" if rows.start else ""
         return CheckFinding.wrong(
             "hidden states",
             f"layer {index} is the first one whose output is wrong: {errors.excess:.3g} times the bound"
             if layer
             else f"the embeddings are wrong: {errors.excess:.3g} times the bound",
-            place=f"{name}, {of_rank}, position {errors.first} of prompt {watched.prompt.name!r}",
+            place=f"{name}, {of_rank}, position {errors.first} of prompt {watched.answer.prompt.name!r}{of_answer}",
             meaning="this layer computes something else than transformers' layer, from the same input",
             remedy=_FIRST_REMEDIES if fault is None else "compare the weights' files with the original",
             numbers={"layer": float(layer), "ratio": errors.excess},
         )
 
-    def _part(self, index: int) -> str:
+    def _part(self, index: int, rows: slice) -> str:
         """Which part of a layer is wrong: attention if what the MLP reads is wrong already."""
         exact = self.exact.inner.get(index)
         given = self._watched.arrays[0].get(f"inner.{index}")
         if exact is None or given is None or exact.shape != given.shape:
             return "attention or MLP"
         twin = None if self.twin is None else self.twin.inner.get(index)
-        is_wrong = self._of_rows(given, exact, twin).excess > 1
+        of_rows = None if twin is None else twin[rows]
+        is_wrong = self._of_rows(given[rows], exact[rows], of_rows).excess > 1
         return "attention" if is_wrong else ("experts" if self.has_experts else "MLP")
 
     def head(self) -> CheckFinding:
         """Return the finding on the final norm and the output head, from the engine's last states."""
-        prompt, of_exact = self._watched.prompt, self.exact.head
+        answer, of_exact = self._watched.answer, self.exact.head
         assert of_exact is not None, "what is watched ran"
-        answer = next(one for one in self.observed.alone if one.prompt.name == prompt.name)
-        length = len(prompt.token_ids) - 1
+        length = len(self._watched.sequence)
         exact = np.where(answer.alternatives[:length] >= 0, of_exact.wanted[:length], np.nan)
         twin = None if self.twin is None or self.twin.head is None else self.twin.head.wanted[:length]
         errors = Errors.between(answer.logprobs[:length], exact, twin, floor=EXACT_LOGPROBS)
         detail = f"{errors.own.size} log-probabilities from the engine's last states: {errors.excess:.2f} of the bound"
         if errors.excess <= 1:
             return CheckFinding.right("norm and output head", detail)
+        num_ranks, of_rank = len(self._watched.arrays), ""
+        if num_ranks > 1:
+            differences = np.where(np.isnan(exact), np.nan, answer.logprobs[:length] - exact)
+            assert self.exact.logits is not None, "engines that run here draw"
+            width = padded_vocab_size(self.exact.logits.shape[1], num_ranks) // num_ranks
+            rank = rank_of_slice(differences, answer.alternatives[:length] // width, num_ranks, self.allowed)
+            of_rank = "all ranks; " if rank is None else f"rank {rank}'s slice of the vocabulary; "
         return CheckFinding.wrong(
             "norm and output head",
             detail,
-            place=f"final norm, output head (tied or not), scale or soft cap of logits; position {errors.first}",
+            place=f"{of_rank}final norm, output head (tied or not), scale or soft cap of logits; position "
+            f"{errors.first}",
             meaning="all layers may be right, and every token is still drawn from other probabilities",
             remedy="compare lm_head, tie_word_embeddings and final_logit_softcapping with the original config.json",
         )
+
+    def sampling(self) -> Iterator[CheckFinding]:
+        """Yield the findings on draws and processed log-probabilities, which tell nothing where logits are wrong."""
+        if self._known.excess > 1:
+            yield CheckFinding.skipped("sampling", f"log-probabilities of requests that run {ALONE} are wrong already")
+            return
+        draws, processed = self.observed.draws, self.observed.processed
+        assert draws is not None and self.exact.logits is not None, "engines that run here draw"
+        logits = self.exact.logits.astype(np.float64)
+        yield check_draws(draws, logits, self.allowed)
+        if isinstance(processed, str):
+            yield CheckFinding.skipped(PROCESSED, processed)
+        else:
+            yield check_processed(processed, draws.prompt, logits[0], self.allowed)
 
 
 def _relative(given: Floats, exact: Floats) -> Floats:

@@ -1,13 +1,13 @@
 """Each linear layer of each rank beside its stored weights: the rank's own rows times the weights, in float32.
 
 A layer is judged by the rows that it really got, so that an error does not come from a layer before it.  Which rows and
-columns of a stored weight a rank has is what the engine says; that the ranks have all of them is checked too.
+columns of a stored weight a rank has is what the engine says; that the ranks have all of them is checked too.  Which of
+two parts an activation is for follows from the checkpoint: from their names, or the order of the rows of one weight.
 """
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -15,15 +15,19 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from tp_engine.check.observed import Watched
+from tp_engine.check.answers import Ids
 from tp_engine.check.oracle import ROUTERS
 from tp_engine.check.rounding import Round, Rounding, keep
 from tp_engine.check.stored import StoredWeights
+from tp_engine.check.watched import Watched
 
 _Parts: TypeAlias = Sequence[tuple[Any, str]]
 """A linear layer's parts, as ``LayerWatch`` describes them, with the names of their weights."""
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+MLPS = ("mlp", "feed_forward", "block_sparse_moe", "moe")
+"""Names of a layer's MLP in transformers, and of the first part of its modules' names."""
+_GATES = ("gate_proj", "w1", "gate_up_proj")
 _NO_TEXT = ("vision", "visual", "audio", "image", "mtp")
 
 
@@ -62,7 +66,7 @@ class Linears:
     ) -> None:
         self._stored, self._activation, self._floor, self._wide = stored, activation, floor, wide
         self._rounding = rounding
-        self._names = {_below_layers(name): name for name in stored.names if not any(one in name for one in _NO_TEXT)}
+        self._names = {below_layers(name): name for name in stored.names if not any(one in name for one in _NO_TEXT)}
         self.num_compared = self.num_quantised = 0
         self.largest_ratio = 0.0
 
@@ -72,13 +76,15 @@ class Linears:
         for name in names:
             for rank, (arrays, layouts) in enumerate(zip(watched.arrays, watched.layouts, strict=True)):
                 if name in layouts:
-                    fault = self._fault(name, rank, arrays, layouts[name])
+                    fault = self._fault(name, rank, arrays, layouts[name], watched.linear_positions)
                     if fault is not None:
                         yield fault
 
-    def _fault(self, name: str, rank: int, arrays: Mapping[str, Any], layout: Mapping[str, Any]) -> LinearFault | None:
+    def _fault(
+        self, name: str, rank: int, arrays: Mapping[str, Any], layout: Mapping[str, Any], positions: Ids
+    ) -> LinearFault | None:
         x, y = (torch.from_numpy(arrays[f"linears.{name}.{one}"]) for one in "xy")
-        stored = [self._names.get(_below_layers(part["name"]) + ".weight") for part in layout["parts"]]
+        stored = [self._names.get(below_layers(part["name"]) + ".weight") for part in layout["parts"]]
         if None in stored:
             return None
         parts = [(part, str(one)) for part, one in zip(layout["parts"], stored, strict=True)]
@@ -103,7 +109,8 @@ class Linears:
             return None
         if len(parts) > 1 and not layout["is_activated"]:
             module = self._worst_part(y - exact, parts)
-        return LinearFault(_layer_of(name), module, rank, worst, error, bound, is_quantised)
+        position = int(positions[worst]) if len(errors) == len(positions) else worst
+        return LinearFault(_layer_of(name), module, rank, position, error, bound, is_quantised)
 
     def _product(
         self,
@@ -118,7 +125,10 @@ class Linears:
         begin, end = layout["columns"]
         is_whole = end - begin == layout["stored_columns"]
         found = []
-        for (part, name), weight in zip(parts, weights, strict=True):
+        pairs = list(zip(parts, weights, strict=True))
+        if layout["is_activated"]:
+            pairs.sort(key=lambda pair: _gate_first(pair[0]))
+        for (part, name), weight in pairs:
             weight = weight.reshape(part["stored_rows"], -1)[:, begin:end]
             rows = torch.tensor(part["rows"])
             y = x[:, : end - begin] @ weight[rows].T
@@ -138,39 +148,21 @@ class Linears:
         return _short(parts[int(np.argmax(sizes))][0]["name"])
 
 
-def missing_rows(watched: Watched) -> list[str]:
-    """Return the stored modules of which the ranks together do not have every row, or every column, equally often."""
-    held: dict[tuple[str, int], list[int]] = defaultdict(list)
-    columns: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
-    for layouts in watched.layouts:
-        for layout in layouts.values():
-            for part in layout["parts"]:
-                key = (part["name"], part["stored_rows"])
-                held[key] += part["rows"]
-                columns[(part["name"], layout["stored_columns"])].append(tuple(layout["columns"]))
-    problems = []
-    for (name, num_rows), rows in held.items():
-        counts = np.bincount(rows, minlength=num_rows)
-        if len(counts) != num_rows or not counts.all():
-            missing = np.flatnonzero(counts == 0)[:3].tolist()
-            problems.append(f"{name}: rows {missing} are on no rank")
-    for (name, num_columns), spans in columns.items():
-        covered = np.zeros(num_columns, bool)
-        for begin, end in spans:
-            covered[begin:end] = True
-        if not covered.all():
-            problems.append(f"{name}: columns {np.flatnonzero(~covered)[:3].tolist()} are on no rank")
-    return problems
+def _gate_first(part: tuple[Any, str]) -> tuple[bool, int]:
+    """The order of the parts of an activated product: the gate by its name, or the first rows of what holds both."""
+    layout, name = part
+    return name.rpartition(".weight")[0].rpartition(".")[2] not in _GATES, min(layout["rows"], default=0)
 
 
-def _below_layers(name: str) -> str:
-    """``model.language_model.layers.3.mlp.up_proj`` -> ``3.mlp.up_proj``; other names as they are."""
+def below_layers(name: str) -> str:
+    """Return a module's name from its layer's number on: ``model.language_model.layers.3.mlp.up_proj`` ->
+    ``3.mlp.up_proj``; other names as they are."""
     found = _LAYER.search(name)
     return name if found is None else f"{found[1]}.{name[found.end() :]}"
 
 
 def _short(name: str) -> str:
-    return _below_layers(name).partition(".")[2]
+    return below_layers(name).partition(".")[2]
 
 
 def _layer_of(name: str) -> int:

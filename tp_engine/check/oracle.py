@@ -47,10 +47,12 @@ Ids: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A sequence, and the token ids (n, m) whose log-probabilities after each of its n positions are wanted, if any."""
+    """A sequence, and the token ids (n, m) whose log-probabilities after each of its n positions are wanted, if any;
+    ``logits_from``: the first position after which all logits are wanted."""
 
     token_ids: Sequence[int]
     wanted: npt.NDArray[np.integer[Any]] | None = None
+    logits_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +64,13 @@ class Scores:
         next_logprobs (n - 1,)      of the token that follows
         best_logprobs (n,)          of the likeliest token
         wanted (n, m)               of the tokens that the query asks for; (n, 0) if it asks for none
+        logits (k, vocabulary)      those after the last k positions, as the query asks
     """
 
     next_logprobs: Floats
     best_logprobs: Floats
     wanted: Floats
+    logits: Floats
 
 
 SeeLayer: TypeAlias = Callable[[int, Sequence[torch.Tensor]], Sequence[torch.Tensor] | None]
@@ -217,14 +221,15 @@ class Oracle(Closing):
         token_ids = torch.tensor(query.token_ids, device=self._device)
         wanted = np.empty((len(token_ids), 0), np.int64) if query.wanted is None else query.wanted
         asked = torch.as_tensor(np.asarray(wanted, np.int64), device=self._device)
+        begin = len(token_ids) if query.logits_from is None else query.logits_from
         parts = []
         for first in range(0, len(token_ids), _POSITIONS_AT_ONCE):
             here = torch.arange(first, min(first + _POSITIONS_AT_ONCE, len(token_ids)), device=self._device)
-            found = self._run(query.token_ids, here, last)[0]
-            found = found.to(torch.promote_types(self._dtype, torch.float32)).log_softmax(-1)
+            logits = self._run(query.token_ids, here, last)[0].to(torch.promote_types(self._dtype, torch.float32))
+            found = logits.log_softmax(-1)
             following = token_ids[here[here < len(token_ids) - 1] + 1]
             of_following = found[: len(following)].gather(1, following[:, None])[:, 0]
-            parts.append((of_following, found.amax(-1), found.gather(1, asked[here])))
+            parts.append((of_following, found.amax(-1), found.gather(1, asked[here]), logits[here >= begin]))
         return Scores(*(torch.cat(one).cpu().numpy() for one in zip(*parts, strict=True)))
 
     def _run(self, token_ids: Sequence[int], kept: torch.Tensor, layer: _StandIn) -> torch.Tensor:

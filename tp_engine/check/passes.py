@@ -9,17 +9,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from tp_engine.check.observed import Answer, Floats, Ids, Observed
+from tp_engine.check.answers import Answer, Floats, Ids
+from tp_engine.check.linears import MLPS, below_layers
+from tp_engine.check.observed import Observed
 from tp_engine.check.oracle import Oracle, Query, Scores
-
-_MLPS = ("mlp", "feed_forward", "block_sparse_moe", "moe")
+from tp_engine.check.watched import Watched
 
 Sequence_ = tuple[int, ...]
 
@@ -31,9 +33,11 @@ class Passed:
     ::
 
         scores      sequence -> its log-probabilities
-        layers      of the watched prompt: the outputs (layers + 1, n, hidden) of embeddings and layers
-        inner       of the watched prompt: layer -> what its MLP reads (n, hidden)
-        head        of the watched prompt: log-probabilities after the engine's last states
+        layers      of the watched answer: the outputs (layers + 1, n, hidden) of embeddings and layers
+        inner       of the watched answer: layer -> what its MLP reads (n, hidden)
+        head        of the watched answer: log-probabilities after the engine's last states
+        reads       of the watched answer: linear layer -> what it reads (n, in), at ``Watched.linear_positions``
+        logits      after the prompt of the draws, and after each token of their greedy answer (n, vocabulary)
         wide        last names of modules whose outputs are float32 in any type, such as routers
 
     ``quantization`` is the checkpoint's, ``activation`` that of the gate in the model's MLPs.
@@ -43,6 +47,8 @@ class Passed:
     layers: list[Floats] = field(default_factory=list)
     inner: dict[int, Floats] = field(default_factory=dict)
     head: Scores | None = None
+    reads: dict[str, Floats] = field(default_factory=dict)
+    logits: Floats | None = None
     wide: set[str] = field(default_factory=set)
     quantization: Mapping[str, Any] | None = None
     activation: Callable[[torch.Tensor], torch.Tensor] = torch.nn.functional.silu
@@ -71,52 +77,75 @@ def _array(values: torch.Tensor) -> Floats:
     return np.array(values.to(torch.promote_types(values.dtype, torch.float32)).cpu().numpy())
 
 
+class _Recorder:
+    """Records what the oracle's layers read for the watched answer, the last of its sequences; ``num_free`` others run
+    freely."""
+
+    def __init__(self, passed: Passed, watched: Watched | None, num_free: int) -> None:
+        self._passed, self._watched, self._num_free = passed, watched, num_free
+        self._num_begun = 0  # sequences that the present layer has begun
+        names = () if watched is None else watched.row_inputs(0)
+        self._split = frozenset(map(below_layers, names))
+
+    def see(self, index: int, states: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
+        """Keep the output of a layer; the next one reads that of the engine."""
+        self._num_begun = 0
+        if self._watched is None:
+            return None
+        self._passed.layers.append(_array(states[-1]))
+        return [*states[: self._num_free], torch.from_numpy(self._watched.arrays[0][f"streams.{index + 1}"])]
+
+    def hooks(self, index: int, layer: torch.nn.Module) -> Iterator[Any]:
+        """Record in ``layer`` from now on; yields the hooks."""
+        yield layer.register_forward_pre_hook(self._begin)
+        mlp = next((getattr(layer, name) for name in MLPS if hasattr(layer, name)), None)
+        if mlp is not None:
+            yield mlp.register_forward_pre_hook(partial(self._read_inner, index))
+        for name, module in layer.named_modules():
+            if f"{index}.{name}" in self._split:
+                yield module.register_forward_pre_hook(partial(self._read, f"{index}.{name}"))
+            if name.endswith(("gate", "router")):
+                yield module.register_forward_hook(partial(self._note_type, name))
+
+    def _begin(self, _layer: object, _inputs: object) -> None:
+        self._num_begun += 1
+
+    def _rows(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+        """The rows (n, width) that a module reads, if they are the watched ones."""
+        return inputs[0].reshape(-1, inputs[0].shape[-1]) if inputs and self._num_begun > self._num_free else None
+
+    def _read_inner(self, index: int, _mlp: object, inputs: tuple[torch.Tensor, ...]) -> None:
+        if (rows := self._rows(inputs)) is not None:
+            self._passed.inner[index] = _array(rows)
+
+    def _read(self, name: str, _module: object, inputs: tuple[torch.Tensor, ...]) -> None:
+        rows = self._rows(inputs)
+        if rows is not None and self._watched is not None:
+            self._passed.reads[name] = _array(rows[torch.from_numpy(np.maximum(self._watched.linear_positions, 0))])
+
+    def _note_type(self, name: str, _module: object, _inputs: object, output: object) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, torch.Tensor) and first.dtype is torch.float32:
+            self._passed.wide.add(name.rpartition(".")[2])
+
+
 def run_pass(oracle: Oracle, observed: Observed, note_layer: Callable[[], None]) -> Passed:
     """Score all sequences, and run each layer on the engine's own states where they are watched; that runs last."""
-    asked, watched = questions(observed), observed.watched
+    asked, watched, draws = questions(observed), observed.watched, observed.draws
     passed = Passed(quantization=oracle.quantization, activation=oracle.activation)
     queries = [Query(sequence, wanted) for sequence, wanted in asked.items()]
-    num_free = len(queries)
+    if draws is not None:
+        queries.append(Query(draws.sequence, logits_from=len(draws.prompt.token_ids) - 1))
+    recorder = _Recorder(passed, watched, len(queries))
     if watched is not None:
-        alone = next(one for one in observed.alone if one.prompt.name == watched.prompt.name)
-        after_last = np.maximum(alone.alternatives[: len(watched.prompt.token_ids)], 0)
-        queries.append(Query(watched.prompt.token_ids, after_last))
-    num_called = 0  # sequences of which the present layer's MLP has begun
-
-    def see(index: int, states: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
-        nonlocal num_called
-        num_called = 0
-        if watched is None:
-            return None
-        passed.layers.append(_array(states[-1]))
-        return [*states[:num_free], torch.from_numpy(watched.arrays[0][f"streams.{index + 1}"])]
-
-    hooks = []
-    for index, layer in enumerate(oracle.layers):
-        mlp = next((getattr(layer, name) for name in _MLPS if hasattr(layer, name)), None)
-        if mlp is not None:
-
-            def keep(_module: object, inputs: tuple[torch.Tensor, ...], index: int = index) -> None:
-                nonlocal num_called
-                num_called += 1
-                if num_called > num_free and inputs:
-                    passed.inner[index] = _array(inputs[0]).reshape(-1, inputs[0].shape[-1])
-
-            hooks.append(mlp.register_forward_pre_hook(keep))
-        for name, module in layer.named_modules():
-            if name.endswith(("gate", "router")):
-
-                def look(_module: object, _inputs: object, output: object, name: str = name) -> None:
-                    first = output[0] if isinstance(output, tuple) else output
-                    if isinstance(first, torch.Tensor) and first.dtype is torch.float32:
-                        passed.wide.add(name.rpartition(".")[2])
-
-                hooks.append(module.register_forward_hook(look))
+        queries.append(Query(watched.sequence, np.maximum(watched.answer.alternatives[: len(watched.sequence)], 0)))
+    hooks = [one for index, layer in enumerate(oracle.layers) for one in recorder.hooks(index, layer)]
     try:
-        scores = oracle.score_all(queries, see_layer=see, note_layer=note_layer)
+        scores = oracle.score_all(queries, see_layer=recorder.see, note_layer=note_layer)
     finally:
         for hook in hooks:
             hook.remove()
-    passed.scores = dict(zip(asked, scores[:num_free], strict=True))
+    passed.scores = dict(zip(asked, scores, strict=False))
+    passed.logits = None if draws is None else scores[len(asked)].logits
     passed.head = None if watched is None else scores[-1]
     return passed

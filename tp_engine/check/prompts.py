@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tp_engine.check.report import CheckFinding
+from tp_engine.panics import panics_refused
 
 TEXTS: Mapping[str, str] = {
     "english": "The harbour was quiet that morning. Two fishermen mended a net beside the wall, and the older one said",
@@ -91,23 +92,43 @@ def make_prompts(
     """Return the prompts, each of at most ``max_len`` tokens; the last one has ``long_len``.
 
     Texts and chats are tokenized by transformers, the oracle of the engine's own tokens.  A model without a tokenizer
-    gets tokens drawn from a fixed seed.
+    gets tokens drawn from a fixed seed, and so does one whose tokenizer makes none of these texts.
     """
-    if tokenizer is None:
-        rng = np.random.default_rng(_SEED)
-        lengths = {**_NUM_DRAWN, "long": long_len}
-        drawn = {name: rng.integers(0, vocab_size, length) for name, length in lengths.items()}
-        return [CheckPrompt(name, tuple(map(int, ids[:max_len]))) for name, ids in drawn.items()]
+    if tokenizer is not None and (found := _of_texts(tokenizer, vocab_size, long_len, max_len, quick=quick)):
+        return found
+    rng = np.random.default_rng(_SEED)
+    lengths = {**_NUM_DRAWN, "long": long_len}
+    drawn = {name: rng.integers(0, vocab_size, length) for name, length in lengths.items()}
+    return [CheckPrompt(name, tuple(map(int, ids[:max_len]))) for name, ids in drawn.items()]
+
+
+def _of_texts(tokenizer: Any, vocab_size: int, long_len: int, max_len: int, *, quick: bool) -> list[CheckPrompt]:
+    """Those prompts of texts and chats that the tokenizer can make; none if the long one is not among them."""
     texts = {name: text for name, text in TEXTS.items() if not quick or name in QUICK_TEXTS}
-    found = [CheckPrompt(name, _ids(tokenizer(text)["input_ids"], max_len), text=text) for name, text in texts.items()]
+    found = [
+        CheckPrompt(name, _ids(ids, max_len), text=text)
+        for name, text in texts.items()
+        if (ids := text_ids(tokenizer, text)) is not None
+    ]
     for name, messages in CHATS.items() if getattr(tokenizer, "chat_template", None) else ():
         if (ids := chat_ids(tokenizer, messages)) is not None and (not quick or name == "chat"):
             found.append(CheckPrompt(name, _ids(ids, max_len), messages=messages))
     long_len = min(long_len, max_len)
     text = "".join(_LONG.format(number, 3 * number + 2) for number in range(1, long_len))[: 8 * long_len]
-    long_ids = tokenizer(text, truncation=True, max_length=long_len)["input_ids"]
-    found.append(CheckPrompt("long", _ids(long_ids, long_len)))
-    return [one for one in found if one.token_ids and max(one.token_ids) < vocab_size]
+    long_ids = text_ids(tokenizer, text, truncation=True, max_length=long_len)
+    found.append(CheckPrompt("long", _ids(long_ids or (), long_len)))
+    known = [one for one in found if one.token_ids and max(one.token_ids) < vocab_size]
+    return known if known and known[-1].name == "long" else []
+
+
+def text_ids(tokenizer: Any, text: str, **options: Any) -> list[int] | None:
+    """Return the tokens of a text by transformers; None if its tokenizer fails."""
+    try:
+        with panics_refused("the text can not be tokenized"):
+            ids: list[int] = tokenizer(text, **options)["input_ids"]
+    except Exception:  # a tokenizer raises what it likes
+        return None
+    return ids
 
 
 def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int] | None:
@@ -116,8 +137,7 @@ def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: A
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options)
     except Exception:  # a template raises what it likes
         return None
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
+    return text_ids(tokenizer, text, add_special_tokens=False)
 
 
 def tool_chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int] | None:

@@ -21,8 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tp_engine.api.server_client import ServerClient, ServerError
+from tp_engine.check.answers import ALTERNATIVES, Answer, answer_of
 from tp_engine.check.behaviour import PUSH, NotShownError
-from tp_engine.check.observed import ALTERNATIVES, Answer, answer_of
 from tp_engine.check.prompts import (
     NO_TOOLS,
     WEATHER_QUESTION,

@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from tp_engine.api.server_client import ServerClient, ServerError
+from tp_engine.check.answers import Answer
 from tp_engine.check.behaviour import NotShownError, check_behaviour, timed
 from tp_engine.check.judged import Judge
-from tp_engine.check.observed import ALONE, BATCH, CACHED, Answer, Observed
+from tp_engine.check.observed import Observed
 from tp_engine.check.oracle import check_oracle_device
 from tp_engine.check.oracle_check import OracleCheck
 from tp_engine.check.prompts import CheckPrompt
 from tp_engine.check.report import CheckFinding, CheckReport, describe_environment
 from tp_engine.check.served import ServedModel
+from tp_engine.check.set_ups import ALONE, BATCH, CACHED
 from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.hf_overrides import parse_overrides
 from tp_engine.model_config import load_model_config

@@ -20,7 +20,8 @@ _logger = get_logger(__name__)
 class SchedulerCounters:
     """Totals since the start.  Prefix queries and hits are tokens of requests at their first admission, host and disk
     hits those of them that the host tier had, or the disk;
-    recomputed tokens are those that a preempted sequence had, and did not find cached when it resumed."""
+    recomputed tokens are those that a preempted sequence had, and did not find cached when it resumed.  Of the
+    preemptions, those of sequences with two answer tokens or more are counted apart."""
 
     num_prefix_query_tokens: int = 0
     num_prefix_hit_tokens: int = 0
@@ -28,6 +29,7 @@ class SchedulerCounters:
     num_disk_hit_tokens: int = 0
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
+    num_preempted_answers: int = 0
 
 
 class WaitingQueue:
@@ -163,6 +165,7 @@ class SchedulerState:
         sequence.prompt_logprobs.clear()
         sequence.pooled.clear()
         self.counters.num_preemptions += 1
+        self.counters.num_preempted_answers += int(len(sequence.token_ids) - sequence.num_prompt_tokens > 1)
         self.waiting.push(sequence)
         _logger.info(
             "request %s, sequence %d: preempted %s; %d tokens to compute again unless still cached",

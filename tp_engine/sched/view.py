@@ -63,6 +63,7 @@ class SchedulerStats:
     num_disk_read_blocks: int = 0
     num_disk_failed_blocks: int = 0
     num_refused_blocks: int = 0
+    num_preempted_answers: int = 0
     speculation: SpeculationCounters | None = None
     adapters: AdapterStats | None = None
     kv_events: KVEventCounters | None = None

@@ -5,9 +5,10 @@
     streams   for each layer, the residual stream (N, hidden) that it reads; then the one behind the last layer
     inner     for each layer with an MLP, what that reads (N, hidden), normalised
     linears   for each linear layer of a rank (LocalLinear), its first rows x (n, in) and its products y (n, out)
+    rows      of each row of the streams (N,) the number of its step, its token and its position
 
-Steps of several requests, or of parts of a prompt, follow one another.  Of linear layers, ``NUM_ROWS`` rows are kept:
-their products are far larger than the streams.
+Steps of several requests, or of parts of a prompt, follow one another.  Of linear layers, ``NUM_ROWS`` rows of prompts
+are kept and ``NUM_DECODES`` of decodes: their products are far larger than the streams.
 """
 
 import json
@@ -32,6 +33,7 @@ from tp_engine.worker.orders import Prepared
 from tp_engine.worker.results.readback import PendingStep
 
 NUM_ROWS: Final = 40
+NUM_DECODES: Final = 16
 
 
 class LayerWatch(RunnerFeature):
@@ -40,6 +42,7 @@ class LayerWatch(RunnerFeature):
     def __init__(self, model: CausalLM) -> None:
         self._model = model
         self._found: dict[str, list[torch.Tensor]] = defaultdict(list)
+        self._num_steps, self._most_rows = 0, NUM_ROWS
 
     def attach(self, hooks: RunnerHooks) -> None:
         hooks.must_launch.append(self.must_launch)
@@ -58,12 +61,18 @@ class LayerWatch(RunnerFeature):
         return True
 
     def around_model(self, step: PendingStep, inputs: StepInputs) -> AbstractContextManager[object]:
+        self._num_steps += 1
+        self._most_rows = NUM_ROWS + (NUM_DECODES if inputs.layout.is_decode_only else 0)
+        self._keep("rows.steps", torch.full_like(inputs.positions, self._num_steps))
+        self._keep("rows.tokens", inputs.input_ids)
+        self._keep("rows.places", inputs.positions)
         return self._recording()
 
     def write(self, path: Path) -> None:
         """Write all that was recorded as float32, and ``layout``: which stored rows each linear layer has, as JSON."""
         arrays: dict[str, Any] = {name: torch.cat(parts).numpy() for name, parts in self._found.items()}
         layout = {name: _layout_of(linear) for name, linear in self._linears() if f"linears.{name}.x" in arrays}
+        arrays["rows.most"] = np.array([NUM_ROWS])
         np.savez(path, layout=np.array(json.dumps(layout)), **arrays)
 
     def _linears(self) -> list[tuple[str, LocalLinear]]:
@@ -101,7 +110,7 @@ class LayerWatch(RunnerFeature):
 
     def _recorded(self, name: str, product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def recorded(x: object, bias: torch.Tensor | None) -> torch.Tensor:
-            room = NUM_ROWS - sum(map(len, self._found.get(f"linears.{name}.y", ())))
+            room = self._most_rows - sum(map(len, self._found.get(f"linears.{name}.y", ())))
             y = product(x, bias)
             if room > 0 and isinstance(x, torch.Tensor):
                 self._keep(f"linears.{name}.x", x[:room])
