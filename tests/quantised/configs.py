@@ -121,12 +121,14 @@ def describe_awq(group: int | None, kept: Kept) -> Json:
     }
 
 
-def describe_gptq(group: int | None, kept: Kept, *, bits: int = 4, sym: bool = True, version: int = 1) -> Json:
+def describe_gptq(
+    group: int | None, kept: Kept, *, bits: int = 4, sym: bool = True, version: int = 1, ordered: bool = False
+) -> Json:
     """As transformers writes it for version 1, else, or if layers are kept, as GPTQModel does."""
     numbers = {
         "bits": bits,
         "damp_percent": 0.01,
-        "desc_act": False,
+        "desc_act": ordered,
         "group_size": -1 if group is None else group,
         "quant_method": "gptq",
         "sym": sym,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from tests.quantised.numbers import (
     quantise_mxfp4,
     quantise_mxfp8,
     quantise_nvfp4,
+    quantise_ordered,
 )
 from tests.quantised.packing import (
     Tensors,
@@ -49,7 +50,7 @@ class Format:
     """``quantise`` takes the weight and the group, ``describe`` the group and what is kept.
 
     ``files`` are further JSON files beside config.json; ``extra`` are tensors of modules by the last part of their name
-    ("": of each); ``fused`` formats hold only gpt-oss's experts.
+    ("": of each); ``fused`` formats hold only gpt-oss's experts, ``ordered`` ones no experts.
     """
 
     quantise: Callable[[torch.Tensor, int | None], Numbers]
@@ -59,6 +60,7 @@ class Format:
     files: Callable[[int | None, Kept], dict[str, Json]] = lambda group, kept: {}
     extra: dict[str, Tensors] = field(default_factory=dict)
     fused: bool = False
+    ordered: bool = False
 
 
 def _int(weight: torch.Tensor, group: int | None, **options: Any) -> Numbers:
@@ -121,6 +123,12 @@ def _gptq_format(bits: int = 4, *, sym: bool = True, version: int = 1, group: in
         describe=partial(describe_gptq, bits=bits, sym=sym, version=version),
         group=group,
     )
+
+
+def _ordered(how: Format, bits: int = 4, *, scale_type: torch.dtype, describe: Any, has_zeros: bool = False) -> Format:
+    """``how`` with columns in groups by their activations."""
+    quantise = partial(quantise_ordered, bits=bits, scale_type=scale_type, has_zeros=has_zeros)
+    return replace(how, quantise=quantise, describe=describe, ordered=True)
 
 
 def _modelopt_fp8(*, kv: bool = False) -> Format:
@@ -248,6 +256,24 @@ FORMATS: dict[str, Format] = {
     "gptq-8-asym": _gptq_format(8, sym=False),
     "gptq-v2": _gptq_format(version=2),
     "gptq-v2-asym": _gptq_format(sym=False, version=2),
+    "gptq-ordered": _ordered(
+        _gptq_format(sym=False),
+        scale_type=torch.float16,
+        has_zeros=True,
+        describe=partial(describe_gptq, sym=False, ordered=True),
+    ),
+    "gptq-8-ordered": _ordered(
+        _gptq_format(8), 8, scale_type=torch.float16, describe=partial(describe_gptq, bits=8, ordered=True)
+    ),
+    "pack-quantized-ordered": _ordered(
+        _pack(),
+        scale_type=torch.bfloat16,
+        describe=partial(
+            describe_compressed_tensors,
+            layout="pack-quantized",
+            weights=_int_weights(4, "group", actorder="group"),
+        ),
+    ),
     "mxfp4": Format(
         quantise=lambda weight, group: quantise_mxfp4(weight),
         pack=_pack_gpt_oss,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ class Numbers:
         zeros     int32, the shape of the scales, for int: value = code - zero; None: 2**(bits - 1) everywhere
         factor    float32 (): multiplies all values
         divisor   float32 (): divides all scales
+        order     int64 (in,): the place of each column among those that are sorted by their groups; None: its own
     """
 
     kind: str
@@ -31,6 +33,7 @@ class Numbers:
     zeros: torch.Tensor | None = None
     factor: torch.Tensor | None = None
     divisor: torch.Tensor | None = None
+    order: torch.Tensor | None = None
 
     @property
     def offset(self) -> int:
@@ -51,6 +54,9 @@ class Numbers:
             values = signed[self.codes]
         else:
             values = (self.codes - _spread(self.all_zeros, self.block, self.codes)).float()
+        if self.order is not None:
+            sorted_ones = replace(self, codes=self.codes[:, self.order.argsort()], order=None)
+            return sorted_ones.weight()[:, self.order]
         scales = self.scales.float() if self.divisor is None else self.scales.float() / self.divisor
         values = values * _spread(scales, self.block, self.codes)
         return values if self.factor is None else values * self.factor
@@ -78,6 +84,17 @@ def quantise_int(
         middle = 2 ** (bits - 1)
     codes = ((weight / _spread(scales.float(), block, weight)).round() + middle).clamp(0, highest).int()
     return Numbers(kind="int", codes=codes, scales=scales, block=block, bits=bits, zeros=zeros)
+
+
+def quantise_ordered(weight: torch.Tensor, group: int | None, **options: Any) -> Numbers:
+    """As ``quantise_int``, with columns in groups by an order of their own, as GPTQ's ``desc_act`` makes it.
+
+    It follows from the number of columns, so that modules with the same inputs have the same.
+    """
+    columns = weight.shape[1]
+    order = torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
+    found = quantise_int(weight[:, order.argsort()], group, **options)
+    return replace(found, codes=found.codes[:, order], order=order)
 
 
 def quantise_e4m3(

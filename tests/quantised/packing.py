@@ -35,6 +35,8 @@ def pack_quantized(numbers: Numbers) -> Tensors:
         "weight_scale": numbers.scales,
         "weight_shape": torch.tensor(numbers.codes.shape),
     }
+    if numbers.order is not None:
+        tensors["weight_g_idx"] = (numbers.order // numbers.block[1]).int()
     if numbers.zeros is not None:
         tensors["weight_zero_point"] = pack_words(numbers.zeros.T, numbers.bits).T.contiguous()
     return tensors
@@ -56,14 +58,15 @@ def pack_awq(numbers: Numbers) -> Tensors:
 def pack_gptq(numbers: Numbers, *, version: int) -> Tensors:
     """AutoGPTQ's layout: ``qweight`` (in / per word, out), ``qzeros`` (groups, out / per word), ``g_idx`` (in,).
 
-    Version 1 stores zero points less 1.
+    Version 1 stores zero points less 1.  Columns are in the order that ``numbers`` have.
     """
+    order = numbers.order
     zeros = numbers.all_zeros - (1 if version == 1 else 0)
     return {
         "qweight": pack_words(numbers.codes, numbers.bits).T.contiguous(),
         "qzeros": pack_words(zeros.T, numbers.bits),
         "scales": numbers.scales.T.contiguous(),
-        "g_idx": (torch.arange(numbers.codes.shape[1]) // numbers.block[1]).int(),
+        "g_idx": ((torch.arange(numbers.codes.shape[1]) if order is None else order) // numbers.block[1]).int(),
     }
 
 

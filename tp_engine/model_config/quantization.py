@@ -37,7 +37,7 @@ class WeightScheme:
     all) of ``row_block`` rows (None: all).  ``has_zeros``: codes have zero points.  ``activations``: how the
     checkpoint's makers quantised the inputs: ``token`` a scale per token, found while running; ``group`` the same for
     each ``group`` columns of a token; ``tensor`` one stored scale; None: not to 8 bits.  ``scale_name`` is the suffix
-    of the scales' tensor.
+    of the scales' tensor; ``order_name`` that of the groups of the columns, if these are not in order.
     """
 
     packing: Packing
@@ -47,6 +47,7 @@ class WeightScheme:
     has_zeros: bool = False
     activations: Activations | None = None
     scale_name: str = "weight_scale"
+    order_name: str = ""
 
     @property
     def bits(self) -> int:

@@ -122,7 +122,8 @@ def unpacked_by_loops(
 
     for row in range(shape[0]):
         for column in range(shape[1]):
-            block = column // group
+            groups = next((tensors[one] for one in ("g_idx", "weight_g_idx") if one in tensors), None)
+            block = column // group if groups is None else int(groups[column])
             if name.startswith("pack"):
                 code = field(tensors["weight_packed"][row, column // per_word], column % per_word)
                 zero = highest // 2 + 1

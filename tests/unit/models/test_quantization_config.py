@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -334,12 +335,11 @@ def test_every_method_is_covered() -> None:
         ({**AWQ, "bits": 3}, "bits is 3"),
         ({**AWQ, "zero_point": False}, "zero_point"),
         ({**AWQ, "modules_to_not_convert": [1]}, "list of names"),
-        ({**GPTQ, "desc_act": True}, "desc_act is True.*AWQ or w4a16"),
         ({**GPTQ, "bits": 3}, "bits is 3"),
         ({**GPTQ, "group_size": 0}, "group_size"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "marlin"),
         ({**GPTQ, "is_marlin_format": True}, "is_marlin_format"),
-        ({**GPTQ, "dynamic": {"+:.*": {"desc_act": True}}}, "desc_act"),
+        ({**GPTQ, "dynamic": {"+:.*": {"desc_act": 1}}}, "desc_act"),
         ({**GPTQ, "dynamic": {"+:.*": {"rotation": "hadamard"}}}, "rotation"),
         ({**GPTQ, "rotation": "hadamard"}, "rotation"),
         ({**GPTQ, "modules_in_block_to_quantize": [1]}, "modules_in_block_to_quantize"),
@@ -376,7 +376,11 @@ def test_every_method_is_covered() -> None:
         (compressed("pack-quantized", weights(3, group_size=128)), "int of 3 bits"),
         (compressed("pack-quantized", weights(strategy="tensor")), "strategy is 'tensor'"),
         (compressed("pack-quantized", weights(group_size=0)), "group_size"),
-        (compressed("pack-quantized", weights(group_size=128, actorder="group")), "actorder is 'group'"),
+        (compressed("pack-quantized", weights(group_size=128, actorder="input")), "actorder is 'input'"),
+        (
+            compressed("nvfp4-pack-quantized", weights(4, "float", "tensor_group", group_size=16, actorder="group")),
+            "actorder is 'group'",
+        ),
         (compressed("pack-quantized", weights(group_size=128, surprise=1)), "surprise"),
         (compressed("nvfp4-pack-quantized", weights(4, "float", "tensor_group", group_size=32)), "it must be 16"),
         (compressed("int-quantized", weights(8, strategy="channel", symmetric=False)), "zero points"),
@@ -429,6 +433,15 @@ def test_refusals_say_which_upload_to_take(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"(ExLlama|MLX)'s.*take another upload.*FP8, AWQ, GPTQ-Int4") as caught:
         read(values)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_columns_by_their_activations() -> None:
+    """Oracle: the tensor that has the group of each column; whole rows are one group."""
+    assert read({**GPTQ, "desc_act": True}).scheme_of(Q) == replace(GPTQ4, order_name="g_idx")
+    assert read({**GPTQ, "desc_act": True, "group_size": -1}).scheme_of(Q) == replace(GPTQ4, group=None)
+    assert read({**GPTQ, "dynamic": {"+:.*q_proj": {"desc_act": True}}}).scheme_of(GATE) == GPTQ4
+    ordered = read(compressed("pack-quantized", weights(group_size=128, actorder="group"))).scheme_of(Q)
+    assert ordered == replace(INT4, order_name="weight_g_idx")
 
 
 def test_quark_by_layer() -> None:

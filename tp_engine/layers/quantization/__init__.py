@@ -11,7 +11,9 @@ from tp_engine.layers.quantization.base import LinearFormat
 from tp_engine.layers.quantization.dense import Dense
 from tp_engine.layers.quantization.int8 import Int8, check_int8
 from tp_engine.layers.quantization.online import Online, quantise_e4m3, quantise_int4, quantise_int8
+from tp_engine.layers.quantization.ordered import Ordered
 from tp_engine.layers.quantization.quantised import Quantised
+from tp_engine.model_config.quantization import WeightScheme
 from tp_engine.model_config.spec import ModelSpec
 
 HEAD = "lm_head"
@@ -46,8 +48,12 @@ def choose_formats(
     return lambda names: head if list(names) == [HEAD] else body
 
 
+def _format_of_scheme(scheme: WeightScheme) -> LinearFormat:
+    return Ordered(scheme) if scheme.order_name else Quantised(scheme)
+
+
 def _formats_of_checkpoint(spec: ModelSpec) -> Callable[[Sequence[str]], LinearFormat]:
-    dense, of_scheme = Dense(), cache(Quantised)
+    dense, of_scheme = Dense(), cache(_format_of_scheme)
 
     def format_of(names: Sequence[str]) -> LinearFormat:
         scheme = None if spec.is_tied and list(names) == [HEAD] else spec.scheme_of(*names)

@@ -77,6 +77,11 @@ def pack_codes(kind: Codes, columns: int) -> tuple[Codes, int, Decode]:
     return ("int8", 1, _int4_as_int8) if kind == "int4" else ("e4m3", 1, _e2m1_as_e4m3)
 
 
+def unpack_codes(kind: Codes, packed: torch.Tensor) -> torch.Tensor:
+    """Return the codes that are kept in ``kind``, a byte each, as they were packed."""
+    return _split_nibbles(packed) if kind in ("int4", "e2m1") else packed
+
+
 def pack_zeros(kind: Codes) -> Decode:
     """Return how zero points in steps become those of a weight that is kept in ``kind``."""
     return (lambda zeros: zeros * INT4_ZERO_PARTS) if kind == "int4" else as_stored

@@ -11,6 +11,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import gcd
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from tp_engine.kernels.experts.experts import ExpertWeights
-from tp_engine.kernels.quantization.weights import QuantisedWeight
+from tp_engine.kernels.quantization.weights import Codes, QuantisedWeight
 from tp_engine.layers.quantization.base import ExpertsProduct, ParameterFactory, Product
 from tp_engine.layers.quantization.dense import ThenGate, choose_experts, expert_biases
 from tp_engine.layers.quantization.experts import ExpertsShape
@@ -118,20 +119,25 @@ class Quantised:
     def _create(
         self, context: ParameterFactory, ways: Sequence[WeightLayout], stack: tuple[int, ...] = ()
     ) -> dict[str, nn.Parameter]:
-        tensors, unit = self._tensors(ways), self._unit(ways)
-        rows, columns = ways[0].shape.num_rows, ways[0].shape.num_columns
-        kind, per_byte, pack = pack_codes(self.scheme.kind, columns)
+        kind = pack_codes(self.scheme.kind, ways[0].shape.num_columns)[0]
+        codes = self._create_codes(context, ways, stack)
+        return {"codes": codes, **self._create_numbers(context, ways, stack, kind)}
 
-        def parameter(
-            unit: Unit, dtype: torch.dtype | None, alternatives: Iterable[tuple[Source, ...]]
-        ) -> nn.Parameter:
-            size = (*stack, ceil_div(rows, unit.rows), ceil_div(columns, unit.columns))
-            return context.parameter(size, *alternatives, dtype=dtype)
+    def _create_codes(
+        self, context: ParameterFactory, ways: Sequence[WeightLayout], stack: tuple[int, ...] = ()
+    ) -> nn.Parameter:
+        _, per_byte, pack = pack_codes(self.scheme.kind, ways[0].shape.num_columns)
+        unit, codes = Unit(1, per_byte), self._tensors(ways).codes
+        sources = (way.sources(codes, unit, pack) for way in ways)
+        return _parameter(context, ways, stack, unit, torch.uint8, sources)
 
-        of_codes, of_rows, of_groups = Unit(1, per_byte), Unit(1, columns), Unit(1, unit.columns)
-        found = {
-            "codes": parameter(of_codes, torch.uint8, (way.sources(tensors.codes, of_codes, pack) for way in ways))
-        }
+    def _create_numbers(
+        self, context: ParameterFactory, ways: Sequence[WeightLayout], stack: tuple[int, ...], kind: Codes
+    ) -> dict[str, nn.Parameter]:
+        """Scales, zero points and factors of codes that are kept in ``kind``."""
+        tensors, unit, found = self._tensors(ways), self._unit(ways), dict[str, nn.Parameter]()
+        parameter = partial(_parameter, context, ways, stack)
+        of_rows, of_groups = Unit(1, ways[0].shape.num_columns), Unit(1, unit.columns)
         if tensors.scales is not None:
             alternatives = [way.sources(one, unit) for way in ways for one in (tensors.scales, *tensors.others)]
             made = parameter(unit, torch.uint8 if tensors.scale_type else None, alternatives)
@@ -170,6 +176,20 @@ class Quantised:
         scales = self._tensors(ways).scales
         units = [Unit(1, 1) if scales is None else way.shape.refine(scales.unit) for way in ways]
         return Unit(gcd(*(one.rows for one in units)), gcd(*(one.columns for one in units)))
+
+
+def _parameter(
+    context: ParameterFactory,
+    ways: Sequence[WeightLayout],
+    stack: tuple[int, ...],
+    unit: Unit,
+    dtype: torch.dtype | None,
+    alternatives: Iterable[tuple[Source, ...]],
+) -> nn.Parameter:
+    """A parameter with an element for each ``unit`` of the weight."""
+    shape = ways[0].shape
+    size = (*stack, ceil_div(shape.num_rows, unit.rows), ceil_div(shape.num_columns, unit.columns))
+    return context.parameter(size, *alternatives, dtype=dtype)
 
 
 def _sides(shape: ExpertsShape) -> dict[str, list[WeightLayout]]:

@@ -39,8 +39,9 @@ class _Format:
     group: int | None = None
 
 
+_PACKED: Packing = "pack-quantized"
 _FORMATS = {
-    "pack-quantized": _Format("pack-quantized", ("int4", "int8"), ("channel", "group")),
+    "pack-quantized": _Format(_PACKED, ("int4", "int8"), ("channel", "group")),
     "float-quantized": _Format("plain", ("e4m3",), ("channel", "tensor", "block")),
     "int-quantized": _Format("plain", ("int8",), ("channel", "tensor")),
     "naive-quantized": _Format("plain", ("e4m3", "int8"), ("channel", "tensor")),
@@ -81,6 +82,7 @@ def read(config: ConfigJson) -> QuantizationSpec:
         rules=(*((name, None) for name in ignored), *by_name, *by_class),
         skipped=(
             "weight_shape",
+            "weight_g_idx",
             "input_scale",
             "input_global_scale",
             "input_zero_point",
@@ -148,16 +150,13 @@ def _read_weights(weights: ConfigJson, form: _Format, activations: Activations |
         raise weights.refusal(
             "dynamic", weights.peek("dynamic"), "weights must have stored scales", "use another checkpoint"
         )
-    if weights.peek("actorder") not in (None, False, "weight", "static"):
-        raise weights.refusal(
-            "actorder",
-            weights.peek("actorder"),
-            "columns that are sorted by their activations can not be shared by ranks",
-            "look for a checkpoint with actorder null, weight or static",
-        )
+    order = weights.peek("actorder")
+    if order not in (None, False, "weight", "static", "group") or (order == "group" and form.packing != _PACKED):
+        rule = "it must be null, weight, static, or, of packed integers, group"
+        raise weights.refusal("actorder", order, rule, "look for such a checkpoint")
     weights.skip("dynamic", "actorder", *_IRRELEVANT)
     symmetric = weights.take("symmetric", bool, True)
-    if not symmetric and form.packing != "pack-quantized":
+    if not symmetric and form.packing != _PACKED:
         raise weights.refusal(
             "symmetric", symmetric, "only packed integers may have zero points", "look for a symmetric checkpoint"
         )
@@ -170,6 +169,7 @@ def _read_weights(weights: ConfigJson, form: _Format, activations: Activations |
         row_block=row_block,
         has_zeros=not symmetric,
         activations=activations,
+        order_name="weight_g_idx" if order == "group" and group is not None else "",
     )
 
 

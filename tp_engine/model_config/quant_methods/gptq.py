@@ -1,4 +1,5 @@
-"""``gptq``: 4 or 8 bits, with or without zero points, columns in their own order."""
+"""``gptq``: 4 or 8 bits, with or without zero points, columns grouped by their places or, with ``desc_act``, by their
+activations."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -63,19 +64,13 @@ def _scheme(values: dict[str, Any], packing: Packing, config: ConfigJson) -> Wei
         raise config.refusal("bits", bits, "GPTQ of 4 or 8 bits is read", "look for such a checkpoint")
     if group != -1 and group <= 0:
         raise config.refusal("group_size", group, "it must be positive, or -1 for whole rows", "use another checkpoint")
-    if values["desc_act"] and group != -1:
-        raise config.refusal(
-            "desc_act",
-            True,
-            "columns that are sorted by their activations can not be shared by ranks",
-            "look for a checkpoint with desc_act false (often the branch main), or one in AWQ or w4a16",
-        )
     return WeightScheme(
         packing=packing,
         kind="int4" if bits == 4 else "int8",
         group=None if group == -1 else group,
         has_zeros=has_zeros,
         scale_name="scales",
+        order_name="g_idx" if values["desc_act"] and group != -1 else "",
     )
 
 
