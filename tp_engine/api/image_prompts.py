@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tp_engine.api.openai.chat.messages import omitted
 from tp_engine.errors import RequestError, shown
 from tp_engine.images.image_input import ImageInput
-from tp_engine.images.sources import ImageSource
+from tp_engine.images.sources import DocumentSource, ImageSource, image_source, is_document_part
 from tp_engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -48,6 +49,29 @@ class ImagePrompts:
     def marker(self) -> str:
         """What the chat template writes for an image."""
         return self._marks.marker
+
+    def with_pages(self, messages: Any) -> Any:
+        """Return a chat's messages with the pages of documents, as images, in the places of these.  Where PDFs are not
+        read, a note stands for one of a tool's answer, which would else end the conversation."""
+        if not isinstance(messages, (list, tuple)):
+            return messages
+        found = []
+        for index, message in enumerate(messages):
+            content = message.get("content") if isinstance(message, Mapping) else None
+            if isinstance(content, (list, tuple)) and any(map(is_document_part, content)):
+                places = ((f"messages[{index}].content[{number}]", part) for number, part in enumerate(content))
+                parts = [one for place, part in places for one in self._pages(place, part, message.get("role"))]
+                message = {**message, "content": parts}
+            found.append(message)
+        return found
+
+    def _pages(self, where: str, part: Any, role: object) -> list[Any]:
+        if not is_document_part(part):
+            return [part]
+        if role == "tool" and not self.reader.reads_pdfs:
+            return [omitted("file")]
+        source = image_source(where, part)
+        return self.reader.pages(source) if isinstance(source, DocumentSource) else [source]
 
     def of_prompt(self, prompt: Mapping[str, Any], *, add_special_tokens: bool, param: str) -> dict[str, Any]:
         """Do as ``read``, for a prompt of ``LLM``, whose text or tokens have a mark for each image."""

@@ -189,6 +189,8 @@ class InputProcessor:
                 "chat_template_content_format is found in the template; leave it out, or start a server with it",
                 param="chat_template_content_format",
             )
+        if self.images is not None:
+            messages = self.images.with_pages(messages)
         chat = self.chat.render(messages, {**template_options, **variables}, image_marker=self.image_marker)
         chat = dataclasses.replace(chat, images=tuple(with_sizes(chat.images, mm_processor_kwargs)))
         return self.chat_tokens(chat, add_special_tokens=add_special_tokens)

@@ -76,7 +76,7 @@ def call_data(what: dict[str, Any], file: bytes) -> bytes:
 def read_header(data: bytes) -> bytes:
     """Return ``[height, width, orientation]`` as JSON: the sides as a viewer shows them, who turns the image by EXIF's
     ``orientation``.  ``RequestError`` for a file that is no image, or has more pixels than ``max_pixels``."""
-    what, file = _parts(data)
+    what, file = call_parts(data)
     with refusing():
         image = _open(file)
     kind = image.format or ""
@@ -104,11 +104,16 @@ def read_header(data: bytes) -> bytes:
 def decode(data: bytes, target: int) -> bytes:
     """Write the pixels of a file of the known ``orientation`` at the ``offset`` of ``target``, in a ``Size``; returns
     the processor time that this took."""
-    what, file = _parts(data)
+    what, file = call_parts(data)
     with refusing():
         image = _open(file)
         pixels = rgb_pixels(image, what["orientation"], Size(**what["size"]))
-    view, offset = memoryview(pixels), what["offset"]
+    return write_pixels(pixels, target, what["offset"])
+
+
+def write_pixels(pixels: bytes, target: int, offset: int) -> bytes:
+    """Write at the ``offset`` of a file; return the processor time that this call has taken."""
+    view = memoryview(pixels)
     while len(view):
         written = os.pwrite(target, view, offset)
         view, offset = view[written:], offset + written
@@ -144,7 +149,8 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _parts(data: bytes) -> tuple[dict[str, Any], bytes]:
+def call_parts(data: bytes) -> tuple[dict[str, Any], bytes]:
+    """Return what an input of ``call_data`` is made of."""
     line, _, file = data.partition(b"\n")
     return json.loads(line), file
 

@@ -82,7 +82,7 @@ def open_bytes(source: ImageSource, data: bytes, max_pixels: int) -> OpenedImage
         raise source.refusal("the image is empty")
     if data.lstrip()[:5].lower().startswith(_SVG):
         raise source.refusal("SVG images are not taken; send it drawn, as PNG")
-    found = _called(source, decoding.read_header, {"max_pixels": max_pixels}, data, _HEADER_LIMITS)
+    found = call_isolated(_PROCESS, source, decoding.read_header, {"max_pixels": max_pixels}, data, _HEADER_LIMITS)
     height, width, orientation = json.loads(found)
 
     def write(target: int, offset: int, size: Size, cpu_s: float) -> float:
@@ -93,7 +93,7 @@ def open_bytes(source: ImageSource, data: bytes, max_pixels: int) -> OpenedImage
             niceness=_NICENESS,
         )
         what = {"orientation": orientation, "offset": offset, "size": asdict(size)}
-        return float(json.loads(_called(source, decoding.decode, what, data, limits, target)))
+        return float(json.loads(call_isolated(_PROCESS, source, decoding.decode, what, data, limits, target)))
 
     return OpenedImage(source=source, write=write, height=height, width=width)
 
@@ -128,7 +128,8 @@ def open_object(source: ImageSource, max_pixels: int) -> OpenedImage:
     return OpenedImage(source=source, write=write, height=height, width=width)
 
 
-def _called(
+def call_isolated(
+    process: IsolatedProcess,
     source: ImageSource,
     function: Callable[..., bytes],
     what: dict[str, object],
@@ -136,10 +137,10 @@ def _called(
     limits: Limits,
     *descriptors: int,
 ) -> bytes:
-    """The output of an isolated call for a file, whose errors get the image's name."""
+    """Return the output of an isolated call for a file, whose errors get the image's name."""
     try:
         data = decoding.call_data(what, file)
-        return bytes(_PROCESS.call(function, data, limits, descriptors=descriptors).output)
+        return bytes(process.call(function, data, limits, descriptors=descriptors).output)
     except RequestError as error:
         raise source.refusal(str(error)) from None
     except CancelledCallError:

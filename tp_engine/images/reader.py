@@ -18,12 +18,13 @@ import numpy as np
 
 from tp_engine.errors import ConfigError, RequestError
 from tp_engine.images.decoding import Size
+from tp_engine.images.documents import PdfPage, open_page, read_pages, reads_pdfs
 from tp_engine.images.image_input import ImageInput
 from tp_engine.images.loading import OpenedImage, open_bytes, open_object
 from tp_engine.images.placeholders import Grid, Placeholders
 from tp_engine.images.rules import ImageRules
 from tp_engine.images.settings import MOST_PIXELS, ImageSettings
-from tp_engine.images.sources import ImageSource, file_bytes
+from tp_engine.images.sources import DocumentSource, ImageSource, file_bytes
 from tp_engine.images.staged import ALIGNMENT, ByteBudget, ImageMemory, StagedImage
 from tp_engine.units import GIB, round_up
 
@@ -50,6 +51,7 @@ class ImageReader:
         """How long each request's images took, for those who observe."""
         self._most_rows = math.prod(self.rules.grid(*self.rules.largest))
         self._decoding = ByteBudget(_DECODING_BYTES, "images that are decoded")
+        self.reads_pdfs = reads_pdfs()
         salt = (settings.family, settings.cell, self.rules.mean, self.rules.std)
         self._salt = repr(salt).encode()
 
@@ -72,6 +74,10 @@ class ImageReader:
                     "request: send them smaller"
                 )
         return opened
+
+    def pages(self, source: DocumentSource) -> list[ImageSource]:
+        """Return the pages of a document as images; raises ``RequestError``."""
+        return read_pages(source, self.settings)
 
     def grids(self, images: Sequence[OpenedImage]) -> list[Grid]:
         """Return rows and columns of embeddings of each; ``RequestError`` for a shape that the model does not take."""
@@ -110,6 +116,8 @@ class ImageReader:
 
     def _open(self, source: ImageSource) -> OpenedImage:
         limit = self.settings.max_pixels
+        if isinstance(source.content, PdfPage):
+            return open_page(source, source.content)
         if isinstance(source.content, str):
             return open_bytes(source, file_bytes(source, self.settings), limit)
         return open_object(source, limit)

@@ -37,8 +37,11 @@ _KINDS = {
     "computer_screenshot": ("image_url",),
     "image_pil": ("image_pil",),
     "image": ("image", "url", "base64"),
+    "file": ("file_data",),
+    "input_file": ("file_data", "file_url"),
 }
-_WITH_IMAGES = frozenset({*_KINDS, "image_generation_call"})  # the latter is an item of responses
+_FILES = ("file", "input_file")
+_WITH_IMAGES = frozenset({*_KINDS, "image_generation_call", "document"})  # the last two of responses and messages
 _SPACES = " \t\n\f\r"  # what the URL standard calls ASCII whitespace
 # Sizes of one image that parts have for Qwen's own tools.
 _SIZES, _UNTAKEN_SIZES = ("min_pixels", "max_pixels"), ("resized_height", "resized_width")
@@ -65,6 +68,11 @@ class ImageSource:
         return RequestError(f"{self.where}: {reason}", param=param)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentSource(ImageSource):
+    """A PDF of a request, whose pages become images (``documents.py``)."""
+
+
 def has_image_part(value: object, depth: int = 8) -> bool:
     """Return whether messages, or items, have an image at most ``depth`` levels below."""
     if isinstance(value, Mapping):
@@ -79,6 +87,11 @@ def is_image_part(part: object) -> bool:
     return isinstance(part, ImageSource) or (isinstance(part, Mapping) and _kind(part) in _KINDS)
 
 
+def is_document_part(part: object) -> bool:
+    """Return whether a part of a message is a file, which may be a document."""
+    return isinstance(part, DocumentSource) or (isinstance(part, Mapping) and _kind(part) in _FILES)
+
+
 def _kind(part: Mapping[str, Any]) -> str:
     kind = part.get("type")
     return kind if isinstance(kind, str) else ""
@@ -89,6 +102,8 @@ def image_source(where: str, part: Mapping[str, Any] | ImageSource) -> ImageSour
     if isinstance(part, ImageSource):
         return part
     kind: str = part["type"]
+    if kind in _FILES:
+        return _file_source(where, part["file"] if isinstance(part.get("file"), Mapping) else part)
     name = next((name for name in _KINDS[kind] if part.get(name) is not None), _KINDS[kind][0])
     given: Any = part.get(name)
     beside: Mapping[str, Any] = part
@@ -120,6 +135,29 @@ def image_source(where: str, part: Mapping[str, Any] | ImageSource) -> ImageSour
             )
     sizes = {name: beside[name] for name in _SIZES if beside.get(name) is not None}
     return ImageSource(where=where, content=given, detail=detail, sizes=sizes)
+
+
+def _file_source(where: str, file: Mapping[str, Any]) -> ImageSource:
+    """A PDF, or an image that is sent as a file."""
+    data, url = file.get("file_data"), file.get("file_url")
+    if not isinstance(data, str) and not isinstance(url, str):
+        remedy = "; files by their id are not read" if file.get("file_id") is not None else ""
+        raise RequestError(
+            f"{where} is a file without 'file_data': send data:application/pdf;base64,...{remedy}", param="messages"
+        )
+    if not isinstance(data, str):
+        return DocumentSource(where=where, content=url)
+    if data.lstrip()[:5].lower() != "data:":
+        data = f"data:application/pdf;base64,{data}"
+    media_type = data.lstrip()[5:105].partition(";")[0].partition(",")[0].strip().lower()
+    if media_type.startswith("image/"):
+        return ImageSource(where=where, content=data)
+    if media_type not in ("application/pdf", "application/octet-stream", ""):
+        raise RequestError(
+            f"{where} is a file of the type {shown(media_type)}; PDFs and images are read, send others as text",
+            param="messages",
+        )
+    return DocumentSource(where=where, content=data)
 
 
 def file_bytes(source: ImageSource, settings: ImageSettings) -> bytes:

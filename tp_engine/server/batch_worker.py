@@ -39,7 +39,7 @@ logger = get_logger(__name__)
 _SAVE_PERIOD_S = 2.0
 _SWEEP_PERIOD_S = 600.0
 _LINES_AT_ONCE = 64
-_IMAGE_PARTS = (b'"image_url"', b'"input_image"')
+_IMAGE_PARTS = (b'"image', b'"input_image"', b'"file"', b'"input_file"')  # of chats and responses
 _MAX_ACTIVE = 100
 
 

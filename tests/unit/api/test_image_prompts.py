@@ -329,6 +329,27 @@ def test_images_in_documents_of_messages_reach_the_model() -> None:
     assert "see \n[image omitted]" in text(prepared(answered, blind))
 
 
+def test_pdfs_without_their_package_are_refused_by_the_right_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the remedy, to a model that sees; a note in a tool's answer, which would else end the conversation."""
+    monkeypatch.setattr("tp_engine.images.documents.find_spec", lambda _name: None)
+    data = "data:application/pdf;base64,JVBERi0="
+    part = {"type": "file", "file": {"filename": "a.pdf", "file_data": data}}
+    block = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}}
+    item = {"type": "input_file", "filename": "a.pdf", "file_data": data}
+    for body in (
+        chat(part),
+        MessagesBody.model_validate({"max_tokens": 5, "messages": [{"role": "user", "content": [block]}]}),
+        ResponsesBody.model_validate({"input": [{"role": "user", "content": [item]}]}),
+    ):
+        with pytest.raises(RequestError, match=r"content\[0\]: PDFs are read with .*pip install 'tp-engine\[pdf\]'"):
+            prepared(body)
+    use = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [block]}]}
+    asked: list[Any] = [{"role": "user", "content": "x"}, use, result]
+    body = MessagesBody.model_validate({"max_tokens": 5, "messages": asked})
+    assert "<s>tool: [file omitted]</s>" in text(prepared(body))
+
+
 def test_a_mark_that_a_user_writes_is_no_image() -> None:
     """Oracle: one image, behind the user's own mark; the prompt has the mark as a token, as texts always had."""
     found = prepared(chat({"type": "text", "text": "a <|image_pad|> b "}, image_part(PICTURE), "<|image_pad|>"))

@@ -63,6 +63,7 @@ DOORS = {
     "llguidance": "tp_engine/grammar/",
     "ray": "tp_engine/integrations/",
     "PIL": "tp_engine/images/",
+    "pypdfium2": "tp_engine/images/",
     "pytest": "tp_engine/testing/",
     "os.environ": "tp_engine/env.py",
     "os.getenv": "tp_engine/env.py",

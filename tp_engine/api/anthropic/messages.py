@@ -10,6 +10,7 @@
     document of text, search_result           its text
     image                                     an image of its message, or of a tool's answer
     document of blocks                        its texts and images
+    document of a PDF                         its pages, as images
     document of another kind, and an image
     where the model takes none                refused; a note in a tool's answer, which would else end the conversation
     redacted_thinking of another server, what
@@ -26,7 +27,7 @@ from tp_engine.api.anthropic.protocol import Block, Message
 from tp_engine.api.openai.chat.messages import omitted
 from tp_engine.api.openai.reasoning_seal import ReasoningSeal
 from tp_engine.errors import RequestError, shown
-from tp_engine.images.sources import ImageSource
+from tp_engine.images.sources import DocumentSource, ImageSource
 from tp_engine.log import get_logger, warn_once
 
 logger = get_logger(__name__)
@@ -42,6 +43,7 @@ _UNTOLD = frozenset({
     "server_tool_use", "text_editor_code_execution_tool_result", "tool_search_tool_result", "web_fetch_tool_result",
     "web_search_tool_result",
 })  # fmt: skip
+_FILES = ("base64", "url")  # types of sources
 # What changes the list of tools (``requests.py``), and is no text.
 TOOL_CHANGES = frozenset({"tool_addition", "tool_removal"})
 
@@ -104,11 +106,14 @@ def _parts(where: str, block: Block, *, takes_images: bool, in_result: bool = Fa
         places = ((f"{where}.content[{number}]", one) for number, one in enumerate(content) if _is_image(one))
         if images := [_image(place, one) for place, one in places]:
             return images
-    if takes_images and block["type"] == "document" and isinstance(source, Mapping) and source.get("type") == "content":
+    if takes_images and block["type"] == "document" and isinstance(source, Mapping):
         head, blocks = _joined(block.get("title"), block.get("context")), source.get("content")
         if isinstance(blocks, list) and _has_image(blocks):
             inner = _parts_of(f"{where}.source.content", blocks, in_result=in_result)
             return [*([_text_part(head)] if head else ()), *inner]
+        if source.get("type") in _FILES:
+            pdf = _file(where, source, DocumentSource)
+            return [*([_text_part(head)] if head else ()), pdf]
     text = _text(where, block, in_result=in_result, takes_images=takes_images)
     return [] if text is None else [_text_part(text)]
 
@@ -125,11 +130,16 @@ def _text_part(text: str) -> dict[str, str]:
 
 def _has_image(blocks: Sequence[object]) -> bool:
     """Whether there is an image among ``blocks``, or in a document of them."""
+    sources = (one.get("source") for one in blocks if isinstance(one, Mapping) and one.get("type") == "document")
     return any(map(_is_image, blocks)) or any(
-        isinstance(source.get("content"), list) and any(map(_is_image, source["content"]))
-        for one in blocks
-        if isinstance(one, Mapping) and isinstance(source := one.get("source"), Mapping)
+        source.get("type") in _FILES or any(map(_is_image, _listed(source.get("content"))))
+        for source in sources
+        if isinstance(source, Mapping)
     )
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _is_image(block: object) -> bool:
@@ -140,12 +150,17 @@ def _image(where: str, block: Block) -> ImageSource:
     """The image of a block."""
     source = block.get("source")
     kind = source.get("type") if isinstance(source, Mapping) else None
-    if isinstance(source, Mapping) and kind == "base64":
-        media_type, data = (_string(f"{where}.source", source, name) for name in ("media_type", "data"))
-        return ImageSource(where=where, content=f"data:{media_type};base64,{data}")
-    if isinstance(source, Mapping) and kind == "url":
-        return ImageSource(where=where, content=_string(f"{where}.source", source, "url"))
-    raise _refused(f"{where}.source.type is {shown(kind)}; it must be base64 or url")
+    if not isinstance(source, Mapping) or kind not in _FILES:
+        raise _refused(f"{where}.source.type is {shown(kind)}; it must be base64 or url")
+    return _file(where, source, ImageSource)
+
+
+def _file(where: str, source: Mapping[str, Any], made: type[ImageSource]) -> ImageSource:
+    """The file of a block's source, which is one of ``_FILES``."""
+    if source["type"] == "url":
+        return made(where=where, content=_string(f"{where}.source", source, "url"))
+    media_type, data = (_string(f"{where}.source", source, name) for name in ("media_type", "data"))
+    return made(where=where, content=f"data:{media_type};base64,{data}")
 
 
 def _add_assistant(

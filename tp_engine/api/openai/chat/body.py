@@ -43,7 +43,8 @@ def chat_prompt(body: ChatBody, processor: InputProcessor) -> ChatPrompt:
     tools = ToolRequest.of(body)
     if tools is not None:
         options["tools"] = [dict(tool) for tool in tools.tools]
-    chat = processor.chat.render(body.messages, options, adapts_calls=True, image_marker=processor.image_marker)
+    messages = body.messages if processor.images is None else processor.images.with_pages(body.messages)
+    chat = processor.chat.render(messages, options, adapts_calls=True, image_marker=processor.image_marker)
     return replace(chat, images=tuple(with_sizes(chat.images, body.mm_processor_kwargs)))
 
 
