@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tp_engine.engine.byte_letters import byte_letters
+from tp_engine.engine.text_growth import check_growth
 from tp_engine.engine.tiktoken_model import TEKKEN_FILE, is_ranked, load_ranked
 from tp_engine.errors import ConfigError
 from tp_engine.files import MAX_TOKENIZER_BYTES, check_folder, read_json, read_text
@@ -131,11 +132,14 @@ def _load(source: str, folder: Path) -> Any | None:
     try:
         if folder.is_dir():
             check_folder(folder)
+            check_growth(folder / "tokenizer.json")
         # With the package mistral-common transformers would give another tokenizer for the same files.
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=False, config=_plain_config(folder), mistral_format=False
         )
         tokenizer.encode("")  # the first call sets truncation and padding: make it here
+    except ConfigError:
+        raise
     except BaseException as error:
         if isinstance(error, Exception) or is_panic(error):
             raise _refusal(source, error) from error
