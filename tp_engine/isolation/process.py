@@ -143,9 +143,16 @@ class IsolatedProcess(Closing):
         _processes.add(self)
 
     def call(
-        self, function: Callable[..., object], data: bytes, limits: Limits, *, descriptors: Sequence[int] = ()
+        self,
+        function: Callable[..., object],
+        data: bytes,
+        limits: Limits,
+        *,
+        descriptors: Sequence[int] = (),
+        repeats: bool = True,
     ) -> CallAnswer:
-        """Call ``function(data, *descriptors)`` there.
+        """Call ``function(data, *descriptors)`` there; if the process dies meanwhile, again in a new one if it
+        ``repeats``.
 
         Raises the function's ``RequestError``, ``CallError``, and ``RuntimeError`` if the process itself can not run.
         """
@@ -155,7 +162,7 @@ class IsolatedProcess(Closing):
         with self._placed(cancellation), _file_in_memory() as source, _file_in_memory() as output:
             _write(source, data)
             message, files = json.dumps(dataclasses.asdict(header)).encode(), (source, output, *descriptors)
-            ended = self._ended(message, files, cancellation, wall_s + _GRACE_S)
+            ended = self._ended(message, files, cancellation, wall_s + _GRACE_S, 2 if repeats else 1)
             code = ended["exit_code"]
             if code == host.ANSWERED:
                 return CallAnswer(_content(output), ended["peak_bytes"])
@@ -191,10 +198,10 @@ class IsolatedProcess(Closing):
                 self._place.notify()
 
     def _ended(
-        self, message: bytes, files: Sequence[int], cancellation: Cancellation, timeout_s: float
+        self, message: bytes, files: Sequence[int], cancellation: Cancellation, timeout_s: float, num_tries: int
     ) -> dict[str, int]:
-        """How the call ended, in a second process if the first ends or hangs."""
-        for _ in range(2):
+        """How the call ended, in another process if the first ends or hangs."""
+        for _ in range(num_tries):
             link = self._running()
             if link is None:
                 break
@@ -204,7 +211,8 @@ class IsolatedProcess(Closing):
             if cancellation.is_cancelled:
                 raise CancelledCallError("was cancelled")
             self._end(link)
-        raise RuntimeError("the process for isolated calls has ended" + ("" if self._closed else ", twice"))
+        how = "" if self._closed or num_tries == 1 else ", twice"
+        raise RuntimeError(f"the process for isolated calls has ended{how}")
 
     def _running(self) -> socket.socket | None:
         """The link to the process, which starts if there is none; None once it is closed."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import resource
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ from tests.text_tokenizers import CHAT_TEMPLATE, byte_level_tokenizer
 from tp_engine.api.openai.chat import template as template_module
 from tp_engine.api.openai.chat.options import TOOL_ALIASES, ChatOptions
 from tp_engine.api.openai.chat.prompt import ChatFormat
+from tp_engine.api.openai.chat.template import ChatTemplate, TemplateRefusal
 from tp_engine.api.openai.reasoning import REASONING_ALIASES, REASONING_FORMATS
 from tp_engine.api.openai.tools.formats import TOOL_FORMATS
 from tp_engine.errors import ConfigError, RequestError
@@ -165,7 +170,7 @@ def test_malformed_messages_are_refused_by_name(message: Any, words: str) -> Non
         "{{ messages.append(1) }}",
         "{{ namespace(__class__=1) }}",
         "{% macro m(n) %}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}",
-        "{% for i in range(10 ** 9) %}x{% endfor %}",
+        "{% for i in range(1000000000) %}x{% endfor %}",
     ],
 )
 def test_whatever_a_template_raises_is_the_requests_error(source: str) -> None:
@@ -184,6 +189,72 @@ def test_rendering_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_module, "MAX_RENDER_S", 0.0)
     with pytest.raises(RequestError, match="takes longer than 0 s"):
         render([QUESTION], loop)
+
+
+BOMBS = {
+    "width of a filter": "{{ ''|center(n)|length }}",
+    "width of a format": "{{ ('%' ~ n ~ 'd') % 1 }}",
+    "width of a call": "{{ ('{:>' ~ n ~ '}').format(1)|length }}",
+    "indent": "{{ [[1]]|tojson(indent=n)|length }}",
+    "product": "{{ ('a' * n)|length }}",
+    "doubling": "{% set ns = namespace(x='ab') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "nesting": "{% set ns = namespace(x=n) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+    "{{ ns.x|tojson }}",
+    "replace": "{{ ('a' * (n // 10000))|replace('a', 'b' * (n // 10000))|length }}",
+    "list": "{{ ([n] * n)|length }}",
+    "time": "{% set ns = namespace(x=n) %}{% for i in range(40) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_template_takes_neither_this_process_nor_its_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: this process's own peak, and the next rendering; the words name the bound."""
+    monkeypatch.setattr(template_module, "_LIMITS", replace(template_module._LIMITS, memory_bytes=128 << 20))
+    monkeypatch.setattr(template_module, "MAX_RENDER_S", 0.1)
+    monkeypatch.setattr(template_module, "_DIES_LATER_S", 0.1)
+    template = ChatTemplate("{% if bomb %}" + BOMBS[name] + "{% endif %}fine")
+    assert template.render({}) == "fine"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(TemplateRefusal, match=r"takes (longer|more) than|needs more than 128 MiB"):
+        template.render({"bomb": True, "n": 1_000_000_000})
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+    assert template.render({}) == "fine"
+
+
+@pytest.mark.parametrize("source", ["{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "{{ " + "1+" * 20_000 + "1 }}"])
+def test_a_text_that_is_nested_too_deeply_is_no_template(source: str) -> None:
+    """Oracle: ``ConfigError``, for parsers that recur into brackets and for walks over what they made."""
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        ChatTemplate(source)
+
+
+@pytest.mark.parametrize("source", ["{{ 3 ** 9 }}", "{{ lipsum(n=9) }}", "{{ 1|nothing }}", "{{ 1 is nothing }}"])
+def test_what_no_template_may_use_is_an_error_of_its_text(source: str) -> None:
+    """Oracle: ``ConfigError`` with the line, before anything is compiled: constants are folded by then."""
+    with pytest.raises(ConfigError, match=r"error in line 1: (.*is not allowed|No (filter|test) named 'nothing')"):
+        ChatTemplate(source)
+
+
+def test_a_process_that_has_ended_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the next prompt, after the process was old, and after it was killed."""
+    template = ChatTemplate("{{ a }}")
+    assert template.render({"a": 1}) == "1"
+    ends: list[Callable[[], None]] = [
+        lambda: template._idle[0]._link.send_bytes(b"null"),  # a job that is none
+        template_module._PROCESS.end,
+    ]
+    for end in ends:
+        end()
+        with contextlib.suppress(TemplateRefusal, RuntimeError):
+            template.render({"a": 2})
+        assert template.render({"a": 3}) == "3"
+
+
+def test_variables_of_python_that_json_does_not_know_are_texts() -> None:
+    """Oracle: ``str``."""
+    assert ChatTemplate("{{ a }} {{ b[0] }} {{ c }}").render({"a": Path("/x"), "b": (1, 2), "c": "\ud800"}) == (
+        "/x 1 \ud800"
+    )
 
 
 def test_options_are_checked(tmp_path: Path) -> None:

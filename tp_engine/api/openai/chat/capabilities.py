@@ -24,10 +24,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any, TypeAlias
 
 from tp_engine.api.openai.chat.template import ChatTemplate, TemplateRefusal
@@ -45,7 +43,7 @@ _PRINTED_OBJECT = re.compile(rf"'{_KEY}'\s*:\s*'{_FIRST}'")
 _ROLES = ("user", "assistant", "system", "developer")
 _PARAMETERS = {"type": "object", "properties": {_KEY: {"type": "string", "description": "a key"}}, "required": [_KEY]}
 _TOOL = {"type": "function", "function": {"name": "probe", "description": "a probe", "parameters": _PARAMETERS}}
-_DAY = datetime(2026, 1, 1)
+_DAY = "2026-01-01"  # a clock would make two prompts differ
 _IMAGE = {"type": "image"}
 _CALL_ID, _OTHER_ID = "abcdefghi", "bcdefghij"  # Mistral's templates refuse ids of another length
 _LONG_ID = "call_0123456789abcdef"
@@ -161,14 +159,13 @@ class _Probes:
     def __init__(self, template: ChatTemplate, variables: Mapping[str, Any]) -> None:
         self.forms: dict[str, ContentForm] = {"tool": ContentForm()}
         self._template = template
-        # a clock would make two prompts differ
-        self._variables = {"documents": None, "strftime_now": _DAY.strftime, **variables, "add_generation_prompt": True}
-        self._deadline_s = time.thread_time() + MAX_PROBES_S
+        self._variables = {"documents": None, **variables, "add_generation_prompt": True}
+        self._left_s = MAX_PROBES_S
 
     @property
     def is_late(self) -> bool:
         """Whether the time is up."""
-        return time.thread_time() > self._deadline_s
+        return self._left_s <= 0
 
     def form(self, role: str) -> ContentForm:
         """Return the form of ``role``'s contents: text if the template shows the sentinel in neither form."""
@@ -309,11 +306,13 @@ class _Probes:
         """The prompt; empty if the template refuses the messages."""
         if self.is_late:
             return ""
+        variables = {**self._variables, **(options or {}), "tools": tools, "messages": messages}
         try:
-            variables = {**self._variables, **(options or {}), "tools": tools, "messages": messages}
-            return self._template.render(variables, deadline_s=self._deadline_s)
-        except (TemplateRefusal, RecursionError):
-            return ""
+            text, took_s = self._template.timed(variables, self._left_s, _DAY)
+        except TemplateRefusal as error:
+            text, took_s = "", error.cpu_s
+        self._left_s -= took_s
+        return text
 
 
 def _call(arguments: Any, call_id: str = _CALL_ID) -> dict[str, Any]:

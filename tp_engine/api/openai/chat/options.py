@@ -97,9 +97,9 @@ class ChatOptions(TemplateOptions):
         """Raise ``ConfigError`` for values that can not be served; checks all fields of the configuration."""
         check_fields(self)
         if self.template_text is not None:
-            from tp_engine.api.openai.chat.template import ChatTemplate  # Jinja, which most starts do not need
+            from tp_engine.api.openai.chat.template_process import parse_template  # Jinja: most starts do not need it
 
-            ChatTemplate(self.template_text)
+            parse_template(self.template_text)
 
 
 _Formats: TypeAlias = Mapping[str, ToolFormat] | Mapping[str, ReasoningFormat]

@@ -1,140 +1,121 @@
-"""Chat templates: Jinja programs of a model or of the operator, run in a sandbox with bounds.
+"""Chat templates: Jinja programs of a model or of the operator, run in a sandbox, in processes that may die.
 
 A template may use what transformers' ``apply_chat_template`` offers: filters, ``raise_exception``, ``strftime_now``,
-``generation`` blocks and loop controls.
+``generation`` blocks and loop controls.  ::
+
+    ChatTemplate.render             a fork that has compiled the template (template_process.py)
+    any thread ---- variables ----> renders
+               <--- the prompt ----
+               <--- its end -------  too much time or memory: a refusal; the next rendering has a new one
+
+A fork for each rendering would cost milliseconds; one that stays costs some tenths of one.
 """
 
+import contextlib
 import json
-import re
-import time
+import socket
+import threading
+import weakref
 from collections.abc import Mapping
-from datetime import datetime
-from functools import cache
-from typing import Any, NoReturn
+from multiprocessing.connection import Connection
+from typing import Any
 
-import jinja2
-import jinja2.ext
-from jinja2 import nodes
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
+from tp_engine.api.openai.chat import template_process
+from tp_engine.api.openai.chat.template_process import TemplateRefusal, parse_template
+from tp_engine.isolation.cancellation import Cancellation, cancelled_by
+from tp_engine.isolation.process import CallError, IsolatedProcess, Limits
+from tp_engine.units import MIB
 
-from tp_engine.errors import ConfigError
+__all__ = ["ChatTemplate", "TemplateRefusal"]
 
 MAX_RENDER_S = 10.0
 MAX_PROMPT_CHARACTERS = 64 << 20
-# A variable and a filter that the compiled template has in its loops.
-_LATEST, _CHECK = "tp_engine_latest_s", "tp_engine_check_time"
-
-
-class TemplateRefusal(Exception):  # noqa: N818 - the template's decision, or a bound
-    """A template refused the messages, or exceeded a bound; the text is for the client."""
+# Of the process, until it has compiled the template; then ``template_process.py`` limits each rendering.
+_LIMITS = Limits(cpu_s=MAX_RENDER_S, memory_bytes=512 * MIB, wall_s=15 * 86400.0)
+_DIES_LATER_S = 1.0  # than a loop of the template is stopped with words
+_WALL_PER_CPU, _GRACE_S = 10.0, 20.0
+_MAX_RENDERING = 4  # of one template at a time, as many as there are kinds of threads that prepare requests
+_END_S = 60.0
+_PROCESS = IsolatedProcess(prepare=(template_process.prepare, ""), max_calls=256)
 
 
 class ChatTemplate:
-    """A compiled template.  Raises ``ConfigError`` for a text that is not a template."""
+    """A template.  Raises ``ConfigError`` for a text that is none.  For any thread."""
 
     def __init__(self, text: str) -> None:
-        environment = _environment()
-        try:
-            tree = environment.parse(text)
-            _watch(tree)
-            self._template = environment.from_string(tree)
-        except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(f"the chat template has an error in line {error.lineno}: {error.message}") from error
+        parse_template(text)
         self._text = text
+        self._places = threading.BoundedSemaphore(_MAX_RENDERING)
+        self._idle: list[_Fork] = []
+        weakref.finalize(self, _close_all, self._idle)
 
-    def render(self, variables: Mapping[str, Any], *, deadline_s: float | None = None) -> str:
-        """Return the text; raises ``TemplateRefusal`` if the template raises, takes too long or writes too much.
+    def render(self, variables: Mapping[str, Any]) -> str:
+        """Return the text; raises ``TemplateRefusal`` if the template raises, takes too long or writes too much."""
+        return self.timed(variables, MAX_RENDER_S)[0]
 
-        Both are processor time of this thread, as a busy machine is no reason: ``deadline_s`` (time.thread_time()) may
-        end it before ``MAX_RENDER_S``.
-        """
-        latest_s = time.thread_time() + MAX_RENDER_S
-        latest_s = latest_s if deadline_s is None else min(deadline_s, latest_s)
-        pieces, num_characters = [], 0
-        try:
-            for piece in self._template.generate(**variables, **{_LATEST: latest_s}):
-                pieces.append(piece)
-                num_characters += len(piece)
-                if num_characters > MAX_PROMPT_CHARACTERS:
-                    raise TemplateRefusal(f"the prompt is longer than {MAX_PROMPT_CHARACTERS} characters")
-                _check_time(latest_s)
-        except TemplateRefusal:
-            raise
-        except Exception as error:  # a template is a program, and raises whatever it likes
-            raise TemplateRefusal(str(error) or type(error).__name__) from error
-        return "".join(pieces)
+    def timed(self, variables: Mapping[str, Any], cpu_s: float, now: str | None = None) -> tuple[str, float]:
+        """Do as ``render``, within ``cpu_s`` seconds of processor time, and return how many it took, too; a refusal has
+        them as its ``cpu_s``.  ``now`` is an ISO time for templates that ask for it."""
+        limits = {"cpu_s": cpu_s, "dies_s": cpu_s + _DIES_LATER_S, "max_characters": MAX_PROMPT_CHARACTERS}
+        data = json.dumps({"variables": variables, "now": now, **limits}, default=str).encode()
+        with self._places:
+            fork = self._idle.pop() if self._idle else _Fork(self._text)
+            try:
+                wall_s = cpu_s * _WALL_PER_CPU + _GRACE_S
+                if not (answer := fork.ask(data, wall_s)):  # it was old
+                    fork = _Fork(self._text)
+                    answer = fork.ask(data, wall_s)
+                took_s, is_prompt, text = json.loads(answer)
+            except CallError as error:
+                raise TemplateRefusal(f"the template {error}", cpu_s=cpu_s) from error
+            self._idle.append(fork)
+        if not is_prompt:
+            raise TemplateRefusal(text, cpu_s=took_s)
+        return text, took_s
 
     def mentions(self, word: str) -> bool:
-        """Return whether the template's source has the word, not as a part of a longer one."""
-        return re.search(rf"\b{re.escape(word)}\b", self._text) is not None
+        """Return whether the template's source has the word."""
+        return word in self._text
 
 
-def _watch(tree: nodes.Template) -> None:
-    """Let every turn of a loop and every call of a macro check the time, also where they write nothing."""
-    blocks: list[nodes.For | nodes.Macro | nodes.CallBlock]
-    blocks = [*tree.find_all(nodes.For), *tree.find_all(nodes.Macro), *tree.find_all(nodes.CallBlock)]
-    for block in blocks:
-        check = nodes.Filter(nodes.Name(_LATEST, "load"), _CHECK, [], [], None, None)
-        block.body.insert(0, nodes.ExprStmt(check).set_lineno(block.lineno))
+class _Fork:
+    """One process that renders."""
+
+    def __init__(self, text: str) -> None:
+        ours, theirs = socket.socketpair()
+        self._link = Connection(ours.detach())
+        self._end: Exception | None = None
+        self._cancellation = Cancellation()
+        self._thread = threading.Thread(target=self._run, args=(text, theirs), name="chat-template", daemon=True)
+        self._thread.start()
+
+    def ask(self, data: bytes, timeout_s: float) -> bytes:
+        """Return the answer to a job; nothing if the process has ended in peace, else raises how it ended."""
+        with contextlib.suppress(EOFError, OSError):
+            self._link.send_bytes(data)
+            if self._link.poll(timeout_s):
+                return self._link.recv_bytes()
+        self._cancellation.cancel()
+        self.close()
+        self._thread.join(_END_S)
+        if self._end is not None:
+            raise self._end
+        return b""
+
+    def close(self) -> None:
+        """Let the process end."""
+        self._link.close()
+
+    def _run(self, text: str, theirs: socket.socket) -> None:
+        """Wait for the end of the process, which the other end of the link then tells."""
+        with theirs, cancelled_by(self._cancellation):
+            files = [theirs.fileno()]
+            try:
+                _PROCESS.call(template_process.serve, text.encode(), _LIMITS, descriptors=files, repeats=False)
+            except Exception as error:
+                self._end = error
 
 
-def _check_time(latest_s: float) -> None:
-    if time.thread_time() > latest_s:
-        raise TemplateRefusal(f"the template takes longer than {MAX_RENDER_S:g} s")
-
-
-class _GenerationBlock(jinja2.ext.Extension):
-    """``{% generation %}`` marks the assistant's words for training; here it only renders its content."""
-
-    tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
-
-
-class _SafeNamespace(Namespace):
-    """A namespace without attributes of the interpreter: no name may begin with an underscore."""
-
-    def __init__(*arguments: Any, **attributes: Any) -> None:
-        given = dict(*arguments[1:], **attributes)
-        for name in given:
-            _check_attribute(name)
-        Namespace.__init__(arguments[0], given)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_attribute(name)
-        super().__setitem__(name, value)
-
-
-def _check_attribute(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace can not have the attribute {name!r}")
-
-
-@cache
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
-    )
-    environment.filters |= {"tojson": _to_json, _CHECK: _check_time}
-    environment.globals |= {
-        "raise_exception": _raise_exception,
-        "strftime_now": lambda format: datetime.now().strftime(format),
-        "namespace": _SafeNamespace,
-        "dict": lambda *arguments, **entries: dict(*arguments, **entries),
-    }
-    return environment
-
-
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """JSON as models saw it in training; Jinja's own filter would escape it for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+def _close_all(forks: list[_Fork]) -> None:
+    for fork in forks:
+        fork.close()
