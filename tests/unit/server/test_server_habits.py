@@ -147,7 +147,7 @@ def test_the_engine_names_the_field_too(path: str, body: dict[str, Any], param: 
     ("name", "neutral", "refused"),
     [
         ("logprob_token_ids", [], [5]),
-        ("thinking_token_budget", -1, 100),
+        ("thinking_token_budget", -1, 10),
         ("kv_transfer_params", {"x": 1}, None),
     ],
 )

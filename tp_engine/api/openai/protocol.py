@@ -158,7 +158,7 @@ class Reasoning(RequestBody):
     summary: str | None = None
     generate_summary: str | None = None
     enabled: bool | None = None
-    max_tokens: int | None = None
+    max_tokens: int | None = Field(None, ge=0)
 
 
 class ThinkingBody(RequestBody):
@@ -170,8 +170,8 @@ class ThinkingBody(RequestBody):
     reasoning_effort: str | None = None
     think: bool | str | None = None
     thinking: Thinking | bool | None = None
-    thinking_budget: int | None = None
-    thinking_token_budget: int | None = None
+    thinking_budget: int | None = Field(None, ge=-1)
+    thinking_token_budget: int | None = Field(None, ge=-1)
 
     @property
     def effort(self) -> str | None:
@@ -181,9 +181,14 @@ class ThinkingBody(RequestBody):
 
     @property
     def budget(self) -> int | None:
-        """How many tokens of thinking are wanted at most, under any name but vLLM's."""
-        nested = self.thinking.budget_tokens if isinstance(self.thinking, Thinking) else None
-        return nested or (None if self.reasoning is None else self.reasoning.max_tokens) or self.thinking_budget
+        """How many tokens of thinking there may be, if any; 0 switches it off, and -1 limits nothing."""
+        asked = (
+            self.thinking_token_budget,
+            self.thinking.budget_tokens if isinstance(self.thinking, Thinking) else None,
+            None if self.reasoning is None else self.reasoning.max_tokens,
+            self.thinking_budget,
+        )
+        return next((budget for budget in asked if budget is not None and budget > 0), None)
 
     @property
     def thinks(self) -> bool | None:

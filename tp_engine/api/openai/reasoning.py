@@ -91,25 +91,49 @@ class ReasoningFormat:
             return Beginning.ANSWER
         return Beginning.REASONING if self.always else Beginning.EITHER
 
-    def preamble(self, writing: TokenWriting, begins: Beginning) -> str | None:
+    def preamble(self, writing: TokenWriting, begins: Beginning, budget: int | None = None) -> str | None:
         """Return what comes before an answer that must follow a grammar (``StructuredOutputsParams.preamble``), if
-        anything.
+        anything; the reasoning has at most ``budget`` tokens, for a format that ``limits`` it.
 
         White space comes behind reasoning only: in front of it, it would leave the model no choice but to think.
         """
         if begins is Beginning.ANSWER:
             return None
+        close = writing.token_id(self.closes[0])
+        rule = writing.text_until("thought", *self.closes) if budget is None else _at_most(budget, close)
         opens, heads = (" | ".join(map(writing.mark, marks)) for marks in (self.opens, self.heads))
         thought = f"thought ({heads})? space" if heads else "thought space"
         either = f"({opens}) {thought} | {heads}" if heads else f"({opens}) {thought}"
         start = f"{thought} @answer" if begins is Beginning.REASONING else f"({either})? @answer"
-        return f"start: {start}\n{writing.text_until('thought', *self.closes)}\n"
+        return f"start: {start}\n{rule}\n"
+
+    def limits(self, writing: TokenWriting) -> bool:
+        """Return whether a grammar can end the reasoning after some tokens: its marks must be one token each."""
+        is_one = len(self.closes) == 1 and writing.token_id(self.closes[0]) is not None
+        return is_one and self.message is None and self._open_id(writing) is not None
+
+    def limited(self, writing: TokenWriting, begins: Beginning, budget: int) -> str | None:
+        """Return the grammar of any answer behind at most ``budget`` tokens of reasoning; None if there is none."""
+        if begins is Beginning.ANSWER:
+            return None
+        close, opens = writing.token_id(self.closes[0]), self._open_id(writing)
+        begin = "thought any" if begins is Beginning.REASONING else f"(<[{opens}]> thought any | <[^{opens}]> any)?"
+        return f"start: {begin}\n{_at_most(budget, close)}\nany: (<[{close}]> | <[^{close}]>)*\n"
+
+    def _open_id(self, writing: TokenWriting) -> int | None:
+        """The token that opens the reasoning."""
+        return next((found for mark in self.opens if (found := writing.token_id(mark)) is not None), None)
 
     def tokens(self, tokenizer: Any) -> ReasoningTokens:
         """Return a counter of reasoning tokens, by the tokenizer's own vocabulary."""
         token_ids = tokenizer.encode(self.closes[0], add_special_tokens=False)
         is_token = len(token_ids) == len(self.closes) == 1
         return ReasoningTokens(self.closes, token_ids[0] if is_token else None, tokenizer.decode)
+
+
+def _at_most(budget: int, close: int | None) -> str:
+    """The rule ``thought``: so many tokens at most, and the one that closes it."""
+    return f"thought: <[^{close}]>{{0,{budget}}} <[{close}]>"
 
 
 _GRANITE_ROLE = "<|start_of_role|>"

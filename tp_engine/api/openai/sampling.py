@@ -12,11 +12,8 @@ from tp_engine.api.openai.protocol import ChatBody, CompletionBody, GenerationBo
 from tp_engine.api.openai.structured import constraining_field, structured_outputs_of
 from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.errors import RequestError
-from tp_engine.log import get_logger, warn_once
 from tp_engine.sampling_params import BeamSearchParams, SamplingParams
 from tp_engine.structured_outputs import StructuredOutputsParams
-
-logger = get_logger(__name__)
 
 SAMPLING_NAMES = frozenset(spec.name for spec in dataclasses.fields(SamplingParams))
 _CONVERTED = {"logprobs", "max_tokens", "logit_bias", "structured_outputs"}
@@ -72,8 +69,6 @@ def completion_params(body: CompletionBody, defaults: Mapping[str, Any] | None =
 def chat_params(body: ChatBody, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
     """Sampling of a chat; without ``max_tokens`` the answer may fill the rest of the context."""
     _refuse_what_is_not_here(body)
-    if (body.budget or 0) > 0:
-        warn_once(logger, "budgets of thinking are not kept: max_tokens alone limits how long the model thinks")
     tools = ToolRequest.of(body)
     given = _given(body)
     if tools is not None and (schema := tools.schema()) is not None:
@@ -182,6 +177,8 @@ def _refuse_in_beam_search(body: GenerationBody) -> None:
         value = getattr(body, name)
         if value is not None and value not in ([], {}, "", getattr(neutral, name)):
             raise RequestError(f"{name} is not supported with use_beam_search; leave it out", param=name)
+    if isinstance(body, ChatBody) and body.budget is not None:
+        raise RequestError("a budget of thinking is not supported with use_beam_search; leave it out", param="thinking")
     if structured_outputs_of(body) is not None:
         raise RequestError(
             "structured output is not supported with use_beam_search; leave one of them out", param="use_beam_search"
@@ -191,7 +188,7 @@ def _refuse_in_beam_search(body: GenerationBody) -> None:
 def _refuse_what_is_not_here(body: GenerationBody) -> None:
     for name, (neutral, remedy) in _NOT_HERE.items():
         value = getattr(body, name, None)
-        if name == "thinking_token_budget" and isinstance(body, ChatBody) and value == 0:
-            continue  # it switches thinking off
+        if name == "thinking_token_budget" and isinstance(body, ChatBody):
+            continue
         if value not in neutral:
             raise RequestError(f"{name} is not supported; {remedy}", param=name)

@@ -10,12 +10,17 @@ from tp_engine.api.openai.chat.prompt import ChatPrompt
 from tp_engine.api.openai.chat.thinking_form import SWITCHES, switched_by
 from tp_engine.api.openai.protocol import ChatBody
 from tp_engine.api.openai.reasoning import Beginning, ReasoningFormat
+from tp_engine.api.openai.sampling import max_output_tokens
 from tp_engine.api.openai.structured import TokenWriting
 from tp_engine.api.openai.tools.forced import forced_calls
 from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.errors import RequestError
+from tp_engine.grammar.vocabulary import check_tokenizer
+from tp_engine.log import get_logger, warn_once
 from tp_engine.sampling_params import SamplingParams
 from tp_engine.structured_outputs import StructuredOutputsParams
+
+logger = get_logger(__name__)
 
 # Fields of a body that the template gets under the same names.
 _TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "documents")
@@ -61,6 +66,8 @@ def _template_options(body: ChatBody) -> dict[str, Any]:
     thinks = switched_by(options.get("reasoning_effort")) if body.thinks is None else body.thinks
     if thinks is not None and options.keys().isdisjoint(SWITCHES):
         options |= {"enable_thinking": thinks, "thinking": thinks} | ({} if thinks else {"reasoning_effort": "none"})
+    if body.budget is not None:
+        options.setdefault("thinking_budget", body.budget)
     return options
 
 
@@ -80,6 +87,7 @@ def chat_parsing(
             param="tools",
         )
     message = next((one.message for one in (reasoning, tool_format) if one is not None and one.message), None)
+    budget = _budget(body, processor)
     if tools is None and reasoning is None and message is None:
         return None
     return ChatParsing(
@@ -93,7 +101,33 @@ def chat_parsing(
         prompt=prompt.text,
         include_reasoning=body.include_reasoning is not False,
         reasoning_tokens=None if reasoning is None else reasoning.tokens(processor.tokenizer),
+        budget=budget,
     )
+
+
+def _budget(body: ChatBody, processor: InputProcessor) -> int | None:
+    """How many tokens of reasoning the body allows, where that is less than its answer may have."""
+    asked, reasoning, most = body.budget, processor.chat.reasoning_format, max_output_tokens(body)
+    if asked is None or asked >= min(processor.max_model_len, most or processor.max_model_len):
+        return None
+    if reasoning is None:
+        why = "no format of this model's reasoning is known"
+    elif not reasoning.limits(TokenWriting(processor.tokenizer)):
+        why = "its marks are not one token each"
+    else:
+        try:
+            check_tokenizer(processor.tokenizer)
+            return asked
+        except RequestError as error:  # a grammar keeps it
+            why = str(error)
+    if body.thinking_token_budget == asked:
+        raise RequestError(
+            f"thinking_token_budget is {asked}, but the reasoning of this model can not be limited: {why}; limit the "
+            "whole answer with max_tokens, or set reasoning_effort",
+            param="thinking_token_budget",
+        )
+    warn_once(logger, "a budget of thinking is not kept: %s", why)
+    return None
 
 
 def parsed_params(params: SamplingParams, parsing: ChatParsing | None, processor: InputProcessor) -> SamplingParams:
@@ -109,6 +143,10 @@ def parsed_params(params: SamplingParams, parsing: ChatParsing | None, processor
     if params.structured_outputs is not None:
         constraint = processor.structured_defaults.complete(params.structured_outputs)
         params = replace(params, structured_outputs=_behind_reasoning(constraint, parsing, writing))
+    elif parsing.budget is not None and parsing.reasoning is not None:
+        grammar = parsing.reasoning.limited(writing, parsing.begins, parsing.budget)
+        if grammar is not None:
+            params = replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar))
     return params
 
 
@@ -137,7 +175,8 @@ def _behind_reasoning(
     if tools is not None and parsing.tool_format is not None and parsing.forced is not None:
         grammar = forced_calls(parsing.forced, parsing.tool_format.marks, tools, writing, constraint)
         constraint = StructuredOutputsParams(grammar=grammar)
-    preamble = None if parsing.reasoning is None else parsing.reasoning.preamble(writing, parsing.begins)
+    reasoning = parsing.reasoning
+    preamble = None if reasoning is None else reasoning.preamble(writing, parsing.begins, parsing.budget)
     if parsing.may_call and parsing.tool_format is not None and parsing.tool_format.opens:
         calls = f"calls: ({' | '.join(map(writing.mark, parsing.tool_format.opens))}) rest"
         rest = writing.any_text("rest", *parsing.tool_format.marks)

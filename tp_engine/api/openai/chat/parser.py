@@ -63,7 +63,8 @@ class ChatParsing:
     ``tools`` None: no calls.  ``tool_format`` is that of the model (``--tool-call-parser``), for calls that the model
     chooses to make.  ``reasoning`` None: no reasoning; ``begins`` tells what texts begin with.  ``constrained``: a
     grammar decides what the answer is; ``may_call``: if the model answers, instead of calling.  ``message``: the format
-    of whole messages that one of the two is part of; ``prompt`` may have begun the message.
+    of whole messages that one of the two is part of; ``prompt`` may have begun the message.  ``budget``: how many
+    tokens of reasoning there may be.
     """
 
     tools: ToolRequest | None = None
@@ -76,6 +77,7 @@ class ChatParsing:
     prompt: str = ""
     include_reasoning: bool = True
     reasoning_tokens: ReasoningTokens | None = None
+    budget: int | None = None
 
     @cached_property
     def forced(self) -> ForcedForm | None:

@@ -112,7 +112,7 @@ class FormWriting:
         return self._names[key]
 
     def _add_until(self, name: str, text: str, end: str, stops: Sequence[str]) -> None:
-        if self.tokens is not None and any(self.tokens.is_special(mark) for mark in self.marks if mark in end):
+        if self.tokens is not None and any(self.tokens.is_one_token(mark) for mark in self.marks if mark in end):
             self.add(name, f"{text} {self.text(end.lstrip())}")  # no text can have a special token
             return
         others = "|".join(re.escape(mark).replace("/", r"\/") for mark in stops)
