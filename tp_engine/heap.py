@@ -33,7 +33,7 @@ class HeapTrimmer:
         self._is_waiting = False
 
     def note_freed(self, num_bytes: int) -> None:
-        """Note that about ``num_bytes`` were freed, or will be at once."""
+        """Count about ``num_bytes`` that were freed, or will be at once."""
         with self._lock:
             self._freed += num_bytes
             if self._freed < _TRIM_BYTES or self._is_waiting:

@@ -44,8 +44,7 @@ class TierProgress:
         return self._num_ended
 
     def end(self, count: int = 1, failed: Sequence[int] = ()) -> None:
-        """Note that the next ``count`` operations have ended; ``failed`` are the numbers of those among them that
-        failed."""
+        """Enter that the next ``count`` operations have ended; ``failed`` are the numbers of those that failed."""
         for number in failed:
             assert self._num_ended < number <= self._num_ended + count, f"operation {number} has not just ended"
             self._words[1 + self._num_failed % _RING] = (self._num_failed & _FAILURES) << _SHIFT | number

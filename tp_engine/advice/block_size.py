@@ -64,7 +64,7 @@ class LengthCounter:
         self._prefixes: Counter[int] = Counter()
 
     def observe(self, num_prompt_tokens: int, num_output_tokens: int, num_shared_tokens: int) -> None:
-        """Note that a sequence has finished; ``num_shared_tokens`` of its prompt came from the prefix cache."""
+        """Count a sequence that has finished; ``num_shared_tokens`` of its prompt came from the prefix cache."""
         self.num_requests += 1
         self._num_prompt_tokens += num_prompt_tokens
         self._num_output_tokens += num_output_tokens

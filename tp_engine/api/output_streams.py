@@ -121,7 +121,7 @@ class Outputs:
         return processed
 
     def _end(self, processed: Processed, update: SequenceUpdate, state: RequestState, now_s: float) -> None:
-        """Note that a sequence has ended with ``update``, and its request, if it was the last one."""
+        """Close a sequence that has ended with ``update``, and its request, if it was the last one."""
         if state.finished:
             self._states.pop(update.request_id, None)
             update.request_output = self._output(state, now_s)
@@ -135,12 +135,12 @@ class Outputs:
         return output
 
     def open(self, client: EngineClient, tokenizer: Any | None) -> None:
-        """Note that the client is connected: from now on requests can be streamed."""
+        """Stream requests of this client, which is connected, from now on."""
         self._client = client
         self.decoder = None if tokenizer is None else TokenDecoder(tokenizer)
 
     async def close(self) -> None:
-        """Note that the client has been closed: hand out what is left, so that the streams end."""
+        """Hand out what is left after the client has been closed, so that the streams end."""
         while self._handing_out is not None:
             await asyncio.wait([self._handing_out])
         self._thread.shutdown(wait=False)
@@ -230,14 +230,14 @@ class Outputs:
             await asyncio.shield(self._handing_out)
 
     def on_rejected(self, request_id: str, error: RequestError) -> None:
-        """Note that the engine refused a request: its reader gets the error."""
+        """Give the reader of a request that the engine refused the error."""
         self.forget(request_id)
         mailbox = self._mailboxes.get(request_id)
         if mailbox is not None:
             mailbox.fail(error)
 
     def on_ended(self, error: EngineDeadError) -> None:
-        """Note that every reader gets an error of its own, behind the updates that came before."""
+        """Give every reader an error of its own, behind the updates that came before."""
         self.release()
         if self._handing_out is None:
             self._fail_all(error)

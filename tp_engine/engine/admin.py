@@ -90,8 +90,8 @@ class EngineAdmin:
         self.is_paused = False
 
     def weights_changed(self, version: str | None) -> None:
-        """Note that the ranks have new weights, called ``version`` or by their number: nothing that was cached is found
-        any more.  No request may be running."""
+        """Serve the ranks' new weights, called ``version`` or by their number: nothing that was cached is found any
+        more.  No request may be running."""
         self._scheduler.renew_cache_keys()
         self._num_updates += 1
         self.weight_version = version or str(self._num_updates)

@@ -28,13 +28,13 @@ class EngineEvents(Protocol):
         """Take the output of one step, or of an abort."""
 
     def on_rejected(self, request_id: str, error: RequestError) -> None:
-        """Note that the engine refused a request."""
+        """Take the error of a request that the engine refused."""
 
     async def wait_delivered(self) -> None:
         """Return when the owner can take the next message; until then messages wait in the socket."""
 
     def on_ended(self, error: EngineDeadError) -> None:
-        """Note that no output follows.  Called once."""
+        """Learn that no output follows.  Called once."""
 
 
 class EngineClient:

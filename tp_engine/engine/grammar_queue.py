@@ -109,7 +109,7 @@ class GrammarQueue:
         future.add_done_callback(lambda _future: self._is_done.set())
 
     def forget(self, request_ids: Iterable[str] | None) -> None:
-        """Note that these requests have been aborted, all if None."""
+        """Drop the grammars of these requests, which have been aborted; of all if None."""
         for request_id in list(self._waiting) if request_ids is None else request_ids:
             if request_id in self._waiting:
                 self._waiting.pop(request_id)[0].cancel()

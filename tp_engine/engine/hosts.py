@@ -140,7 +140,7 @@ class Hosts:
             self._job.check()
 
     def tell_failure(self, error: Exception) -> None:
-        """Note that this first rank of a host can not connect: rank 0 learns it from the store."""
+        """Tell rank 0, through the store, that this first rank of a host can not connect."""
         with contextlib.suppress(RuntimeError):
             self._store.set(_FAILED, json.dumps([self._job.rank, f"{type(error).__name__}: {error}"]))
 

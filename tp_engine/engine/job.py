@@ -117,11 +117,11 @@ class Job:
             sleep(0.001)
 
     def ready(self) -> None:
-        """Note that the start has ended."""
+        """Put on the board that this rank is ready."""
         self.slot.state = State.READY
 
     def stopping(self) -> None:
-        """Note that the requested stop has begun."""
+        """Put on the board that the requested stop has begun."""
         if self.slot.state != State.FAILED:
             self.slot.state = State.STOPPING
 

@@ -37,7 +37,7 @@ class TokenTexts:
         return self._text(token_id, data)[0], data
 
     def take(self, token_id: int) -> None:
-        """Note that the token is next."""
+        """Take the next token."""
         if token_id in self.hidden:
             return
         data = self.decoder.token_bytes(token_id, begins_text=self._begins)

@@ -124,7 +124,7 @@ class GrammarMatcher:
                 self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
 
     def give_up(self) -> None:
-        """Note that the mask takes too long: this grammar is not followed any further."""
+        """Stop following this grammar, whose mask takes too long."""
         self._pace.fail()
 
     def settle_mask(self, mask: IntArray) -> None:

@@ -151,7 +151,7 @@ class HostView:
         self._name[: len(raw)] = raw
 
     def note_ended(self, how: Ended, now_ns: int) -> None:
-        """Note that the process has ended, or can not be reached any more; later calls do nothing."""
+        """Enter that the process has ended, or can not be reached any more; later calls do nothing."""
         if not self.ended_ns:
             self.words[1] = how
             self.words[0] = now_ns
@@ -253,12 +253,12 @@ class RankSlot:
             self.words[index] = word
 
     def begin_step(self, step_id: int) -> None:
-        """Note that the step begins on this rank."""
+        """Enter that the step begins on this rank."""
         self.words[13] = time.monotonic_ns()
         self.words[10] = step_id
 
     def end_step(self, step_id: int) -> None:
-        """Note that the step has ended on this rank, which is idle if it has begun no other."""
+        """Enter that the step has ended on this rank, which is idle if it has begun no other."""
         self.words[11] = step_id
         if self.words[10] == step_id:
             self.words[13] = 0
@@ -345,7 +345,7 @@ class StepRecorder:
         self._bytes = self._words.cast("B")
 
     def received(self, plan: StepPlan, num_bytes: int, checksum: int) -> None:
-        """Note that the plan has arrived (on rank 0: is sent), ``num_bytes`` long as encoded, with its 64-bit
+        """Record that the plan has arrived (on rank 0: is sent), ``num_bytes`` long as encoded, with its 64-bit
         checksum."""
         num_prefilled = int(plan.prefill_tokens.sum()) if len(plan.prefill_tokens) else 0
         counts = (plan.step_id, num_bytes, len(plan.decode_rows), num_prefilled)
@@ -354,16 +354,16 @@ class StepRecorder:
         self._slot.note_received(plan.step_id, checksum)
 
     def begin(self, step_id: int) -> None:
-        """Note that the step begins."""
+        """Record that the step begins."""
         self._words[step_id % NUM_RECORDS * _WIDTH + _STARTED] = time.monotonic_ns()
         self._slot.begin_step(step_id)
 
     def launched(self, step_id: int) -> None:
-        """Note that the model and the sampler have been called; on a CPU they have also run."""
+        """Record that the model and the sampler have been called; on a CPU they have also run."""
         self._words[step_id % NUM_RECORDS * _WIDTH + _LAUNCHED] = time.monotonic_ns()
 
     def done(self, step_id: int) -> None:
-        """Note that the step's results are on the host; ranks other than 0 get no results and have nothing left to
+        """Record that the step's results are on the host; ranks other than 0 get no results and have nothing left to
         do."""
         self._words[step_id % NUM_RECORDS * _WIDTH + _DONE] = time.monotonic_ns()
         self._slot.end_step(step_id)

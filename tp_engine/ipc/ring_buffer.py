@@ -291,7 +291,7 @@ class CallSpin:
         return _SPIN_S
 
     def end(self) -> None:
-        """Note that the message has arrived."""
+        """Stop waiting: the message has arrived."""
         if self._until_s == 0.0:
             return
         late_s = time.monotonic() - self._until_s

@@ -50,7 +50,7 @@ class _Kernels:
         return kernel
 
     def end(self) -> None:
-        """Note that a kernel is compiled, so that the others can find it."""
+        """Give up the turn, once a kernel is compiled and the others can find it."""
         self.turn.close()
         now_s = time.monotonic()
         self._compiled, self._seconds = self._compiled + 1, self._seconds + now_s - self._began_s

@@ -206,8 +206,8 @@ class PenaltyCounts:
         output_counts.view(-1).index_add_(0, flat, is_mine.to(torch.int32))
 
     def mirror(self, draft_rows: IntArray, rows: IntArray, tokens: IntArray) -> None:
-        """Note that each of ``draft_rows`` (n,) has the tokens of its row of ``rows`` (n,), grouped, and those of
-        ``tokens`` (n,) that stand at its own place and at those of the same row before it."""
+        """Give each of ``draft_rows`` (n,) the tokens of its row of ``rows`` (n,), grouped, and those of ``tokens``
+        (n,) that stand at its own place and at those of the same row before it."""
         targets, sources = upload_all([draft_rows.astype(np.int64), rows.astype(np.int64)], self._device)
         for counts in self._tensors():
             counts.index_copy_(0, targets, counts.index_select(0, sources))

@@ -68,7 +68,7 @@ class DecodeRun:
         return found
 
     def advance(self) -> None:
-        """Note that one more token of each row is scheduled."""
+        """Schedule one more token of each row."""
         self.num_steps_left -= 1
         self._place_in_block = (self._place_in_block + 1) % len(self._growing)
 
@@ -83,14 +83,14 @@ class DecodeRun:
             self.grown_blocks.append(blocks)
 
     def note_result(self, token_ids: IntArray) -> None:
-        """Note that the rows got ``token_ids`` (rows,), whose memory may be used again."""
+        """Keep the rows' ``token_ids`` (rows,), whose memory may be used again."""
         self.results[self.num_results] = token_ids
         self.num_results += 1
         if self.num_results == _MOST_STEPS:
             self.is_full = True
 
     def forget_notes(self) -> None:
-        """Note that all notes have been entered."""
+        """Begin anew, once all notes have been entered."""
         self.num_planned = self.num_results = 0
         self.is_full = False
         self.grown_rows.clear()

@@ -86,7 +86,7 @@ class LoRASlots(SchedulerFeature):
         return self._last_generation
 
     def add(self, name: str, generation: int) -> None:
-        """Note that all ranks have loaded it; what had the name before is retired."""
+        """Enter an adapter that all ranks have loaded; what had the name before is retired."""
         assert NO_ADAPTER < generation <= self._last_generation and generation not in self._num_requests
         if name in self._named:
             self.retire(name)

@@ -104,7 +104,7 @@ class StopChecker:
         self._watched: npt.NDArray[np.bool_] = np.zeros(1, dtype=np.bool_)
 
     def watch(self, group: RequestGroup) -> None:
-        """Note that a request has come in."""
+        """Count the stop tokens of a request that has come in."""
         ids = group.eos_token_ids | group.stop_token_ids
         changed = any(token_id not in self._count for token_id in ids)
         self._count.update(ids)
@@ -112,7 +112,7 @@ class StopChecker:
             self._rebuild()
 
     def unwatch(self, group: RequestGroup) -> None:
-        """Note that a request has ended."""
+        """Count the stop tokens of a request that has ended no more."""
         ids = group.eos_token_ids | group.stop_token_ids
         self._count.subtract(ids)
         gone = [token_id for token_id in ids if self._count[token_id] == 0]

@@ -41,13 +41,13 @@ class Readiness:
         self.num_constrained = 0
 
     def block(self, rows: IntArray | int, reason: Blocked) -> None:
-        """Note that these rows, distinct, get the bit of ``reason``."""
+        """Set the bit of ``reason`` for these rows, distinct."""
         bits = self.bits[rows]
         self.num_blocked += int(np.count_nonzero(bits == 0))
         self.bits[rows] = bits | reason.value
 
     def clear(self, rows: IntArray | int, reason: Blocked) -> None:
-        """Note that these rows, distinct, lose the bit of ``reason``, if they have it."""
+        """Clear the bit of ``reason`` for these rows, distinct, if they have it."""
         bits = self.bits[rows]
         left = bits & ~np.uint8(reason.value)
         self.num_blocked -= int(np.count_nonzero(bits)) - int(np.count_nonzero(left))
@@ -63,12 +63,12 @@ class Readiness:
         return ready
 
     def occupy(self, row: int, *, is_constrained: bool) -> None:
-        """Note that a sequence without a bit enters at ``row``."""
+        """Count a sequence without a bit that enters at ``row``."""
         self.is_constrained[row] = is_constrained
         self.num_constrained += is_constrained
 
     def vacate(self, row: int) -> None:
-        """Note that the sequence at ``row`` has left."""
+        """Count out the sequence that has left ``row``."""
         self.num_blocked -= int(self.bits[row] != 0)
         self.num_constrained -= int(self.is_constrained[row])
         self.bits[row] = 0

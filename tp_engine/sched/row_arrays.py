@@ -80,15 +80,13 @@ class RowArrays:
         self._noted: DecodeRun | None = None  # the run that has notes
 
     def append(self, chosen: RowSet, token_ids: IntArray) -> Counts:
-        """Note that each row of ``chosen`` has one more token, and all before it are computed; return how many each
-        has."""
+        """Count one more token in each row of ``chosen``, all before it being computed; return how many each has."""
         if self._noted is not None:
             self._settle()
         return self._append_steps(chosen, token_ids[None])
 
     def extend(self, row: int, token_ids: IntArray) -> None:
-        """Note that the row, all but whose last token is computed, has ``token_ids`` (n,) too, computed but for the
-        last."""
+        """Append ``token_ids`` (n,) to a row whose last token alone is not computed; now the last of these is not."""
         known = int(self.num_tokens[row])
         length = known + len(token_ids)
         self._tokens[row, known:length] = token_ids
@@ -96,14 +94,13 @@ class RowArrays:
         self._num_scheduled[row] = self._num_computed[row] = length - 1
 
     def add_blocks(self, rows: IntArray, blocks: IntArray) -> None:
-        """Note that each of ``rows`` (n,), distinct, has one more logical block at the end of its tables; ``blocks`` (n
-        * G,)."""
+        """Append a logical block to the tables of each of ``rows`` (n,), distinct; ``blocks`` (n * G,)."""
         if self._noted is not None:
             self._settle()
         self._add_blocks(rows, blocks)
 
     def note(self, run: DecodeRun) -> None:
-        """Note that the present ``run`` has one more note."""
+        """Keep ``run``, the present one, which has a step more to be entered."""
         self._noted = run
         if run.is_full:
             self._settle()

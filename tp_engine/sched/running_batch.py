@@ -73,7 +73,7 @@ class RunningBatch(RowArrays):
         self.num_running += len(entries)
 
     def start_decoding(self, rows: npt.NDArray[np.intp]) -> None:
-        """Note that all known tokens of ``rows`` have been scheduled: from now on one token per step."""
+        """Let ``rows`` decode: all their known tokens have been scheduled, and from now on it is one per step."""
         self.phase[rows] = SequencePhase.DECODE
         for row in rows.tolist():
             self.prefilling_rows.pop(row).phase = SequencePhase.DECODE
@@ -82,8 +82,7 @@ class RunningBatch(RowArrays):
         self.end_run()
 
     def advance_decodes(self, chosen: RowSet) -> None:
-        """Note that one more token of each of ``chosen``, which are in DECODE, is scheduled; some reach their end with
-        it."""
+        """Schedule one more token of each of ``chosen``, which are in DECODE; some reach their end with it."""
         self.num_scheduled[chosen.place] += ONE
         if self.run is not None and chosen.epoch == self.run.rows.epoch:
             self.run.advance()
@@ -103,7 +102,7 @@ class RunningBatch(RowArrays):
         return needing
 
     def vacate(self, sequence: Sequence, phase: SequencePhase) -> None:
-        """Note that the sequence leaves its row, to wait again or for good; its tokens go with it."""
+        """Take the sequence out of its row, to wait again or for good; its tokens go with it."""
         self.end_run()
         row = sequence.row
         self.num_departures += 1

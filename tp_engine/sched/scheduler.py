@@ -133,7 +133,7 @@ class Scheduler:
             announce(session, self._cache_keys.of(salt, adapter_generation), self.next_step_id)
 
     def constrain(self, request_id: str, grammar: Grammar) -> None:
-        """Note that a request's grammar is compiled: its sequences may run.  A request that was aborted is ignored."""
+        """Let a request's sequences run, whose grammar is compiled.  A request that was aborted is ignored."""
         group = self._groups.get(request_id)
         for sequence in group.sequences if group is not None else ():
             if sequence.phase is SequencePhase.WAITING and sequence.blocked & Blocked.GRAMMAR:
@@ -160,7 +160,7 @@ class Scheduler:
         self.state.preempt_all()
 
     def renew_cache_keys(self) -> None:
-        """Note that weights changed: what is cached is not found any more.  No sequence may be running."""
+        """Find nothing any more of what is cached, because the weights changed.  No sequence may be running."""
         assert not self.state.rows.num_running, "a row has K/V of the old weights"
         self._cache_keys.renew(self._groups.values())
         for on_new_weights in self._hooks.on_new_weights:

@@ -64,7 +64,7 @@ class WaitingQueue:
         return [sequence for _, sequence in items if sequence.phase is SequencePhase.WAITING]
 
     def forget(self, sequence: Sequence) -> None:
-        """Note that a queued sequence has been aborted."""
+        """Count a queued sequence that has been aborted."""
         assert sequence.phase is SequencePhase.FINISHED
         self._num_dead += 1
         if self._num_dead * 2 > len(self._heap):
@@ -104,8 +104,8 @@ class SchedulerState:
         return self.blocks.seat(entries)
 
     def leave(self, sequence: Sequence, phase: SequencePhase) -> None:
-        """Note that the sequence gives back row and blocks; its full blocks stay cached until their room is needed.  So
-        does its last block, if partly filled, of a request that others will continue."""
+        """Take row and blocks back from the sequence; its full blocks stay cached until their room is needed.  So does
+        its last block, if partly filled, of a request that others will continue."""
         self.blocks.publish([(sequence, int(self.rows.num_computed[sequence.row]))])
         if sequence.group.request.will_continue:
             self.blocks.publish_tail(sequence)

@@ -52,7 +52,7 @@ class ServerState:
         self._llm: AsyncLLM | None = None
 
     async def open(self, llm: AsyncLLM) -> None:
-        """Note that the engine is ready: load its model's sampling defaults, and serve."""
+        """Serve, now that the engine is ready: its model's sampling defaults are loaded first."""
         info = llm.model_info
         self.sampling_defaults = await asyncio.to_thread(self.config.defaults, info.model, info.revision)
         self.attach(llm)

@@ -249,7 +249,7 @@ class Outcomes(Closing):
             self._next += 1
 
     def step(self, num_tokens: int) -> None:
-        """Note that the engine has made a step and generated ``num_tokens``."""
+        """Count a step of the engine, which generated ``num_tokens``."""
         self._results.sync_if_due()
         self._num_tokens += num_tokens
         seconds = time.monotonic() - self._rated_s

@@ -107,12 +107,11 @@ class BlockPool:
         self.release(blocks)
 
     def mark_full(self, blocks: BlockIds) -> None:
-        """Note that the content of these full, used blocks has entered the prefix cache."""
+        """Mark these full, used blocks as cached."""
         self._content[blocks] = _FULL
 
     def mark_tail(self, blocks: BlockIds) -> None:
-        """Note that the prefix cache knows the first tokens of these partly filled blocks, which leave their only
-        holder."""
+        """Mark these partly filled blocks, which leave their only holder, as cached up to their first tokens."""
         counts = self.ref_counts[blocks]
         assert np.all(counts == 1), f"blocks {blocks} have {counts} holders: they can be no tail"
         self._content[blocks] = _TAIL

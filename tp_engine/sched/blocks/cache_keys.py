@@ -45,8 +45,7 @@ class CacheKeys:
         self._version = 0
 
     def renew(self, groups: Iterable[RequestGroup]) -> None:
-        """Note that the weights are others from now on: these requests get new cache keys, and no cache key made before
-        is made again."""
+        """Give these requests new cache keys, for other weights; no cache key made before is made again."""
         self._version += 1
         for group in groups:
             group.cache_key = self.of_request(group.request)

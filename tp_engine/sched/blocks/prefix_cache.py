@@ -182,7 +182,7 @@ class PrefixCache:
         return True
 
     def evict(self, blocks: BlockIds) -> None:
-        """Note that these blocks, at least one, will be overwritten: they are not found any more."""
+        """Forget these blocks, at least one, because they will be overwritten."""
         serials = self._serial_of[blocks]
         self._serial_of[blocks] = 0
         for start, end in _stretches(serials):
@@ -193,7 +193,7 @@ class PrefixCache:
                     self._evict_tail(block)
 
     def rename(self, old: BlockIds, new: BlockIds) -> None:
-        """Note that the content of each block ``old`` in a run is in ``new`` from now on, which was in none."""
+        """Find the content of each block ``old`` in a run in ``new`` from now on, which was in none."""
         serials, places = self._serial_of[old], self._place_of[old]
         self._serial_of[old] = 0
         self._serial_of[new], self._place_of[new] = serials, places

@@ -31,10 +31,10 @@ class Proposer(ABC):
         """Up to ``count`` tokens that may follow ``tokens`` (n,), n >= 1, all known ones of ``sequence``."""
 
     def take(self, result: StepResult) -> None:  # noqa: B027  # most sources need nothing of it
-        """Note that the result of a step has come; its tokens are entered next."""
+        """Take a step's result, whose tokens are entered next."""
 
     def learn(self, sequence: Sequence) -> None:  # noqa: B027  # most sources need nothing of it
-        """Note that a sequence has ended, with ``sequence.token_ids``."""
+        """Learn from a sequence that has ended with ``sequence.token_ids``."""
 
 
 class GrammarProposer(Proposer):

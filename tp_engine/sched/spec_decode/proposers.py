@@ -65,7 +65,7 @@ class Acceptance:
         return found
 
     def note(self, matched: int, count: int, num_right: int) -> None:
-        """Note that of a run of ``count`` draft tokens the first ``num_right`` were right."""
+        """Count a run of ``count`` draft tokens, of which the first ``num_right`` were right."""
         self._right[matched, :num_right] += 1.0
         self._tried[matched, : min(num_right + 1, count)] += 1.0
 
@@ -147,7 +147,7 @@ class Proposers:
         return best
 
     def note(self, parts: list[DraftPart], num_tokens: int, num_right: int) -> None:
-        """Note that of a run of ``parts``, cut to ``num_tokens``, the first ``num_right`` draft tokens were right."""
+        """Count a run of ``parts``, cut to ``num_tokens``, of which the first ``num_right`` draft tokens were right."""
         first = 0
         for part in parts:
             count = min(part.num_tokens, num_tokens - first)
@@ -161,11 +161,11 @@ class Proposers:
             first += count
 
     def take(self, result: StepResult) -> None:
-        """Note that the result of a step has come."""
+        """Let all sources take a step's result."""
         for source in self.sources:
             source.take(result)
 
     def learn(self, sequence: Sequence) -> None:
-        """Note that a sequence has ended."""
+        """Let all sources learn from a sequence that has ended."""
         for source in self.sources:
             source.learn(sequence)

@@ -94,14 +94,13 @@ class DiskTierManager:
     # What the tiers above do.
 
     def published(self, blocks: BlockIds) -> None:
-        """Note that these blocks of the pool are in the cache now, and computed before the plan after the one in the
-        making."""
+        """Enter blocks of the pool that are cached now; the plan after the one in the making finds them computed."""
         if len(blocks):
             self._fresh.append(blocks[~(self._fresh.holds(blocks) | self._unwritten.holds(blocks))])
             self._is_stuck = False
 
     def moved(self, old: BlockIds, new: BlockIds) -> None:
-        """Note that the content of each id ``old`` is that of ``new``, both in the pool or on the host."""
+        """Move each id ``old`` to ``new``, which has its content; both are in the pool or on the host."""
         self._slots.move(old, new)
         for queue in (self._unwritten, self._fresh):
             waiting = queue.holds(old)
@@ -109,8 +108,7 @@ class DiskTierManager:
             queue.append(new[waiting])
 
     def lose(self, ids: BlockIds) -> None:
-        """Note that the pool or the host have given up these ids, those that others follow behind the others: what has
-        no copy leaves the cache."""
+        """Drop ids that the pool or the host have given up, ends of runs first: what has no copy leaves the cache."""
         copies = self._slots.slot_of[ids]
         has_copy = copies != NO_SLOT
         has_copy[has_copy] = ~self._slots.are_lent(copies[has_copy])
@@ -126,7 +124,7 @@ class DiskTierManager:
             self._cache.rename(kept, slots + self.first)
 
     def forget(self, ids: BlockIds) -> None:
-        """Note that the content of these ids, in the pool or on the host, leaves the cache."""
+        """Forget these ids, in the pool or on the host, whose content leaves the cache."""
         if len(ids):
             for queue in (self._unwritten, self._fresh):
                 queue.remove(ids[queue.holds(ids)])
@@ -134,7 +132,7 @@ class DiskTierManager:
             self._cache.evict(ids)
 
     def clear(self) -> None:
-        """Note that the cache is about to forget everything; what has been ordered may still run."""
+        """Forget everything, as the cache is about to; what has been ordered may still run."""
         self._slots.clear()
         for queue in (self._unwritten, self._fresh):
             queue.pop(len(queue))
@@ -199,7 +197,7 @@ class DiskTierManager:
         return len(self._unwritten) + len(self._fresh) > 0 and not self._is_stuck
 
     def rest(self) -> None:
-        """Note that an idle engine could order nothing: it need not ask again before there are news."""
+        """Keep an idle engine, which could order nothing, from asking again before there is news."""
         self._is_stuck = True
         if self._journal_bytes > self._journal_limit:
             self._rewrite_journal()

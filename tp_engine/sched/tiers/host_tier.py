@@ -152,8 +152,7 @@ class HostTierManager:
         return Shared(table, shared.first, held)
 
     def give_up(self, lost: BlockIds) -> None:
-        """Note that the pool has taken these blocks, whose content was cached: full ones become slots, as far as
-        possible."""
+        """Keep the content of blocks that the pool has taken: full ones become slots, as far as possible."""
         if not len(lost):
             return
         pending = lost[self._pending.holds(lost)]
@@ -185,13 +184,12 @@ class HostTierManager:
             self._lose(gone)
 
     def require(self, blocks: BlockIds | IntArray) -> None:
-        """Note that the plan in the making reads or writes ``blocks``: it waits for their moves, of which none is
-        pending."""
+        """Let the plan in the making wait for the moves of ``blocks``, which it reads or writes; none is pending."""
         if len(blocks):
             self._wait = max(self._wait, int(self._last_batch[blocks].max()))
 
     def load_now(self, blocks: BlockIds) -> None:
-        """Note that the plan in the making reads ``blocks``: their loads go out with it, and it waits for them."""
+        """Send the loads of ``blocks`` with the plan in the making, which reads them and waits."""
         self._urgent = blocks
         self._wait = max(self._wait, self._next_batch)
 

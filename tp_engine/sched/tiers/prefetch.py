@@ -53,7 +53,7 @@ class Sessions:
         self._last: OrderedDict[SessionKey, IntArray] = OrderedDict()
 
     def note(self, key: SessionKey, token_ids: IntArray) -> None:
-        """Note that the session has ended with ``token_ids``, prompt and output."""
+        """Keep ``token_ids``, prompt and output, with which a session's request has ended."""
         self.forget(key)
         self._last[key] = token_ids
         self._num_tokens += len(token_ids)

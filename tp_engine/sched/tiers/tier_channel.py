@@ -108,12 +108,12 @@ class StoreChecks:
         return self._channel.num_failed
 
     def begin(self, slots: BlockIds) -> None:
-        """Note that the plan in the making stores into these slots."""
+        """Count these slots as unsure: the plan in the making stores into them."""
         self._is_sure[slots] = False
         self._number_of[slots] = _NO_NUMBER
 
     def order(self, stores: IntArray) -> None:
-        """Note that these stores (n, 2), at least one, go out with the plan."""
+        """Number these stores (n, 2), at least one, which go out with the plan."""
         slots = stores[:, 1].astype(np.intp)
         first = self._channel.num_ordered + 1
         self._number_of[slots] = np.arange(first, first + len(slots))
@@ -135,7 +135,7 @@ class StoreChecks:
         return np.concatenate(refused)
 
     def clear(self) -> None:
-        """Note that all content of pool and slots is forgotten; stores that have gone out may still run."""
+        """Forget all content of pool and slots; stores that have gone out may still run."""
         self.refused[:] = False
         self._is_sure[:] = False
         self._number_of[:] = _NO_NUMBER

@@ -78,7 +78,7 @@ class TierSlots:
         return taken, lost
 
     def pair(self, ids: BlockIds, slots: BlockIds) -> None:
-        """Note that the content of each id is, or will be, in a slot that is taken or lent too."""
+        """Enter ids whose content is, or will be, in a slot that is taken or lent too."""
         self._enter(slots, _DOUBLE)
         self.slot_of[ids] = slots
         self.id_of[slots] = ids
@@ -92,7 +92,7 @@ class TierSlots:
         return slots
 
     def move(self, old: BlockIds, new: BlockIds) -> None:
-        """Note that the content of each id ``old`` is that of ``new`` now."""
+        """Move each id ``old`` to ``new``, which has its content now."""
         slots = self.slot_of[old]
         self.slot_of[old] = NO_SLOT
         self.slot_of[new] = slots
@@ -100,23 +100,22 @@ class TierSlots:
         self.id_of[slots[there]] = new[there]
 
     def add_soles(self, slots: BlockIds) -> None:
-        """Note that content is, or will be, in these taken slots alone."""
+        """Enter taken slots that alone have, or will have, their content."""
         self._enter(slots, _SOLE)
 
     def restore(self, slots: BlockIds) -> None:
-        """Note that these slots, of those that are all free, hold sole copies since an earlier start; the first will be
-        lost first."""
+        """Enter free slots that hold sole copies since an earlier start; the first will be lost first."""
         kept = self._free[~np.isin(self._free, slots)]
         self._num_free = len(kept)
         self._free[: self._num_free] = kept
         self.add_soles(slots)
 
     def forget(self, ids: BlockIds) -> None:
-        """Note that the content of these ids is of no use: the slots of those that are clean are free."""
+        """Free the clean slots of these ids, whose content is of no use."""
         self._enter(self.part(ids[self.slot_of[ids] != NO_SLOT]), _FREE)
 
     def forget_soles(self, slots: BlockIds) -> None:
-        """Note that the content of these sole copies is of no use: they are free."""
+        """Free these sole copies, whose content is of no use."""
         self._leave(slots, self._soles)
         self._enter(slots, _FREE)
 
@@ -130,13 +129,13 @@ class TierSlots:
         return ids, soles
 
     def lend(self, slots: BlockIds) -> None:
-        """Note that these slots, distinct, are used until they are given back as often as they were lent."""
+        """Lend these slots, distinct: they are used until they are given back as often."""
         for queue in (self._doubles, self._soles):
             queue.remove(slots[queue.holds(slots)])
         self._num_lent[slots] += 1
 
     def give_back(self, slots: BlockIds) -> None:
-        """Note that these slots, distinct, are not used any more, whatever has become of them."""
+        """Take these lent slots, distinct, back, whatever has become of them."""
         self._num_lent[slots] -= 1
         for state in (_FREE, _DOUBLE, _SOLE):
             self._enter(slots[self._state[slots] == state], state)
@@ -147,7 +146,7 @@ class TierSlots:
         return lent
 
     def touch(self, slots: BlockIds) -> None:
-        """Note that these sole copies will be needed: they are the newest ones."""
+        """Make these sole copies the newest ones, because they will be needed."""
         queued = slots[self._soles.holds(slots)]
         self._soles.remove(queued)
         self._soles.append(queued)

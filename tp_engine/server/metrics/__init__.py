@@ -71,7 +71,7 @@ class ServerMetrics:
         self._info: ModelInfo | None = None
 
     def attach(self, info: ModelInfo) -> None:
-        """Note that the engine is ready; no request has been accepted yet."""
+        """Take in what a ready engine is; no request has been accepted yet."""
         self._info = info
         self.requests.set_max_model_len(info.max_model_len)
 

@@ -54,7 +54,7 @@ class RequestFigures:
             self.histogram(f.IMAGE_LOAD).observe(seconds.popleft())
 
     def observe_request(self, num_prompt_tokens: int, params: SamplingParams, times: RequestMetrics | None) -> None:
-        """Note that all ``n`` sequences of a request have finished; ``times`` are None where they are unknown."""
+        """Count a request all of whose ``n`` sequences have finished; ``times`` are None where they are unknown."""
         self.histogram(f.REQUEST_PROMPT).observe(num_prompt_tokens)
         self.histogram(f.PARAMS_N).observe(params.n)
         if params.max_tokens is not None:
@@ -90,7 +90,7 @@ class HttpFigures:
     def observe(
         self, handler: str, method: str, status: int, *, seconds: float, request_bytes: int, response_bytes: int
     ) -> None:
-        """Note that an exchange has ended; ``handler`` is the route's path."""
+        """Count an exchange that has ended; ``handler`` is the route's path."""
         self._requests[handler, method, f"{status // 100}xx"] += 1
         self._seconds[handler, method].observe(seconds)
         self._fine_seconds.observe(seconds)
@@ -120,7 +120,7 @@ class BatchFigures:
         self._ends = Counter({"completed": 0, "failed": 0})
 
     def count(self, *, completed: int = 0, failed: int = 0) -> None:
-        """Note that lines have ended with an answer or with an error."""
+        """Count lines that have ended with an answer or with an error."""
         self._ends.update(completed=completed, failed=failed)
 
     def metrics(self, model_name: str) -> Iterator[Metric]:

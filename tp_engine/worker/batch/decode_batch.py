@@ -44,7 +44,7 @@ class DecodeBatch:
         return self._inputs.num_bytes + (0 if self._runs is None else self._runs.nbytes)
 
     def set_rows(self, plan: StepPlan, size: int) -> None:
-        """Note that the next step has the decodes of ``plan``, padded to ``size`` requests."""
+        """Take the decodes of ``plan``, padded to ``size`` requests, for the next step."""
         rows, epoch = plan.decode_rows, plan.rows_epoch
         if epoch and self._given == (epoch, size):
             return
@@ -88,7 +88,7 @@ class DecodeBatch:
         return inputs
 
     def advance(self, size: int, sampled: torch.Tensor) -> None:
-        """Note that each row has one more computed token, and ``sampled`` (size,) int32 follow."""
+        """Count one more computed token in each row, which ``sampled`` (size,) int32 follow."""
         self._advance(self.tables, self.inputs(size), sampled)
 
     def recorded_seq_lens(self, inputs: DecodeInputs) -> IntArray:

@@ -209,7 +209,7 @@ class InputBatch:
         return self._token_ids[row, first : first + count]
 
     def advance(self, inputs: StepInputs, sampled: torch.Tensor | None) -> None:
-        """Note that the step's tokens are computed; ``sampled`` (n,) int32 become their rows' next known tokens."""
+        """Count the step's tokens as computed; ``sampled`` (n,) int32 become their rows' next known tokens."""
         layout, num_decodes = inputs.layout, inputs.layout.num_decodes
         if num_decodes:
             assert sampled is not None

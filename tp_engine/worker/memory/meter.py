@@ -44,12 +44,12 @@ class MemoryMeter:
         self._requested = requested_bytes(self._before, utilization, is_shared=device.type == "cpu")
 
     def weights_loaded(self) -> None:
-        """Note that the weights are in place; the largest steps come next."""
+        """Measure what the weights take, once they are in place; the largest steps come next."""
         self._loaded = self._settled_snapshot()
         self._device.reset_peak()
 
     def steps_begin(self) -> None:
-        """Note that the largest steps come next; what was allocated since ``weights_loaded`` is only for them."""
+        """Measure what was allocated since ``weights_loaded``, which is for the largest steps alone; they come next."""
         assert self._loaded is not None, "weights_loaded() comes before steps_begin()"
         self._aside = self._device.snapshot().torch_allocated - self._loaded.torch_allocated
         self._device.reset_peak()
