@@ -20,7 +20,7 @@ _BRACKET = re.compile(r"[()\[\]{}]")
 def is_schema_deeper(schema: Any, limit: int) -> bool:
     """Return whether a way down a JSON schema is longer than ``limit``: objects, lists and references within the
     schema. Each part is looked at once; definitions count where they are referred to."""
-    seen = set[int]()
+    seen, targets = set[int](), dict[str, Any]()
     open_parts: list[tuple[Any, int]] = [(schema, 1)]
     while open_parts:
         part, depth = open_parts.pop()
@@ -34,7 +34,9 @@ def is_schema_deeper(schema: Any, limit: int) -> bool:
             continue
         for key, value in part.items():
             if key == "$ref" and isinstance(value, str):
-                open_parts.append((_target(schema, value), depth + 1))
+                if value not in targets:
+                    targets[value] = _target(schema, value)
+                open_parts.append((targets[value], depth + 1))
             elif key not in _DEFINITIONS:
                 open_parts.append((value, depth + 1))
     return False

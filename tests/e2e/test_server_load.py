@@ -17,7 +17,7 @@ from tp_engine.api.async_llm import AsyncLLM
 from tp_engine.api.output_streams import MAX_FOLDED_TOKENS, MAX_WAITING
 from tp_engine.server.app import create_app
 from tp_engine.server.config import ServerConfig
-from tp_engine.server.middleware import PER_TURN, Turnstile
+from tp_engine.server.middleware import PER_TURN, REFUSED_PER_TURN, Turnstile
 from tp_engine.server.state import ServerState
 
 DEADLINE_S = 60.0
@@ -186,7 +186,7 @@ def test_a_burst_begins_a_few_at_a_time() -> None:
     seen_by_looks: list[int] = []
 
     async def scenario() -> None:
-        turnstile = Turnstile()
+        turnstile = Turnstile(lambda: False)
 
         async def ask(number: int) -> None:
             await turnstile.wait()
@@ -204,5 +204,28 @@ def test_a_burst_begins_a_few_at_a_time() -> None:
         assert max(after - before for before, after in zip([0, *sizes], sizes, strict=False)) <= 2 * PER_TURN
         assert len(set(seen_by_looks)) >= 5
         await asyncio.wait_for(ask(50), DEADLINE_S)
+
+    asyncio.run(scenario())
+
+
+def test_a_full_server_refuses_a_burst_at_once() -> None:
+    """Oracle: the number of turns of the loop: as soon as it is full, many pass in each."""
+    begun: list[int] = []
+
+    async def scenario() -> None:
+        turnstile = Turnstile(lambda: len(begun) >= 20)
+
+        async def ask(number: int) -> None:
+            await turnstile.wait()
+            begun.append(number)
+
+        burst = [asyncio.create_task(ask(number)) for number in range(1000)]
+        num_turns = 0
+        while len(begun) < 1000:
+            await asyncio.sleep(0)
+            num_turns += 1
+        await asyncio.gather(*burst)
+        assert begun == list(range(1000))
+        assert num_turns < 20 / PER_TURN + 2 * 1000 / REFUSED_PER_TURN + 10
 
     asyncio.run(scenario())

@@ -48,6 +48,13 @@ def has_image(body: object) -> bool:
     return isinstance(body, BaseModel) and has_image_part([getattr(body, name, None) for name in WITH_PARTS])
 
 
+def forces_calls(body: object) -> bool:
+    """Return whether ``body`` may force calls of tools, so that their schemas must be read."""
+    choice = getattr(body, "tool_choice", None)
+    kind = choice.get("type") if isinstance(choice, Mapping) else getattr(choice, "type", choice)
+    return bool(getattr(body, "tools", None)) and kind not in (None, "auto", "none")
+
+
 def prepare_body(
     body: Body, processor: InputProcessor, model: str, defaults: Mapping[str, Any] | None = None
 ) -> PreparedBody:

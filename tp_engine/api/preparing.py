@@ -5,9 +5,11 @@
     small requests    one thread, so that none waits for long
     large ones        two: long texts wait for each other
     with images       four: files are fetched and decoded, and nobody else waits for that
+    with forced calls two: another process reads the schemas of tools, which may take it seconds
     large bodies      one: the parser of JSON keeps the GIL, so it pauses after each as long as that took
 
-Who waits has a place by the time it came, and later by its size: a small request passes larger ones.
+Who waits has a place by the time it came, and later by its size: a small request passes larger ones.  What a thread
+does for a task that is cancelled ends soon if it is an isolated call (``isolation/``), and its result is dropped.
 """
 
 import asyncio
@@ -21,12 +23,14 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tp_engine.heap import HeapTrimmer
+from tp_engine.isolation.cancellation import Cancellation, cancelled_by
 from tp_engine.panics import panics_refused
 from tp_engine.units import KIB
 
 LARGE = 64 * KIB
 _NUM_LARGE_THREADS = 2
 _NUM_IMAGE_THREADS = 4
+_NUM_SCHEMA_THREADS = 2
 _S_PER_UNIT = 1e-4  # of a request's size; tokenizing takes about a hundredth of that
 _LONGEST_PAUSE_S = 1.0
 _HEAP_PER_UNIT = 200  # bytes that tokenizing takes for a while
@@ -41,18 +45,27 @@ class PreparingThreads:
         self._small = _Line("preparing", 1)
         self._large = _Line("preparing-large", _NUM_LARGE_THREADS)
         self._images = _Line("preparing-images", _NUM_IMAGE_THREADS)
+        self._schemas = _Line("preparing-schemas", _NUM_SCHEMA_THREADS)
         self._bodies = _Line("parsing", 1)
         self._trimmer = HeapTrimmer()
         self._began_s: float | None = None
         self._pauses_until_s = 0.0
 
     async def run(
-        self, size: int, function: Callable[..., Result], *arguments: Any, has_images: bool = False, **named: Any
+        self,
+        size: int,
+        function: Callable[..., Result],
+        *arguments: Any,
+        has_images: bool = False,
+        forces_calls: bool = False,
+        **named: Any,
     ) -> Result:
         """Call ``function`` for a request of ``size`` bytes or characters; not if cancelled before its turn."""
         work = partial(_call, partial(function, *arguments, **named))
         if has_images:
             return await self._images.run(size, work)
+        if forces_calls:
+            return await self._schemas.run(size, work)
         if size > LARGE:
             try:
                 return await self._large.run(size, work)
@@ -71,7 +84,7 @@ class PreparingThreads:
 
     def close(self) -> None:
         """End the threads after what they do now, without waiting for them."""
-        for line in (self._small, self._large, self._images, self._bodies):
+        for line in (self._small, self._large, self._images, self._schemas, self._bodies):
             line.threads.shutdown(wait=False, cancel_futures=True)
 
     def _timed(self, work: Callable[[], Result]) -> Result:
@@ -118,8 +131,9 @@ class _Line:
                 if not turn.cancelled():
                     self._release()
                 raise
+        cancellation = Cancellation()
         try:
-            future = self.threads.submit(work)
+            future = self.threads.submit(_within, cancellation, work)
         except RuntimeError:  # closed
             self._release()
             raise
@@ -129,7 +143,11 @@ class _Line:
                 loop.call_soon_threadsafe(self._release)
 
         future.add_done_callback(release)
-        return await asyncio.wrap_future(future)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            cancellation.cancel()
+            raise
 
     def _release(self) -> None:
         while self._waiting:
@@ -138,3 +156,8 @@ class _Line:
                 turn.set_result(None)
                 return
         self._num_free += 1
+
+
+def _within(cancellation: Cancellation, work: Callable[[], Result]) -> Result:
+    with cancelled_by(cancellation):
+        return work()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, overload
 
 from tp_engine.engine.sequence_text import SequenceText, hidden_ids
 from tp_engine.engine.token_texts import TokenTexts
@@ -28,7 +30,7 @@ class SequenceUpdate(CompletionOutput):
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
     error: str | None = None
     error_code: str | None = None
     request_output: RequestOutput | None = None
@@ -154,7 +156,7 @@ class RequestState:
         self._sequences = [_SequenceState(index, request, self.decoder) for index in range(request.params.n)]
         self._num_unfinished = self._num_running = request.params.n
         self._num_cached_tokens = 0
-        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self._prompt_logprobs: PromptLogprobs | None = None
         self._pooled: FloatArray | None = None
         self._times = _Times()
 
@@ -212,13 +214,13 @@ class RequestState:
             num_accepted_tokens=output.num_accepted_tokens,
         )
 
-    def _new_prompt_logprobs(self, delta: SequenceDelta) -> list[dict[int, Logprob] | None] | None:
+    def _new_prompt_logprobs(self, delta: SequenceDelta) -> PromptLogprobs | None:
         """Keep and return those of the prompt, which come with the first delta of sequence 0."""
         num_alternatives, token_ids = self.request.params.prompt_logprobs, self.request.prompt_token_ids
         if num_alternatives is None or delta.index > 0 or self._prompt_logprobs is not None:
             return None
-        found = prompt_positions(delta.prompt_logprobs, token_ids, num_alternatives, self.decoder)
-        self._prompt_logprobs = found if len(found) == len(token_ids) else None  # None: aborted before they were there
+        if 1 + sum(len(part.token_ids) for part in delta.prompt_logprobs) >= len(token_ids):  # else aborted before
+            self._prompt_logprobs = PromptLogprobs(delta.prompt_logprobs, token_ids, num_alternatives, self.decoder)
         return self._prompt_logprobs
 
     def output(self, now_s: float) -> RequestOutput:
@@ -255,6 +257,49 @@ def positions(
             strict=True,
         )
     ]
+
+
+class PromptLogprobs(Sequence["dict[int, Logprob] | None"]):
+    """What ``prompt_positions`` returns, made when it is first read, and by whom: that of a long prompt takes seconds,
+    in which the thread of all requests' outputs would stand still."""
+
+    def __init__(
+        self,
+        parts: Sequence[TokenLogprobs],
+        prompt_token_ids: Sequence[int],
+        num_alternatives: int,
+        decoder: TokenDecoder | None,
+    ) -> None:
+        self._source = (parts, prompt_token_ids, num_alternatives, decoder)
+        self._length = len(prompt_token_ids)
+
+    @cached_property
+    def _positions(self) -> list[dict[int, Logprob] | None]:
+        return prompt_positions(*self._source)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, place: int) -> dict[int, Logprob] | None: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[dict[int, Logprob] | None]: ...
+    def __getitem__(self, place: int | slice) -> dict[int, Logprob] | list[dict[int, Logprob] | None] | None:
+        return self._positions[place]
+
+    def __iter__(self) -> Iterator[dict[int, Logprob] | None]:
+        return iter(self._positions)
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # like a list
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (self._positions,)
+
+    def __repr__(self) -> str:
+        return repr(self._positions)
 
 
 def prompt_positions(

@@ -25,6 +25,7 @@ from tp_engine.plan import MASK_TOKENS, BoolArray, IntArray
 from tp_engine.request import EngineRequest
 
 _MAX_REMEMBERED = 16
+_MAX_PLACES = 256  # whose tokens are remembered
 
 
 class TokenSpellings:
@@ -158,30 +159,73 @@ class TokenWords:
 
 
 class SpelledWords:
-    """A request's words in terms of its vocabulary; implements ``WordRules``.  A place is the end of the text."""
+    """A request's words in terms of its vocabulary; implements ``WordRules``.
 
-    start = b""
+    A place is the longest end of the text with which a word begins, as a number: its node in the tree of all beginnings
+    (Aho and Corasick), in which ``_shorter`` leads to the next shorter end of that kind.  So a token costs a step for
+    each of its bytes, however many words begin alike.
+    """
+
+    start = 0
 
     def __init__(self, words: Sequence[str], spellings: TokenSpellings, *, shows_special: bool) -> None:
         own = {word.lstrip() for word in words}
         self.never: IntArray = np.unique(np.concatenate([spellings.writing(word) for word in own]))
         self._spellings = spellings
         self._unseen = frozenset() if shows_special else spellings.special_ids
-        self._kept = max(len(word.encode()) for word in own) - 1
-        self._rests: dict[bytes, set[bytes]] = {}  # the beginning of a word -> what may be missing
-        for data in (word.encode() for word in own):
-            for place in range(1, len(data)):
-                self._rests.setdefault(data[:place], set()).add(data[place:])
-        self._tokens = {rest: spellings.beginning_with(rest) for rest in set().union(*self._rests.values())}
+        self._next: list[dict[int, int]] = [{}]  # of each beginning: byte -> the beginning that is longer by it
+        rests: list[set[bytes]] = [set()]  # what may be missing behind each
+        for data in sorted(word.encode() for word in own):
+            node = 0
+            for place, byte in enumerate(data[:-1], start=1):
+                if byte not in self._next[node]:
+                    self._next[node][byte] = len(self._next)
+                    self._next.append({})
+                    rests.append(set())
+                node = self._next[node][byte]
+                rests[node].add(data[place:])
+        self._shorter = self._shorter_ends()
+        tokens = {rest: spellings.beginning_with(rest) for rest in set().union(*rests)}
+        self._own = [_union([tokens[rest] for rest in each]) for each in rests]
+        self._completing = lru_cache(maxsize=_MAX_PLACES)(self._completing_at)
 
-    def after(self, place: bytes, token_id: int) -> bytes:
+    def after(self, place: int, token_id: int) -> int:
         """Return the place behind one more token."""
-        if token_id in self._unseen:
-            return place
-        text = place + self._spellings.tokens[token_id]
-        return text[max(0, len(text) - self._kept) :]
+        if token_id not in self._unseen:
+            for byte in self._spellings.tokens[token_id]:
+                place = self._step(place, byte)
+        return place
 
-    def completing(self, place: bytes) -> list[IntArray]:
+    def completing(self, place: int) -> list[IntArray]:
         """Return the tokens that would complete a word which has begun."""
-        begun = (place[first:] for first in range(len(place)))
-        return [self._tokens[rest] for one in begun for rest in self._rests.get(one, ())]
+        return [self._completing(place)]
+
+    def _step(self, node: int, byte: int) -> int:
+        while node and byte not in self._next[node]:
+            node = self._shorter[node]
+        return self._next[node].get(byte, 0)
+
+    def _shorter_ends(self) -> list[int]:
+        shorter = self._shorter = [0] * len(self._next)
+        level = list(self._next[0].values())
+        while level:
+            for node in level:
+                for byte, child in self._next[node].items():
+                    shorter[child] = self._step(shorter[node], byte)
+            level = [child for node in level for child in self._next[node].values()]
+        return shorter
+
+    def _completing_at(self, node: int) -> IntArray:
+        found = []
+        while node:
+            found.append(self._own[node])
+            node = self._shorter[node]
+        return _union(found)
+
+
+def _union(parts: Sequence[IntArray]) -> IntArray:
+    """The token ids of all parts, each once."""
+    some = [part for part in parts if len(part)]
+    if len(some) < 2:
+        return some[0] if some else np.empty(0, dtype=np.int32)
+    return np.unique(np.concatenate(some))

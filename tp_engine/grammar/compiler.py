@@ -19,7 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
 from tp_engine.errors import CODE_UNAVAILABLE, INVALID_GRAMMAR, ConfigError, RequestError
-from tp_engine.grammar.compiler_process import CompilerProcess, TookTooLongError
+from tp_engine.grammar.compiler_process import CompilerProcess, TookTooLongError, TriedGrammar
 from tp_engine.grammar.library import SpecialTokens, new_matcher, refusal
 from tp_engine.grammar.matcher import GrammarMatcher, Pace
 from tp_engine.grammar.vocabulary import GrammarVocabulary, byte_vocabulary
@@ -113,12 +113,13 @@ class GrammarCompiler:
         self._queues[0].submit(lambda: self._run(params, found, cancellation, 0))
         return found
 
-    def compile(self, params: StructuredOutputsParams, num_bytes: int = 0) -> CompiledGrammar:
-        """Return the grammar, compiled in this thread unless it is known; it may need ``num_bytes``."""
+    def compile(self, params: StructuredOutputsParams, tried: TriedGrammar | None = None) -> CompiledGrammar:
+        """Return the grammar, compiled in this thread unless it is known; ``tried`` is what is known of that."""
         grammar = self.known(params)
         if grammar is None:
-            pace = self._reserved(num_bytes)
-            grammar = CompiledGrammar(new_matcher(params, self.vocabulary.tokens), self.vocabulary, pace)
+            pace = self._reserved(0 if tried is None else tried.num_bytes)
+            matcher = new_matcher(params, self.vocabulary.tokens, None if tried is None else tried.text)
+            grammar = CompiledGrammar(matcher, self.vocabulary, pace)
             with self._lock:
                 self._compiled.put(params, grammar)
         return grammar
@@ -156,8 +157,8 @@ class GrammarCompiler:
             return
         try:
             with cancelled_by(cancellation):
-                num_bytes = 0 if self.known(params) is not None else self._queues[number].try_out(params)
-            grammar = self.compile(params, num_bytes)
+                tried = None if self.known(params) is not None else self._queues[number].try_out(params)
+            grammar = self.compile(params, tried)
         except Exception as error:
             if isinstance(error, TookTooLongError) and number + 1 < len(self._queues):
                 if self._queues[number + 1].submit(lambda: self._run(params, found, cancellation, number + 1)):
@@ -177,7 +178,7 @@ class GrammarCompiler:
 class Trial(Protocol):
     """``CompilerProcess``, or a stand-in."""
 
-    def try_out(self, params: StructuredOutputsParams, *, cpu_s: float, niceness: int = 0) -> int: ...
+    def try_out(self, params: StructuredOutputsParams, *, cpu_s: float, niceness: int = 0) -> TriedGrammar: ...
     def close(self) -> None: ...
 
 
@@ -215,7 +216,7 @@ class _Queue:
                 threading.stack_size(before)
         return True
 
-    def try_out(self, params: StructuredOutputsParams) -> int:
+    def try_out(self, params: StructuredOutputsParams) -> TriedGrammar:
         """Do as ``CompilerProcess``; for a job."""
         return self._trial.try_out(params, cpu_s=self._cpu_s, niceness=self._niceness)
 

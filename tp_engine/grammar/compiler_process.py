@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ from tp_engine.grammar.library import (
     new_matcher,
     parser_limits,
     refusal,
+    timed_mask,
 )
 from tp_engine.isolation.process import (
     CallError,
@@ -28,11 +30,21 @@ from tp_engine.structured_outputs import PARAM, StructuredOutputsParams
 from tp_engine.units import MIB
 
 _MEMORY_BYTES = 256 * MIB
+_NUM_TRIED = 4
+_MOST_MASK_S = 0.1
 _STACK_BYTES = 4 * MIB  # threads that compile what has passed here have more
 
 
 class TookTooLongError(RequestError):
     """A grammar that was not compiled within its time."""
+
+
+@dataclass(frozen=True, slots=True)
+class TriedGrammar:
+    """A grammar that can be compiled: its text for the library, and the bytes of memory that this took."""
+
+    text: str
+    num_bytes: int
 
 
 class CompilerProcess(Closing):
@@ -45,8 +57,8 @@ class CompilerProcess(Closing):
         self._special = "" if special_tokens is None else json.dumps(dataclasses.asdict(special_tokens))
         self._process = IsolatedProcess(prepare=(tokens_of, self._special))
 
-    def try_out(self, params: StructuredOutputsParams, *, cpu_s: float, niceness: int = 0) -> int:
-        """Compile ``params`` there, within ``cpu_s`` seconds of processor time; the bytes of memory that it took.
+    def try_out(self, params: StructuredOutputsParams, *, cpu_s: float, niceness: int = 0) -> TriedGrammar:
+        """Compile ``params`` there, within ``cpu_s`` seconds of processor time.
 
         Raises ``RequestError`` if that fails, ``TookTooLongError`` if the time was too short, and ``RuntimeError`` if
         the process itself can not run; ``CancelledCallError`` if nobody waits any more.
@@ -54,7 +66,8 @@ class CompilerProcess(Closing):
         job = json.dumps({"params": dataclasses.asdict(params), "special": self._special}).encode()
         limits = Limits(cpu_s=cpu_s, memory_bytes=_MEMORY_BYTES, stack_bytes=_STACK_BYTES, niceness=niceness)
         try:
-            return self._process.call(try_out, job, limits).peak_bytes
+            answer = self._process.call(try_out, job, limits)
+            return TriedGrammar(bytes(answer.output).decode(), answer.peak_bytes)
         except OutOfTimeError:
             error = refusal(params, f"it takes more than {cpu_s:g} s to compile; make it simpler")
             raise TookTooLongError(str(error), param=PARAM) from None
@@ -79,15 +92,25 @@ def tokens_of(special: str) -> Any:
 
 
 def try_out(job: bytes) -> bytes:
-    """Compile a grammar and find its first tokens; ``RequestError`` if it can not be used."""
+    """Compile a grammar and find its first tokens; its text.  ``RequestError`` if it can not be used."""
     given = json.loads(job)
     params, warnings = StructuredOutputsParams(**given["params"]), []
+    text = grammar_text(params)
     if not given["special"]:
-        is_error, warnings = llguidance().LLMatcher.validate_grammar_with_warnings(
-            grammar_text(params), None, limits=parser_limits()
-        )
+        is_error, warnings = llguidance().LLMatcher.validate_grammar_with_warnings(text, None, limits=parser_limits())
         if is_error:
             raise refusal(params, warnings[0])
     if not any("no tokenizer" in warning for warning in warnings):
-        new_matcher(params, tokens_of(given["special"]))
-    return b""
+        tokens = tokens_of(given["special"])
+        _check_masks(params, new_matcher(params, tokens, text, most_mask_s=_MOST_MASK_S))
+    return text.encode()
+
+
+def _check_masks(params: StructuredOutputsParams, matcher: Any) -> None:
+    """Refuse a grammar in which it takes long to find the tokens that may follow its first ones: rank 0 waits for
+    those of a whole vocabulary, which is more."""
+    for _ in range(_NUM_TRIED):
+        mask = timed_mask(params, matcher, _MOST_MASK_S)
+        place = next((place for place, bits in enumerate(mask) if bits), None)
+        if place is None or not matcher.try_consume_tokens([8 * place + (mask[place] & -mask[place]).bit_length() - 1]):
+            break

@@ -3,7 +3,9 @@
 import contextlib
 import itertools
 import json
+import math
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,20 +77,33 @@ def byte_tokens(special: SpecialTokens = _BYTES_ALONE) -> Any:
 
 
 @panics_refused("the grammar can not be used", PARAM)
-def new_matcher(params: StructuredOutputsParams, tokens: Any) -> Any:
+def new_matcher(
+    params: StructuredOutputsParams, tokens: Any, text: str | None = None, *, most_mask_s: float = math.inf
+) -> Any:
     """Return the library's matcher before the first token, for its tokenizer ``tokens``.
 
-    Takes milliseconds for ordinary schemas, mostly without the GIL.  ``RequestError`` for unusable ``params``; also if
-    they allow no output: no first token, and no empty output.
+    ``text`` is the ``grammar_text`` if that is known.  Takes milliseconds for ordinary schemas, mostly without the GIL.
+    ``RequestError`` for unusable ``params``; also if they allow no output: no first token, and no empty output, or if
+    to find the tokens that may come first takes more than ``most_mask_s`` of processor time.
     """
-    matcher = llguidance().LLMatcher(tokens, grammar_text(params), log_level=0, limits=parser_limits())
+    written = grammar_text(params) if text is None else text
+    matcher = llguidance().LLMatcher(tokens, written, log_level=0, limits=parser_limits())
     if matcher.is_error():
         raise refusal(params, matcher.get_error())
     first = matcher.deep_copy()
-    mask = first.compute_bitmask()
+    mask = timed_mask(params, first, most_mask_s)
     if first.is_error() or mask.count(0) == len(mask):
         raise refusal(params, f"no output fits it {first.get_error()}")
     return matcher
+
+
+def timed_mask(params: StructuredOutputsParams, matcher: Any, most_s: float) -> bytes:
+    """Return the mask of the tokens that may follow; ``RequestError`` if it takes more than ``most_s``."""
+    began_s = time.thread_time()
+    mask: bytes = matcher.compute_bitmask()
+    if time.thread_time() - began_s > most_s:
+        raise refusal(params, "finding the tokens that may follow takes too long; make it simpler")
+    return mask
 
 
 def parser_limits() -> Any:
@@ -156,7 +171,7 @@ def _explained(params: StructuredOutputsParams, reason: str) -> str:
     """``reason`` with the places that the library does not tell, and the remedies that are here."""
     if params.kind == "json" and reason.startswith(_UNKEPT):
         found = unkept_keywords(normal_schema(json.loads(str(params.json))))
-        places = ", ".join(f"{name} at {place}" for name, place in found[:_MAX_PLACES])
+        places = ", ".join(f"{name} at {place}" for name, place in itertools.islice(found, _MAX_PLACES))
         return f"the output could not keep {places}; leave such keywords out"
     if reason.startswith(_ONE_OF):
         return "a value could fit two branches of a oneOf; make them exclude each other, or use anyOf"

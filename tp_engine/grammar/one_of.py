@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tp_engine.grammar.schema_types import OBJECT, allowed_types, referenced
+from tp_engine.grammar.schema_types import OBJECT, SchemaRoot
 
 _MAX_BRANCHES = 50
 _MAX_NAMES = 64
@@ -16,79 +16,104 @@ _MAX_REFERENCES = 8
 _EXACT = (str, bool, int, type(None))
 
 
-def with_exclusive_branches(node: dict[str, Any], root: Any) -> dict[str, Any]:
-    """``anyOf`` in place of ``oneOf`` if each branch can be made to exclude the others.
+class ExclusiveBranches:
+    """Puts ``anyOf`` in place of ``oneOf`` within one schema; branches that several refer to are compared once."""
 
-    A branch for objects excludes another one if it forbids a property that the other one requires.
-    """
-    branches = node.get("oneOf")
-    if not isinstance(branches, list) or "anyOf" in node or not 0 < len(branches) <= _MAX_BRANCHES:
-        return node
-    known = [_Branch.of(one, root) for one in branches]
-    forbidden: list[set[str]] = [set() for _ in branches]
-    for one, other in itertools.permutations(range(len(branches)), 2):
-        if known[one].excludes(known[other]):
-            continue
-        extra = sorted(known[other].required - known[one].required)
-        if not extra or not known[one].types == known[other].types == OBJECT:
-            return node  # the library may know better
-        forbidden[one].add(extra[0])
-    narrowed = [
-        {**one, "properties": {**one.get("properties", {}), **dict.fromkeys(sorted(names), False)}} if names else one
-        for one, names in zip(branches, forbidden, strict=True)
-    ]
-    return {name: value for name, value in node.items() if name != "oneOf"} | {"anyOf": narrowed}
+    def __init__(self, root: SchemaRoot) -> None:
+        self._root = root
+        self._objects: dict[int, _Object] = {}
+        self._excluding: dict[tuple[int, int], bool] = {}
+
+    def changed(self, node: dict[str, Any]) -> dict[str, Any]:
+        """Return ``node`` with ``anyOf`` in place of ``oneOf`` if each branch can be made to exclude the others.
+
+        A branch for objects excludes another one if it forbids a property that the other one requires.
+        """
+        branches = node.get("oneOf")
+        if not isinstance(branches, list) or "anyOf" in node or not 0 < len(branches) <= _MAX_BRANCHES:
+            return node
+        types = [self._root.allowed_types(one) for one in branches]
+        known = [self._object(one) for one in branches]
+        forbidden: list[set[str]] = [set() for _ in branches]
+        for one, other in itertools.combinations(range(len(branches)), 2):
+            mine, theirs = types[one], types[other]
+            if mine is not None and theirs is not None and not mine & theirs:
+                continue
+            if self._exclude(known[one], known[other], are_objects=mine == theirs == OBJECT):
+                continue
+            for this, that in ((one, other), (other, one)):
+                extra = sorted(known[that].required - known[this].required)
+                if not extra or not mine == theirs == OBJECT:
+                    return node  # the library may know better
+                forbidden[this].add(extra[0])
+        narrowed = [
+            {**one, "properties": {**one.get("properties", {}), **dict.fromkeys(sorted(names), False)}}
+            if names
+            else one
+            for one, names in zip(branches, forbidden, strict=True)
+        ]
+        return {name: value for name, value in node.items() if name != "oneOf"} | {"anyOf": narrowed}
+
+    def _object(self, schema: Any) -> _Object:
+        """What is known of a branch, behind its references."""
+        for _ in range(_MAX_REFERENCES):
+            if isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str):
+                schema = self._root.referenced(schema["$ref"])
+        if id(schema) not in self._objects:
+            self._objects[id(schema)] = _Object.of(schema)
+        return self._objects[id(schema)]
+
+    def _exclude(self, one: _Object, other: _Object, *, are_objects: bool) -> bool:
+        """Whether no value fits both."""
+        if one.values is not None and other.values is not None and one.values.isdisjoint(other.values):
+            return True
+        pair = id(one), id(other)
+        if are_objects and pair not in self._excluding:
+            self._excluding[pair] = one.excludes(other)
+        return are_objects and self._excluding[pair]
 
 
 @dataclass(frozen=True, slots=True)
-class _Branch:
-    """What is known of one branch of a ``oneOf``."""
+class _Object:
+    """What is known of one branch of a ``oneOf``: the ``schema`` itself, its values, and those of its properties that
+    it requires.  ``others``: what those may be that it does not name."""
 
-    types: frozenset[str] | None
+    schema: Any
     values: frozenset[str] | None
-    properties: Mapping[str, Any]
     required: frozenset[str]
-    is_closed: bool
+    properties: Mapping[str, frozenset[str] | None]
+    others: frozenset[str] | None
 
     @classmethod
-    def of(cls, schema: Any, root: Any) -> _Branch:
-        resolved = schema
-        for _ in range(_MAX_REFERENCES):
-            if isinstance(resolved, Mapping) and isinstance(resolved.get("$ref"), str):
-                resolved = referenced(root, resolved["$ref"])
-        node = resolved if isinstance(resolved, Mapping) else {}
+    def of(cls, schema: Any) -> _Object:
+        node = schema if isinstance(schema, Mapping) else {}
         properties, required = node.get("properties"), node.get("required")
+        named = properties if isinstance(properties, Mapping) else {}
         names = required[:_MAX_NAMES] if isinstance(required, list) else []
+        is_closed = node.get("additionalProperties") is False and not node.get("patternProperties")
         return cls(
-            types=allowed_types(schema, root),
+            schema=schema,
             values=_values(node),
-            properties=properties if isinstance(properties, Mapping) else {},
             required=frozenset(name for name in names if isinstance(name, str)),
-            is_closed=node.get("additionalProperties") is False and not node.get("patternProperties"),
+            properties={name: _possible(one) for name, one in named.items()},
+            others=frozenset() if is_closed else None,
         )
 
-    def excludes(self, other: _Branch) -> bool:
-        """Return whether no value fits both."""
-        if self.types is not None and other.types is not None and not self.types & other.types:
-            return True
-        if self.values is not None and other.values is not None and not self.values & other.values:
-            return True
-        if not (self.types == other.types == OBJECT):
-            return False
+    def excludes(self, other: _Object) -> bool:
+        """Return whether no object fits both."""
         for name in self.required | other.required:
-            mine, theirs = self._at(name), other._at(name)
-            if (mine is not None and not mine) or (theirs is not None and not theirs):
+            mine = self.properties.get(name, self.others)
+            theirs = other.properties.get(name, other.others)
+            if mine == frozenset() or theirs == frozenset():
                 return True
-            if mine is not None and theirs is not None and not mine & theirs:
+            if mine is not None and theirs is not None and mine.isdisjoint(theirs):
                 return True
         return False
 
-    def _at(self, name: str) -> frozenset[str] | None:
-        """The values that property ``name`` may have, as JSON; None if that is not known."""
-        if name not in self.properties:
-            return frozenset() if self.is_closed else None
-        schema = self.properties[name]
-        return frozenset() if schema is False else _values(schema) if isinstance(schema, Mapping) else None
+
+def _possible(schema: Any) -> frozenset[str] | None:
+    """The values that a property may have, as JSON; None if that is not known."""
+    return frozenset() if schema is False else _values(schema) if isinstance(schema, Mapping) else None
 
 
 def _values(schema: Mapping[str, Any]) -> frozenset[str] | None:

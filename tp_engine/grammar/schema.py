@@ -12,17 +12,16 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
-from tp_engine.grammar.one_of import with_exclusive_branches
+from tp_engine.grammar.one_of import ExclusiveBranches
 from tp_engine.grammar.schema_types import (
     OBJECT,
     OF_NUMBERS,
     OTHER_TYPE_NAMES,
     TYPES,
-    allowed_types,
+    SchemaRoot,
     given_types,
-    referenced,
 )
 
 # Keywords whose value is a schema, a list of schemas, or schemas by name.
@@ -55,9 +54,11 @@ _ABOUT: Mapping[str, frozenset[str]] = {
 _UNKEPT = frozenset({"uniqueItems", "not", "if", "then", "else", "propertyNames", "contains", "minContains",
                      "maxContains", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties",
                      "unevaluatedItems", "$dynamicRef", "$recursiveRef"})  # fmt: skip
+_OFTEN_EMPTY = _UNKEPT | {"format", "$schema"}
 FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 _DRAFTS = re.compile(r"https?://json-schema\.org/")
 _MAX_PATTERN = 500
+_LONGEST_POINTER = 200
 # Expressions that the library surely reads; ``re`` finds brackets that do not match.
 _ESCAPE = r"\\(?:[dDwWsSnrtfv]|[^0-9A-Za-z<>]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})"
 _PLAIN_PATTERN = re.compile(
@@ -66,23 +67,27 @@ _PLAIN_PATTERN = re.compile(
 )
 
 Schema = Mapping[str, Any]
+# A way down a schema: that to the schema around it, which is one too, and the names from there.
+_Place: TypeAlias = tuple[Any, tuple[str, ...]] | None
 
 
 def normal_schema(schema: Any) -> Any:
     """``schema`` in words that the library takes; other faults stay for the library to refuse."""
-    return _rewritten(schema, lambda node: with_exclusive_branches(_normal(node), schema))
+    branches = ExclusiveBranches(SchemaRoot(schema))
+    return _rewritten(schema, lambda node: branches.changed(_normal(node)))
 
 
 def lenient_schema(schema: Any) -> Any:
     """``schema`` without what the library would refuse: for outputs that nobody is promised to follow it."""
-    return _rewritten(schema, lambda node: _lenient(_normal(node), schema))
+    root = SchemaRoot(schema)
+    return _rewritten(schema, lambda node: _lenient(_normal(node), root))
 
 
 def object_schema(schema: Any) -> dict[str, Any] | None:
     """``schema`` for objects only, which is what arguments are; None if it allows no object."""
     if schema is True:
         return {"type": "object"}
-    types = allowed_types(schema, schema)
+    types = SchemaRoot(schema).allowed_types(schema)
     if not isinstance(schema, Mapping) or (types is not None and "object" not in types):
         return None
     return dict(schema) if types == OBJECT else {**schema, "type": "object"}
@@ -104,22 +109,35 @@ def placed_schema(schema: Any, place: str) -> Any:
     return _rewritten(schema, moved)
 
 
-def unkept_keywords(schema: Any) -> list[tuple[str, str]]:
-    """Keywords that the library can not keep, each with the JSON pointer of its schema; unused definitions are fine."""
-    found: list[tuple[str, str]] = []
+def unkept_keywords(schema: Any) -> Iterator[tuple[str, str]]:
+    """Yield the keywords that the library can not keep, each with the JSON pointer of its schema, of which a long one
+    is cut; unused definitions are fine."""
+    root = SchemaRoot(schema)
     seen = set[int]()
-    open_nodes = [(schema, "")]
+    open_nodes: list[tuple[Any, _Place]] = [(schema, None)]
     while open_nodes:
         node, place = open_nodes.pop()
         if not isinstance(node, Mapping) or id(node) in seen:
             continue
         seen.add(id(node))
-        found += [(name, place or "/") for name in node if name in _UNKEPT]
-        open_nodes += [(one, place + way) for name, way, one in _parts(node) if name not in _DEFINITIONS]
+        yield from ((name, _pointer(place)) for name in node if name in _UNKEPT)
+        open_nodes += [(one, (place, way)) for name, way, one in _parts(node) if name not in _DEFINITIONS]
         reference = node.get("$ref")
         if isinstance(reference, str) and reference.startswith("#"):
-            open_nodes.append((referenced(schema, reference), reference[1:]))
-    return found
+            steps = reference[2 : 2 * _LONGEST_POINTER].replace("~1", "/").replace("~0", "~")
+            open_nodes.append((root.referenced(reference), (None, tuple(steps.split("/")) if steps else ())))
+
+
+def _pointer(place: _Place) -> str:
+    """The JSON pointer of a place, cut: all names of a long way may take more memory than the schema."""
+    parts: list[str] = []
+    while place is not None:
+        place, way = place
+        parts += reversed(way)
+    text = ""
+    while parts and len(text) <= _LONGEST_POINTER:
+        text += "/" + parts.pop()[:_LONGEST_POINTER].replace("~", "~0").replace("/", "~1")
+    return (text if len(text) <= _LONGEST_POINTER else text[:_LONGEST_POINTER] + "...") or "/"
 
 
 def _rewritten(schema: Any, change: Callable[[Schema], dict[str, Any]]) -> Any:
@@ -137,17 +155,15 @@ def _rewritten(schema: Any, change: Callable[[Schema], dict[str, Any]]) -> Any:
     return change(found)
 
 
-def _parts(node: Schema) -> Iterator[tuple[str, str, Any]]:
+def _parts(node: Schema) -> Iterator[tuple[str, tuple[str, ...], Any]]:
     """The schemas right inside of ``node``: keyword, way to it, and schema."""
     for name, value in node.items():
         if name in _SEVERAL and isinstance(value, list):
-            yield from ((name, f"/{name}/{place}", one) for place, one in enumerate(value))
+            yield from ((name, (name, str(place)), one) for place, one in enumerate(value))
         elif name in _BY_NAME and isinstance(value, Mapping):
-            yield from (
-                (name, f"/{name}/{key.replace('~', '~0').replace('/', '~1')}", one) for key, one in value.items()
-            )
+            yield from ((name, (name, key), one) for key, one in value.items())
         elif name in _ONE:
-            yield name, f"/{name}", value
+            yield name, (name,), value
 
 
 def _normal(node: Schema) -> dict[str, Any]:
@@ -156,7 +172,7 @@ def _normal(node: Schema) -> dict[str, Any]:
     types = given_types(found)
     for name in list(found):
         about = _ABOUT.get(name)
-        if name in _UNKEPT | {"format", "$schema"} and (
+        if name in _OFTEN_EMPTY and (
             (about is not None and types is not None and not about & types) or _asserts_nothing(name, found)
         ):
             del found[name]
@@ -220,7 +236,7 @@ def _with_named_properties(node: dict[str, Any]) -> dict[str, Any]:
     return rest | {"properties": known, "additionalProperties": False}
 
 
-def _lenient(node: dict[str, Any], root: Any) -> dict[str, Any]:
+def _lenient(node: dict[str, Any], root: SchemaRoot) -> dict[str, Any]:
     """Those keywords of ``node`` that the library surely takes."""
     if "oneOf" in node:
         node.setdefault("anyOf", node["oneOf"])
@@ -236,10 +252,10 @@ def _lenient(node: dict[str, Any], root: Any) -> dict[str, Any]:
     for least, most in _RANGES:
         if least in found and most in found and found[least] > found[most]:
             del found[least], found[most]
-    return {} if allowed_types(found, root) == frozenset() else found
+    return {} if root.allowed_types(found) == frozenset() else found
 
 
-def _is_taken(name: str, value: Any, root: Any) -> bool:
+def _is_taken(name: str, value: Any, root: SchemaRoot) -> bool:
     if name in _COUNTS:
         return type(value) is int and value >= 0
     if name in _LIMITS:
@@ -269,7 +285,7 @@ def _is_taken(name: str, value: Any, root: Any) -> bool:
         case "format":
             return isinstance(value, str)
         case "$ref":
-            return isinstance(value, str) and isinstance(referenced(root, value), (Mapping, bool))
+            return isinstance(value, str) and isinstance(root.referenced(value), (Mapping, bool))
     return name == "const"
 
 

@@ -97,8 +97,11 @@ class _Host:
         if not message:
             return False
         caller, *files = descriptors
+        header = CallHeader(**json.loads(message))
+        with contextlib.suppress(Exception):  # a call tells why
+            _function(header.function)  # once for all forks
         try:
-            identifier = self._fork(message, caller, files)
+            identifier = self._fork(header, caller, files)
         except OSError:  # no memory, or no room for a process: the caller sees that its socket is closed
             os.close(caller)
             return True
@@ -111,7 +114,7 @@ class _Host:
         self._poll.register(call.caller, 0)  # tells when the other end has been closed
         return True
 
-    def _fork(self, message: bytes, caller: int, files: Sequence[int]) -> int:
+    def _fork(self, header: CallHeader, caller: int, files: Sequence[int]) -> int:
         """The identifier of a new process, which calls the function and ends."""
         host = os.getpid()
         if identifier := os.fork():
@@ -121,7 +124,7 @@ class _Host:
             if os.getppid() == host:
                 for descriptor in (caller, self._parent, self._link.fileno(), *self._calls):
                     os.close(descriptor)
-                _run(CallHeader(**json.loads(message)), *files)
+                _run(header, *files)
         finally:
             os._exit(FAILED)
 

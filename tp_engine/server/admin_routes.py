@@ -24,13 +24,14 @@ from tp_engine.version import __version__, installed_version
 
 _QUICK_S = 10.0
 _ACTS = [Depends(known_query)]
+MAX_ABORTED = 1 << 16  # names of one body
 _PARTS = ("torch", "transformers", "tokenizers", "safetensors", "triton", "fastapi", "uvicorn", "pydantic")
 
 
 class AbortBody(RequestBody):
     """``POST /abort``: the requests, by the ids of their answers or by their own; or all."""
 
-    request_ids: list[str] | None = None
+    request_ids: list[str] | None = Field(None, max_length=MAX_ABORTED)
     abort_all: bool | None = None
 
 
@@ -122,8 +123,8 @@ def _add_requests(app: FastAPI, state: ServerState) -> None:
         caller = current_caller()
         if body.abort_all and caller.owner is None:
             caller.check_admin("abort_all")
-        named = (engine_id for name in body.request_ids or () for engine_id in state.running.of(name, caller))
-        engine_ids = state.running.all(caller) if body.abort_all else list(named)
+        running = state.running
+        engine_ids = running.all(caller) if body.abort_all else running.of(body.request_ids or (), caller)
         for engine_id in engine_ids:
             await state.llm.abort(engine_id)
         return json_reply({"num_aborted": len(engine_ids)})

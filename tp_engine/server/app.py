@@ -78,7 +78,9 @@ def _add_middleware(app: FastAPI, state: ServerState) -> None:
             expose_headers=("X-Request-Id", "Request-Id", "Retry-After"),
         )
     app.add_middleware(Checks, has_room)
-    app.add_middleware(Entrance, state.metrics.http, state.bodies, shape_own_errors, config.root_path)
+    app.add_middleware(
+        Entrance, state.metrics.http, state.bodies, state.limit.is_full, shape_own_errors, config.root_path
+    )
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -17,8 +17,10 @@ import contextlib
 import copy
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn
 
 from tp_engine.api.batch_job.endpoints import prepare_request
 from tp_engine.api.batch_job.lines import BatchInput, BatchRequest, ResultLine
@@ -27,6 +29,7 @@ from tp_engine.api.batches.lines import check_lines, count_results, open_request
 from tp_engine.api.batches.objects import Batch, BatchErrors, StoredFile
 from tp_engine.api.batches.store import BatchStore
 from tp_engine.api.openai.errors import HttpError
+from tp_engine.api.preparing import LARGE
 from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.log import get_logger
 from tp_engine.request import EngineRequest
@@ -168,10 +171,16 @@ class BatchWorker:
 
     async def _run_line(self, batch: Batch, request: BatchRequest, results: Results) -> None:
         try:
-            result = await self._result(request)
+            size, answer = await self._answer(request)
         finally:
             self._room.release()
-        results.write(result)
+
+        def write() -> ResultLine:
+            result = _result(request, answer)
+            results.write(result)
+            return result
+
+        result = write() if size <= LARGE else await self._state.preparing.run(size, write)
         self._count(batch, completed=result.error is None, failed=result.error is not None)
 
     def _count(self, batch: Batch, *, completed: int = 0, failed: int = 0) -> None:
@@ -179,7 +188,8 @@ class BatchWorker:
         batch.request_counts.failed += failed
         self._figures.count(completed=completed, failed=failed)
 
-    async def _result(self, request: BatchRequest) -> ResultLine:
+    async def _answer(self, request: BatchRequest) -> tuple[int, Callable[[], dict[str, Any]]]:
+        """About how long the answer of a line will be, and what makes it, or raises the error that it ended with."""
         state = self._state
         try:
             has_images = state.takes_images and any(kind in request.raw_body for kind in _IMAGE_PARTS)
@@ -192,21 +202,21 @@ class BatchWorker:
                 state.sampling_defaults,
                 state.limit.max_num_prompts,
                 has_images=has_images,
+                forces_calls=b'"tool_choice"' in request.raw_body,
             )
             for search in prepared.searches:
                 search.request = _later(search.request, state.config.batch_priority)
             prepared = replace(
                 prepared, requests=[_later(one, state.config.batch_priority) for one in prepared.requests]
             )
-            return request.result(200, prepared.answer(await whole_outputs(state, prepared)))
+            outputs = await whole_outputs(state, prepared)
+            return prepared.answer_bytes(outputs), lambda: prepared.answer(outputs)
         except EngineDeadError:
             raise
         except Exception as error:
             if isinstance(error, HttpError) and error.status == 503:  # the server ends
                 raise EngineDeadError(str(error)) from None
-            if not isinstance(error, (HttpError, RequestError)):
-                logger.exception("a line of a batch failed")
-            return request.failure(error)
+            return 0, partial(_raise, error)
 
     def _write_expired(self, batch: Batch, source: BatchInput, results: Results) -> int:
         """Write an error for each line that has no result when the batch's time is over; how many there are."""
@@ -248,3 +258,17 @@ class BatchWorker:
 def _later(request: EngineRequest, priority: int) -> EngineRequest:
     """A request that waits for others; a line's own priority is added."""
     return replace(request, priority=max(-(2**31), min(2**31 - 1, request.priority + priority)))
+
+
+def _result(request: BatchRequest, answer: Callable[[], dict[str, Any]]) -> ResultLine:
+    """The result of a line that ``answer`` answers, or raises why not."""
+    try:
+        return request.result(200, answer())
+    except Exception as error:
+        if not isinstance(error, (HttpError, RequestError)):
+            logger.exception("a line of a batch failed")
+        return request.failure(error)
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 from starlette.requests import Request
 
-from tp_engine.api.bodies import has_image
+from tp_engine.api.bodies import forces_calls, has_image
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.api.openai.protocol import parse_body
 from tp_engine.api.preparing import LARGE
@@ -42,11 +42,12 @@ async def in_thread(
     """Call ``function`` in a thread for requests of this size; ``ClientGoneError`` if the client leaves meanwhile.
 
     If it leaves before its turn, the call is dropped.  A request with images, which are in the body among the
-    ``arguments``, waits for others with images alone.
+    ``arguments``, waits for others with images alone, and one that forces calls for others that do.
     """
     size: int = request.scope["state"][_NUM_BYTES]
     has_images = state.takes_images and any(map(has_image, arguments))
-    work = state.preparing.run(size, function, *arguments, has_images=has_images, **named)
+    forced = any(map(forces_calls, arguments))
+    work = state.preparing.run(size, function, *arguments, has_images=has_images, forces_calls=forced, **named)
     return await until_disconnect(request.receive, work)
 
 

@@ -11,13 +11,14 @@ from tp_engine.api.bodies import Body, num_prompts, prepare_body
 from tp_engine.api.openai.errors import sequence_error
 from tp_engine.api.openai.protocol import GenerationBody
 from tp_engine.api.openai.requests import PreparedAnswer, PreparedBody, PreparedFromChat
+from tp_engine.api.preparing import LARGE
 from tp_engine.api.request_state import SequenceUpdate
 from tp_engine.errors import RequestError
 from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest
 from tp_engine.server.bodies import in_thread, read_body
 from tp_engine.server.middleware import name_request
-from tp_engine.server.replies import EventStream, json_reply, until_disconnect
+from tp_engine.server.replies import EventStream, PartsReply, json_reply, until_disconnect
 from tp_engine.server.state import ServerState
 from tp_engine.server.streaming import Batches, ChatEventStream, ChunkWriter, merge
 
@@ -41,9 +42,11 @@ async def answer_body(state: ServerState, request: Request, body: Body) -> Respo
         )
         if prepared.searches or not body.stream:
             outputs = await until_disconnect(receive, whole_outputs(state, prepared))
-            if not isinstance(body, GenerationBody):  # many vectors take a while to write
-                return await in_thread(request, state, lambda: json_reply(prepared.answer(outputs)))
-            return json_reply(prepared.answer(outputs))
+            size = prepared.answer_bytes(outputs)
+            if size <= LARGE:
+                return json_reply(prepared.answer(outputs))
+            work = state.preparing.run(size, lambda: PartsReply(prepared.answer(outputs)))
+            return await until_disconnect(receive, work)
         assert isinstance(prepared, (PreparedFromChat, PreparedAnswer))
         writer = ChatEventStream(prepared) if isinstance(prepared, PreparedFromChat) else ChunkWriter(prepared)
         batches = _batches(state, prepared)

@@ -28,7 +28,7 @@ from tp_engine.server.body_budget import BODY_ROOM, BodyBudget, BodyRoom
 from tp_engine.server.metrics.figures import HttpFigures
 from tp_engine.server.replies import error_reply
 
-PER_TURN = 2
+PER_TURN, REFUSED_PER_TURN = 2, 64
 TOO_MANY_CONNECTIONS = "too_many_connections"
 
 # Prometheus and load balancers ask for these every few seconds; in the figures they would hide the other routes.
@@ -60,6 +60,7 @@ class Entrance:
         app: ASGIApp,
         figures: HttpFigures,
         bodies: BodyBudget,
+        is_full: Callable[[], bool],
         shape_errors: Callable[[str], None],
         root_path: str = "",
     ) -> None:
@@ -68,7 +69,7 @@ class Entrance:
         self._figures = figures
         self._shape_errors = shape_errors
         self._root_path = root_path
-        self._turnstile = Turnstile()
+        self._turnstile = Turnstile(is_full)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -128,10 +129,12 @@ class Turnstile:
     """Lets ``PER_TURN`` POST requests begin in one turn of the event loop, in order of arrival.
 
     Checking a body takes up to a millisecond.  A burst of a thousand would otherwise hold up health checks and running
-    streams for a second.
+    streams for a second.  While the server ``is_full`` they are refused unread, which takes a tenth of that: then
+    ``REFUSED_PER_TURN`` pass, so that nobody waits long to be told to come again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_full: Callable[[], bool]) -> None:
+        self._is_full = is_full
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._num_free = PER_TURN
 
@@ -148,7 +151,7 @@ class Turnstile:
         await turn
 
     def _next_turn(self) -> None:
-        for _ in range(PER_TURN):
+        for _ in range(REFUSED_PER_TURN if self._is_full() else PER_TURN):
             if not self._waiting:
                 self._num_free = PER_TURN
                 return

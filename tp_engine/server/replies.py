@@ -11,6 +11,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tp_engine.api.json_parts import json_parts
 from tp_engine.api.openai.errors import HttpError, describe_error
 from tp_engine.errors import EngineDeadError
 from tp_engine.log import get_logger
@@ -67,6 +68,20 @@ def json_reply(
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
+class PartsReply(Response):
+    """A long JSON answer, encoded in parts, which are sent one after the other.  Make it in a thread."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self._parts = list(json_parts(body))
+        super().__init__(None, 200, {"Content-Length": str(sum(map(len, self._parts)))}, "application/json")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for part in self._parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
 def shape_errors(shape: ErrorShape) -> None:
     """Let ``shape`` make the bodies of the errors of this task's request."""
     _ERROR_SHAPE.set(shape)
@@ -92,8 +107,8 @@ def error_reply(error: BaseException) -> Response:
 
 
 def event(body: Mapping[str, Any]) -> bytes:
-    """Return one server-sent event."""
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+    """Return one server-sent event; also in a thread beside others."""
+    return b"".join((b"data: ", *json_parts(body), b"\n\n"))
 
 
 class EventStream(Response):

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tp_engine.api.async_llm import AsyncLLM
@@ -163,6 +163,10 @@ class PromptLimit:
         """Prompts held now."""
         return self._num_prompts
 
+    def is_full(self) -> bool:
+        """Return whether not one prompt more would be taken."""
+        return 0 < self.max_num_prompts <= self._num_prompts
+
     def check_open(self) -> None:
         """``HttpError`` 503 once new requests are refused for good."""
         if self.is_draining:
@@ -226,11 +230,11 @@ class RunningRequests:
         owners = self._owners.items()
         return sorted(engine_id for engine_id, owner in owners if caller is None or caller.may_end(owner))
 
-    def of(self, name: str, caller: Caller) -> list[str]:
-        """Return those of an answer, by its ``id`` (``cmpl-ID``, ``resp_ID``) or the client's request id (``ID``)."""
-        name, found = name.removeprefix("resp_"), []
+    def of(self, names: Iterable[str], caller: Caller) -> list[str]:
+        """Return those of answers, by their ``id`` (``cmpl-ID``, ``resp_ID``) or the clients' request ids (``ID``)."""
+        wanted, found = {name.removeprefix("resp_") for name in names}, []
         for engine_id in self.all(caller):
             answer_id = engine_id.rsplit("-", 2)[0]
-            if name in (answer_id, answer_id.partition("-")[2]):
+            if answer_id in wanted or answer_id.partition("-")[2] in wanted:
                 found.append(engine_id)
         return found

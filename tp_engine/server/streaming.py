@@ -57,12 +57,18 @@ class ChunkWriter:
         updates)."""
         async with contextlib.aclosing(batches):
             async for number, updates in batches:
-                data = b"".join([self._events(number, update) for update in self._released(number, updates)])
+                if self._shape.echoes_logprobs and number not in self._echoed_logprobs:
+                    data = await asyncio.to_thread(self._joined, number, updates)  # those of a whole prompt
+                else:
+                    data = self._joined(number, updates)
                 if data:
                     yield data
         if self._body.include_usage:
             yield event(self._shape.envelope([], self.usage, chunk=True))
         yield DONE_EVENT
+
+    def _joined(self, number: int, updates: list[SequenceUpdate]) -> bytes:
+        return b"".join([self._events(number, update) for update in self._released(number, updates)])
 
     def failure(self, error: Exception) -> bytes:
         """Return the last events after an error."""

@@ -20,9 +20,9 @@ from tp_engine.api.openai.chat.body import chat_parsing, chat_prompt, parsed_par
 from tp_engine.api.openai.chat.options import ChatOptions
 from tp_engine.api.openai.chat.prompt import ChatFormat
 from tp_engine.api.openai.protocol import ChatBody
-from tp_engine.api.openai.structured import TokenWriting
 from tp_engine.api.openai.tools.harmony import HARMONY, HarmonyParser
 from tp_engine.api.openai.tools.request import ToolRequest
+from tp_engine.api.openai.tools.token_writing import TokenWriting
 from tp_engine.grammar.compiler import compile_grammar
 from tp_engine.grammar.vocabulary import byte_vocabulary, make_vocabulary
 from tp_engine.sampling_params import SamplingParams
@@ -144,7 +144,7 @@ def test_forms_of_forced_answers_in_bytes() -> None:
         matcher = compile_grammar(constraint, byte_vocabulary()).start()
         return all(matcher.accept(byte) for byte in text.encode()) and (matcher.is_over or matcher.accept(256))
 
-    writing = TokenWriting(None)
+    writing = TokenWriting.of(None)
     one, spaceless = replace(FORCED, choice="named", name="add"), replace(FREE, disable_any_whitespace=True)
     required, named, off, tight = (
         StructuredOutputsParams(grammar=HARMONY.forced_calls(tools, writing, thinks, like))
@@ -171,7 +171,7 @@ def test_marks_that_are_special_tokens() -> None:
     """Oracle: the tokens of a whole answer, by hand; no text replaces a mark."""
     tokenizer: Any = copy.deepcopy(byte_level_tokenizer())
     tokenizer.add_special_tokens({"additional_special_tokens": list(HARMONY.marks)})
-    writing = TokenWriting(tokenizer)
+    writing = TokenWriting.of(tokenizer)
     vocabulary = make_vocabulary(tokenizer.backend_tokenizer.to_str(), len(tokenizer), [tokenizer.eos_token_id or 0])
     constraint = StructuredOutputsParams(grammar=HARMONY.forced_calls(FORCED, writing, True, FREE))
     matcher = compile_grammar(constraint, vocabulary).start()

@@ -19,9 +19,9 @@ from tp_engine.api.openai.reasoning import (
     ReasoningParser,
     ReasoningTokens,
 )
-from tp_engine.api.openai.structured import TokenWriting
 from tp_engine.api.openai.tools.formats import TOOL_FORMATS
 from tp_engine.api.openai.tools.request import ToolRequest
+from tp_engine.api.openai.tools.token_writing import TokenWriting
 from tp_engine.grammar.compiler import compile_grammar
 from tp_engine.grammar.vocabulary import byte_vocabulary
 from tp_engine.structured_outputs import StructuredOutputsParams
@@ -192,7 +192,7 @@ def test_marks_in_front_of_an_answer_in_a_grammar() -> None:
     """Oracle: whole outputs by hand: they may come, once, as the model writes them."""
     heads = ("<|begin|>assistant<|content|>", "<|begin|>assistant", "<|content|>", "")
     for begins in (Beginning.REASONING, Beginning.EITHER):
-        preamble = REASONING_FORMATS["solar_open"].preamble(TokenWriting(None), begins)
+        preamble = REASONING_FORMATS["solar_open"].preamble(TokenWriting.of(None), begins)
         constraint = StructuredOutputsParams(choice=["yes"], preamble=preamble)
         opens = "<|think|>" if begins is Beginning.EITHER else ""
         for head in heads:
@@ -222,7 +222,7 @@ def test_marks_come_first_in_a_grammar(
     the closing mark only, at most 8 characters, and none if the request wants none."""
     answer = '"yes"' if "json" in kind else "yes"
     for begins in Beginning:
-        preamble = REASONING_FORMATS[name].preamble(TokenWriting(None), begins)
+        preamble = REASONING_FORMATS[name].preamble(TokenWriting.of(None), begins)
         constraint = StructuredOutputsParams(**kind, preamble=preamble, disable_any_whitespace=tight)
         thinks, may_answer = begins is not Beginning.ANSWER, begins is not Beginning.REASONING
         first = open_mark if begins is Beginning.EITHER else ""
@@ -245,7 +245,7 @@ def test_marks_that_are_special_tokens_are_tokens() -> None:
     """Oracle: their ids in the grammar, in place of their texts."""
     tokenizer = copy.deepcopy(byte_level_tokenizer())
     tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
-    preamble = REASONING_FORMATS["mistral"].preamble(TokenWriting(tokenizer), Beginning.EITHER)
+    preamble = REASONING_FORMATS["mistral"].preamble(TokenWriting.of(tokenizer), Beginning.EITHER)
     assert preamble is not None
     ids = tokenizer.convert_tokens_to_ids(["[THINK]", "[/THINK]"])
     assert [f"<[{token_id}]>" in preamble for token_id in ids] == [True, True] and "THINK" not in preamble

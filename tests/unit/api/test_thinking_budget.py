@@ -17,7 +17,7 @@ from tests.text_tokenizers import byte_level_tokenizer
 from tests.unit.api.test_chat_answers import QUESTION, last_request, serve, speaking
 from tp_engine.api.openai.protocol import ChatBody
 from tp_engine.api.openai.reasoning import REASONING_FORMATS, Beginning, ReasoningFormat
-from tp_engine.api.openai.structured import TokenWriting
+from tp_engine.api.openai.tools.token_writing import TokenWriting
 from tp_engine.grammar.library import new_matcher
 from tp_engine.grammar.vocabulary import make_vocabulary
 from tp_engine.server.config import ServerConfig
@@ -55,14 +55,14 @@ def walk(params: StructuredOutputsParams, text: str) -> tuple[int, set[int]]:
 
 
 def limited(begins: Beginning) -> StructuredOutputsParams:
-    grammar = QWEN.limited(TokenWriting(thinking_tokenizer()), begins, BUDGET)
+    grammar = QWEN.limited(TokenWriting.of(thinking_tokenizer()), begins, BUDGET)
     assert grammar is not None
     return StructuredOutputsParams(grammar=grammar)
 
 
 def test_a_budget_closes_the_reasoning_and_leaves_the_answer_free() -> None:
     """Oracle: by hand: after five tokens only the closing mark may come, and after it everything, an end too."""
-    writing = TokenWriting(thinking_tokenizer())
+    writing = TokenWriting.of(thinking_tokenizer())
     opens, closes = (writing.token_id(mark) for mark in ("<think>", "</think>"))
     every = set(range(len(thinking_tokenizer())))
     for begins, start in ((Beginning.REASONING, ""), (Beginning.EITHER, "<think>")):
@@ -79,7 +79,7 @@ def test_a_budget_closes_the_reasoning_and_leaves_the_answer_free() -> None:
 
 def test_a_budget_holds_before_structured_output() -> None:
     """Oracle: by hand: the same, and then nothing but the form that is asked for."""
-    writing = TokenWriting(thinking_tokenizer())
+    writing = TokenWriting.of(thinking_tokenizer())
     for begins, start in ((Beginning.REASONING, ""), (Beginning.EITHER, "<think>")):
         preamble = QWEN.preamble(writing, begins, BUDGET)
         params = StructuredOutputsParams(choice=("yes", "no"), preamble=preamble)
@@ -97,7 +97,7 @@ def num_refused(params: StructuredOutputsParams, text: str) -> int:
 def test_reasoning_without_a_budget_ends_with_the_models_own_token() -> None:
     """Oracle: the tokens that the tokenizer itself makes: a mark in angle brackets is one, special or not."""
     for begins, start in ((Beginning.REASONING, ""), (Beginning.EITHER, "<think>")):
-        preamble = QWEN.preamble(TokenWriting(thinking_tokenizer()), begins)
+        preamble = QWEN.preamble(TokenWriting.of(thinking_tokenizer()), begins)
         params = StructuredOutputsParams(choice=("yes", "no"), preamble=preamble)
         assert num_refused(params, f"{start}a long thought of 0123456789</think>\n\nyes") == 0
         assert num_refused(params, f"{start}a</think>maybe") == 5
@@ -129,8 +129,8 @@ def test_which_formats_can_be_limited(name: str) -> None:
     """Oracle: by hand: those with one closing mark, where both marks are one token of the vocabulary."""
     reasoning: ReasoningFormat = REASONING_FORMATS[name]
     can = reasoning.opens == ("<think>",) and len(reasoning.closes) == 1
-    assert reasoning.limits(TokenWriting(thinking_tokenizer())) == can
-    assert not reasoning.limits(TokenWriting(byte_level_tokenizer())) and not reasoning.limits(TokenWriting(None))
+    assert reasoning.limits(TokenWriting.of(thinking_tokenizer())) == can
+    assert not reasoning.limits(TokenWriting.of(byte_level_tokenizer())) and not reasoning.limits(TokenWriting.of(None))
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,12 @@ from tests.text_tokenizers import byte_level_tokenizer
 from tests.unit.api.test_reasoning import follows
 from tests.unit.api.test_tool_parsers import ARGUMENTS, find
 from tp_engine.api.openai.chat.parser import ChatParsing, ParsedMessage
-from tp_engine.api.openai.structured import TokenWriting
 from tp_engine.api.openai.tools.events import CallArguments
 from tp_engine.api.openai.tools.forced import forced_calls
 from tp_engine.api.openai.tools.formats import TOOL_FORMATS
 from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.api.openai.tools.text_parser import TextParser
+from tp_engine.api.openai.tools.token_writing import TokenWriting
 from tp_engine.api.openai.tools.tool_format import ForcedForm
 from tp_engine.grammar.compiler import compile_grammar
 from tp_engine.grammar.vocabulary import make_vocabulary
@@ -450,7 +450,7 @@ def test_forced_calls_are_in_the_models_own_form(name: str, version: int) -> Non
         (named, text(other), False),
     ):
         assert forced_output(name, asked, written) is fits, (asked.choice, written)
-    how = ChatParsing(tools=tools, tool_format=TOOL_FORMATS[name])
+    how = ChatParsing(tools=tools, tool_format=TOOL_FORMATS[name], forced="a grammar")
     for size in (1, 3, 10_000):
         found = ParsedMessage()
         parser = how.new_parser()
@@ -487,7 +487,9 @@ def test_forced_calls_with_marks_that_are_special_tokens(name: str, version: int
     marks = calls.marks if is_special == "all" else calls.marks[:2]
     tokenizer.add_special_tokens({"additional_special_tokens": list(marks)})
     tools = ToolRequest(tools=TOOLS.tools, choice="required")
-    grammar = forced_calls(calls.forced, calls.marks, tools, TokenWriting(tokenizer), StructuredOutputsParams(json={}))
+    grammar = forced_calls(
+        calls.forced, calls.marks, tools, TokenWriting.of(tokenizer), StructuredOutputsParams(json={})
+    )
     vocabulary = make_vocabulary(tokenizer.backend_tokenizer.to_str(), len(tokenizer), [tokenizer.eos_token_id])
     matcher = compile_grammar(StructuredOutputsParams(grammar=grammar), vocabulary).start()
     text = form.begin + form.between.join(written) + form.end
@@ -500,7 +502,9 @@ def forced_output(name: str, tools: ToolRequest, text: str) -> bool:
     """Whether ``text`` is a whole output of calls that are forced."""
     form = TOOL_FORMATS[name].forced_form(tools)
     assert form is not None
-    grammar = forced_calls(form, TOOL_FORMATS[name].marks, tools, TokenWriting(None), StructuredOutputsParams(json={}))
+    grammar = forced_calls(
+        form, TOOL_FORMATS[name].marks, tools, TokenWriting.of(None), StructuredOutputsParams(json={})
+    )
     return follows(StructuredOutputsParams(grammar=grammar), text)
 
 
@@ -566,7 +570,8 @@ def test_forced_arguments_follow_their_schema(name: str, text: str, changes: lis
     schema; optional arguments may be missing."""
     tools = forcing(RICH)
     assert forced_output(name, tools, text)
-    _, _, arguments = ChatParsing(tools=tools, tool_format=TOOL_FORMATS[name]).parse(text, (), "stop").calls[0]
+    how = ChatParsing(tools=tools, tool_format=TOOL_FORMATS[name], forced="a grammar")
+    _, _, arguments = how.parse(text, (), "stop").calls[0]
     assert json.loads(arguments) == RICH_VALUE
     for old, new in changes:
         assert old in text and not forced_output(name, tools, text.replace(old, new)), (old, new)

@@ -322,7 +322,7 @@ def test_arguments_come_before_the_call_ends() -> None:
 def test_ids_that_mistral_takes() -> None:
     """Oracle: the rule of the models' chat templates; a forced call has such an id, too."""
     for tools in (TOOLS, replace(TOOLS, choice="required"), replace(TOOLS, choice="named", name="add")):
-        parsing = ChatParsing(tools=tools, tool_format=TOOL_FORMATS["mistral"])
+        parsing = ChatParsing(tools=tools, tool_format=TOOL_FORMATS["mistral"], forced="a grammar")
         message = parsing.parse('[TOOL_CALLS][{"name": "add", "arguments": {}}]', [], "stop")
         assert re.fullmatch("[0-9a-zA-Z]{9}", message.calls[0][0])
 

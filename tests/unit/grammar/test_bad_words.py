@@ -249,3 +249,22 @@ def test_an_engine_avoids_them(tmp_path: Path) -> None:
 
         run_served(scenario, engine, chat_tokenizer())
         assert_nothing_in_use(engine)
+
+
+def test_words_that_begin_alike_cost_no_more_than_one() -> None:
+    """Oracle: the tokens of each word by itself; all of a place are one array, found once however often it comes."""
+    words = ["a" * 100 + chr(ord("b") + number) for number in range(20)]
+    spellings = TokenSpellings([bytes((value,)) for value in range(256)] + [b"aab", b"aax"])
+    rules = SpelledWords(words, spellings, shows_special=True)
+    place = rules.start
+    for _ in range(300):
+        place = rules.after(place, ord("a"))
+    (found,) = rules.completing(place)
+    assert found.tolist() == [*range(ord("b"), ord("b") + 20), 256]
+    assert rules.completing(rules.after(place, ord("a")))[0] is found
+    alone = [SpelledWords([word], spellings, shows_special=True) for word in words]
+    for one, last in zip(alone, range(ord("b"), ord("b") + 20), strict=True):
+        here = one.start
+        for _ in range(100):
+            here = one.after(here, ord("a"))
+        assert one.completing(here)[0].tolist() == [last, *([256] if last == ord("b") else [])]

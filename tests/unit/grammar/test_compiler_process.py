@@ -14,8 +14,8 @@ import pytest
 
 from tp_engine.errors import CODE_UNAVAILABLE, RequestError
 from tp_engine.grammar.compiler import MAX_MEMORY_BYTES, MAX_SLOW, QUICK_S, GrammarCompiler
-from tp_engine.grammar.compiler_process import CompilerProcess, TookTooLongError
-from tp_engine.grammar.library import SpecialTokens
+from tp_engine.grammar.compiler_process import CompilerProcess, TookTooLongError, TriedGrammar
+from tp_engine.grammar.library import SpecialTokens, grammar_text
 from tp_engine.grammar.matcher import GrammarMatcher
 from tp_engine.grammar.vocabulary import byte_vocabulary
 from tp_engine.structured_outputs import StructuredOutputsParams
@@ -58,6 +58,7 @@ def process() -> Iterator[CompilerProcess]:
         ({"regex": "("}, "the regex can not be used: .*unclosed group"),
         ({"grammar": 'start: "a" <|no|>'}, "unknown special token"),
         ({"json": {"$ref": "#"}}, "no output fits it"),
+        ({"choice": ["ab" * 120_000 + str(one) for one in range(4)]}, "the choice can not be used: finding the tokens"),
     ],
 )
 def test_what_can_not_be_compiled_is_refused(process: CompilerProcess, params: dict[str, Any], words: str) -> None:
@@ -100,13 +101,14 @@ class FakeTrial:
     def __init__(self, go: threading.Event) -> None:
         self._go = go
 
-    def try_out(self, params: StructuredOutputsParams, *, cpu_s: float, niceness: int = 0) -> int:
+    def try_out(self, params: StructuredOutputsParams, *, cpu_s: float, niceness: int = 0) -> TriedGrammar:
+        text = grammar_text(params)
         if not str(params.regex).startswith("slow"):
-            return MAX_MEMORY_BYTES // 2 if str(params.regex).startswith("big") else 0
+            return TriedGrammar(text, MAX_MEMORY_BYTES // 2 if str(params.regex).startswith("big") else 0)
         if cpu_s <= QUICK_S:
             raise TookTooLongError("later")
         assert self._go.wait(DEADLINE_S)
-        return 0
+        return TriedGrammar(text, 0)
 
     def close(self) -> None:
         self._go.set()
@@ -160,8 +162,8 @@ def test_memory_of_all_grammars_is_limited() -> None:
 def test_what_a_grammar_takes_is_measured(process: CompilerProcess) -> None:
     """Oracle: a long text takes some hundred bytes for each character, an ordinary schema less than a megabyte."""
     long_text = StructuredOutputsParams(grammar=f'start: "{"a" * 100_000}"')
-    assert 10 * MIB < process.try_out(long_text, cpu_s=5.0) < 100 * MIB
-    assert process.try_out(GOOD, cpu_s=5.0) < MIB
+    assert 10 * MIB < process.try_out(long_text, cpu_s=5.0).num_bytes < 100 * MIB
+    assert process.try_out(GOOD, cpu_s=5.0).num_bytes < MIB
 
 
 def test_refused_grammars_are_remembered() -> None:

@@ -14,6 +14,8 @@ from tests.unit.sched.scheduler_harness import limits
 from tp_engine.engine.grammar_queue import GrammarQueue
 from tp_engine.errors import INVALID_GRAMMAR, RequestError
 from tp_engine.grammar.compiler import CompiledGrammar, GrammarCompiler
+from tp_engine.grammar.compiler_process import TriedGrammar
+from tp_engine.grammar.library import grammar_text
 from tp_engine.grammar.vocabulary import make_vocabulary
 from tp_engine.request import EngineRequest, FinishReason
 from tp_engine.sampling_params import SamplingParams
@@ -27,8 +29,8 @@ VOCAB = 384
 class NoTrial:
     """Lets every grammar pass."""
 
-    def try_out(self, params: StructuredOutputsParams, *, cpu_s: float, niceness: int = 0) -> int:
-        return 0
+    def try_out(self, params: StructuredOutputsParams, *, cpu_s: float, niceness: int = 0) -> TriedGrammar:
+        return TriedGrammar(grammar_text(params), 0)
 
     def close(self) -> None:
         pass
@@ -42,12 +44,12 @@ class SlowCompiler(GrammarCompiler):
         super().__init__(vocabulary, new_trial=lambda _special_tokens: NoTrial())
         self.go: dict[str, threading.Event] = {}
 
-    def compile(self, params: StructuredOutputsParams, num_bytes: int = 0) -> CompiledGrammar:
+    def compile(self, params: StructuredOutputsParams, tried: TriedGrammar | None = None) -> CompiledGrammar:
         regex = str(params.regex)
         assert self.go[regex].wait(DEADLINE_S)
         if regex.startswith("broken"):
             raise ZeroDivisionError("a bug")
-        return super().compile(params, num_bytes)
+        return super().compile(params, tried)
 
 
 @dataclass

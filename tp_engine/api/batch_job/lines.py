@@ -22,6 +22,7 @@ from typing import IO, Any
 import msgspec
 
 from tp_engine.api.batch_job.config import STANDARD_STREAM
+from tp_engine.api.json_parts import json_parts
 from tp_engine.api.openai.errors import describe_error
 from tp_engine.closing import Closing
 from tp_engine.errors import ConfigError
@@ -59,8 +60,8 @@ class ResultLine(msgspec.Struct):
     error: dict[str, Any] | None
 
     def encode(self) -> bytes:
-        """Return the line with its line end."""
-        return msgspec.json.encode(self) + b"\n"
+        """Return the line with its line end; also in a thread beside others."""
+        return b"".join((*json_parts(msgspec.structs.asdict(self)), b"\n"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from hashlib import blake2b
@@ -125,6 +126,7 @@ class _ResultFile:
 
     def __init__(self, path: Path, earlier: EarlierResults, opened: contextlib.ExitStack) -> None:
         self._path = path
+        self._lock = threading.Lock()
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         opened.callback(os.close, self._descriptor)
         self._is_synced = True
@@ -139,9 +141,9 @@ class _ResultFile:
         opened.callback(os.fsync, self._descriptor)
 
     def write(self, data: bytes) -> None:
-        """Append one line with one call, so that a kill tears at most the last line."""
-        self._is_synced = False
-        with self._explained():
+        """Append one line with one call, so that a kill tears at most the last line; for any thread."""
+        with self._lock, self._explained():
+            self._is_synced = False
             written = os.write(self._descriptor, data)
             while written < len(data):  # a nearly full disk, or a signal
                 written += os.write(self._descriptor, data[written:])

@@ -33,7 +33,7 @@ from tp_engine.api.openai.tools.text_parser import (
 from tp_engine.api.openai.tools.tool_format import MessageFormat, TemplateMarks
 
 if TYPE_CHECKING:
-    from tp_engine.api.openai.structured import TokenWriting  # pydantic, which options are read without
+    from tp_engine.api.openai.tools.token_writing import TokenWriting
 
 
 class Beginning(enum.Enum):

@@ -29,6 +29,11 @@ from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import SamplingParams
 
+# Log-probabilities of prompts that one answer may have; one takes some 70 bytes in it, and 500 while it is made.
+MAX_PROMPT_LOGPROBS = 1 << 20
+# In an answer, about: of a log-probability, of a number in a vector, of a token's text or id.
+_BYTES_PER_LOGPROB, _BYTES_PER_NUMBER, _BYTES_PER_TOKEN = 64, 20, 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedBody:
@@ -42,6 +47,23 @@ class PreparedBody:
     searches: list[BeamSearch] = field(default_factory=list)
     answer: Callable[[Sequence[RequestOutput]], JsonObject]
     named: Callable[[RequestError], RequestError] = lambda error: error
+
+    def answer_bytes(self, outputs: Sequence[RequestOutput]) -> int:
+        """Return about how long the answer will be, without making it."""
+        size = 0
+        requests = self.requests or [search.request for search in self.searches]
+        for request, output in zip(requests, outputs, strict=True):
+            params, num_prompt = request.params, len(output.prompt_token_ids)
+            num_tokens = [len(choice.token_ids) for choice in output.outputs]
+            size += _BYTES_PER_TOKEN * (num_prompt * len(num_tokens) + sum(num_tokens))
+            size += _BYTES_PER_LOGPROB * num_prompt * len(num_tokens) * _num_per_token(params.prompt_logprobs)
+            size += _BYTES_PER_LOGPROB * sum(num_tokens) * _num_per_token(params.logprobs)
+            size += 0 if output.pooled is None else _BYTES_PER_NUMBER * output.pooled.size
+        return size
+
+
+def _num_per_token(num_alternatives: int | None) -> int:
+    return 0 if num_alternatives is None else num_alternatives + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +113,7 @@ def prepare(
         ]
     except RequestError as error:
         raise named_refusal(error, body) from None
+    _check_prompt_logprobs(body, requests)
     if num_image_tokens := sum(image.num_tokens for one in requests for image in one.images):
         shape = replace(shape, num_image_tokens=num_image_tokens)
     if shape.kind == "completion" and shape.num_top_logprobs is not None:
@@ -108,6 +131,19 @@ def prepare(
         answer=partial(shape.answer, echoes=echoes),
         named=partial(named_refusal, body=body),
     )
+
+
+def _check_prompt_logprobs(body: ChatBody | CompletionBody, requests: Sequence[EngineRequest]) -> None:
+    """Refuse an answer that would be hundreds of megabytes, whose making takes gigabytes."""
+    num_all = sum(
+        one.params.n * len(one.prompt_token_ids) * _num_per_token(one.params.prompt_logprobs) for one in requests
+    )
+    if num_all > MAX_PROMPT_LOGPROBS:
+        raise RequestError(
+            f"the answer would have {num_all} log-probabilities of prompts; at most {MAX_PROMPT_LOGPROBS} are given at "
+            "a time: ask for fewer alternatives, or send fewer prompts in a request",
+            param="logprobs" if body.prompt_logprobs is None else "prompt_logprobs",
+        )
 
 
 def _prepare_searches(

@@ -10,10 +10,10 @@ from typing import Any
 from tp_engine.api.openai.errors import renamed
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody, GenerationBody
 from tp_engine.api.openai.structured import constraining_field, structured_outputs_of
+from tp_engine.api.openai.tools.forced_constraint import forced_schema
 from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.errors import RequestError
 from tp_engine.sampling_params import BeamSearchParams, SamplingParams
-from tp_engine.structured_outputs import StructuredOutputsParams
 
 SAMPLING_NAMES = frozenset(spec.name for spec in dataclasses.fields(SamplingParams))
 _CONVERTED = {"logprobs", "max_tokens", "logit_bias", "structured_outputs"}
@@ -71,13 +71,13 @@ def chat_params(body: ChatBody, defaults: Mapping[str, Any] | None = None) -> Sa
     _refuse_what_is_not_here(body)
     tools = ToolRequest.of(body)
     given = _given(body)
-    if tools is not None and (schema := tools.schema()) is not None:
+    if tools is not None and (constraint := forced_schema(tools)) is not None:
         if body.response_format is None and "structured_outputs" in given:
             raise RequestError(
                 f"tool_choice forces a call, and {constraining_field(body)} another form; leave one of them out",
                 param="tool_choice",
             )
-        given["structured_outputs"] = StructuredOutputsParams(json=schema)
+        given["structured_outputs"] = constraint
     if (num_logprobs := num_top_logprobs(body)) is not None:
         given["logprobs"] = num_logprobs
     with fields_of(body):

@@ -11,9 +11,9 @@ from tp_engine.api.openai.chat.thinking_form import SWITCHES, switched_by
 from tp_engine.api.openai.protocol import ChatBody
 from tp_engine.api.openai.reasoning import Beginning, ReasoningFormat
 from tp_engine.api.openai.sampling import max_output_tokens
-from tp_engine.api.openai.structured import TokenWriting
-from tp_engine.api.openai.tools.forced import forced_calls
+from tp_engine.api.openai.tools.forced_constraint import forced_grammar
 from tp_engine.api.openai.tools.request import ToolRequest
+from tp_engine.api.openai.tools.token_writing import TokenWriting
 from tp_engine.errors import RequestError
 from tp_engine.grammar.vocabulary import check_tokenizer
 from tp_engine.log import get_logger, warn_once
@@ -90,15 +90,20 @@ def chat_parsing(
     budget = _budget(body, processor)
     if tools is None and reasoning is None and message is None:
         return None
+    begins, form, forced = _beginning(prompt, reasoning), message or tool_format, None
+    if tools is not None and form is not None:
+        writing, like = TokenWriting.of(processor.tokenizer), processor.structured_defaults.probe()
+        forced = forced_grammar(tools, form, writing, like, thinks=begins is not Beginning.ANSWER)
     return ChatParsing(
         tools=tools,
         tool_format=tool_format,
         reasoning=reasoning,
-        begins=_beginning(prompt, reasoning),
+        begins=begins,
         constrained=constrained,
         may_call=constrained and tools is not None and tools.choice == "auto" and body.response_format is not None,
         message=message,
         prompt=prompt.text,
+        forced=forced,
         include_reasoning=body.include_reasoning is not False,
         reasoning_tokens=None if reasoning is None else reasoning.tokens(processor.tokenizer),
         budget=budget,
@@ -112,7 +117,7 @@ def _budget(body: ChatBody, processor: InputProcessor) -> int | None:
         return None
     if reasoning is None:
         why = "no format of this model's reasoning is known"
-    elif not reasoning.limits(TokenWriting(processor.tokenizer)):
+    elif not reasoning.limits(TokenWriting.of(processor.tokenizer)):
         why = "its marks are not one token each"
     else:
         try:
@@ -134,7 +139,7 @@ def parsed_params(params: SamplingParams, parsing: ChatParsing | None, processor
     """``params`` for a text that will be parsed: it shows marks, and a constraint begins behind reasoning."""
     if parsing is None:
         return params
-    writing = TokenWriting(processor.tokenizer)
+    writing = TokenWriting.of(processor.tokenizer)
     if any(map(writing.is_special, _marks(parsing))):
         params = replace(params, skip_special_tokens=False)
     if parsing.message is not None and not params.ignore_eos:  # not all models name them as their ends
@@ -165,16 +170,15 @@ def _behind_reasoning(
     constraint: StructuredOutputsParams, parsing: ChatParsing, writing: TokenWriting
 ) -> StructuredOutputsParams:
     """``constraint`` for a text that may begin with reasoning, in the model's own format."""
-    message, tools, thinks = parsing.message, parsing.tools, parsing.begins is not Beginning.ANSWER
+    message, thinks = parsing.message, parsing.begins is not Beginning.ANSWER
     if message is not None:
-        if tools is not None and tools.choice != "auto":
-            return StructuredOutputsParams(grammar=message.forced_calls(tools, writing, thinks, constraint))
+        if parsing.forced is not None:
+            return StructuredOutputsParams(grammar=parsing.forced)
         if message.new_parser(None, parsing.prompt).in_answer:
             return constraint
         return replace(constraint, preamble=message.preamble(writing, thinks, parsing.may_call))
-    if tools is not None and parsing.tool_format is not None and parsing.forced is not None:
-        grammar = forced_calls(parsing.forced, parsing.tool_format.marks, tools, writing, constraint)
-        constraint = StructuredOutputsParams(grammar=grammar)
+    if parsing.forced is not None:
+        constraint = StructuredOutputsParams(grammar=parsing.forced)
     reasoning = parsing.reasoning
     preamble = None if reasoning is None else reasoning.preamble(writing, parsing.begins, parsing.budget)
     if parsing.may_call and parsing.tool_format is not None and parsing.tool_format.opens:

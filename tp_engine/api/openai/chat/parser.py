@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from tp_engine.api.openai.reasoning import Beginning, ReasoningFormat, ReasoningParser, ReasoningTokens
 from tp_engine.api.openai.tools.events import (
@@ -21,10 +20,8 @@ from tp_engine.api.openai.tools.events import (
 from tp_engine.api.openai.tools.forced import CallListParser, NamedCallParser
 from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.api.openai.tools.text_parser import MessageParser, TextParser
-from tp_engine.api.openai.tools.tool_format import ForcedForm, MessageFormat, ToolFormat
+from tp_engine.api.openai.tools.tool_format import MessageFormat, ToolFormat
 
-# Parsers look at pending text again and again, so they get a long text in pieces.
-_PIECE = 4096
 _CUT_OFF = ("length", "abort")
 
 
@@ -63,8 +60,9 @@ class ChatParsing:
     ``tools`` None: no calls.  ``tool_format`` is that of the model (``--tool-call-parser``), for calls that the model
     chooses to make.  ``reasoning`` None: no reasoning; ``begins`` tells what texts begin with.  ``constrained``: a
     grammar decides what the answer is; ``may_call``: if the model answers, instead of calling.  ``message``: the format
-    of whole messages that one of the two is part of; ``prompt`` may have begun the message.  ``budget``: how many
-    tokens of reasoning there may be.
+    of whole messages that one of the two is part of; ``prompt`` may have begun the message.  ``forced`` is the grammar
+    of calls that the request forces, in the model's own form; None: they are JSON without
+    marks.  ``budget``: how many tokens of reasoning there may be.
     """
 
     tools: ToolRequest | None = None
@@ -75,14 +73,10 @@ class ChatParsing:
     may_call: bool = False
     message: MessageFormat | None = None
     prompt: str = ""
+    forced: str | None = None
     include_reasoning: bool = True
     reasoning_tokens: ReasoningTokens | None = None
     budget: int | None = None
-
-    @cached_property
-    def forced(self) -> ForcedForm | None:
-        """The form in which the model writes calls that the request forces; None: JSON without marks."""
-        return None if self.tools is None or self.tool_format is None else self.tool_format.forced_form(self.tools)
 
     def new_parser(self) -> ChatParser:
         """Return a parser for one sequence."""
@@ -91,8 +85,7 @@ class ChatParsing:
     def parse(self, text: str, token_ids: Sequence[int], finish_reason: str | None) -> ParsedMessage:
         """Parse a whole text; the joined events of a stream give the same message."""
         parser, message = self.new_parser(), ParsedMessage()
-        for start in range(0, len(text), _PIECE):
-            message.add(parser.feed(text[start : start + _PIECE], () if start else token_ids))
+        message.add(parser.feed(text, token_ids))
         message.add(parser.finish(finish_reason))
         message.finish_reason = parser.finish_reason(finish_reason)
         message.num_reasoning_tokens = parser.num_reasoning_tokens
@@ -165,7 +158,9 @@ class ChatParser:
 
         A grammar completes forced calls, so what has not become one by its end was cut off, by a stop string perhaps.
         """
-        events = self.message.finish(cut_off=finish_reason in _CUT_OFF or self._parsing.forced is not None)
+        events = self.message.finish(
+            cut_off=finish_reason in _CUT_OFF or (self._parsing.forced is not None and self._parsing.message is None)
+        )
         if self._counts_tokens:
             self._count(self.message.in_answer or False)
         return self._allowed(events)

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from tp_engine.grammar.schema_types import allowed_types, types_of
+from tp_engine.grammar.schema_types import SchemaRoot, types_of
 
 Types = frozenset[str]
 _STRING: Types = frozenset({"string"})
@@ -13,21 +13,25 @@ _MAX_PYTHON = 10_000
 
 
 class ArgumentTypes:
-    """The types of one tool's arguments; ``parameters`` is the JSON schema of all of them."""
+    """The types of one tool's arguments; ``parameters`` is the JSON schema of all of them.  For all sequences of a
+    request: each part of the schema is looked at once."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
-        self._parameters = parameters
+        properties = parameters.get("properties")
+        self._properties = properties if isinstance(properties, Mapping) else {}
+        self._root = SchemaRoot(parameters)
+        self.names = tuple(self._properties)  # in the order in which they may come without a key
 
     def of(self, key: str) -> Types | None:
         """Return the JSON types that argument ``key`` may have; None if the schema does not say."""
-        properties = self._parameters.get("properties")
-        schema = properties.get(key) if isinstance(properties, Mapping) else None
-        return allowed_types(schema, self._parameters) or None
+        return self._root.allowed_types(self._properties.get(key)) or None
 
     def lacks(self, key: str) -> bool:
         """Return whether the schema names arguments, and ``key`` is none of them."""
-        properties = self._parameters.get("properties")
-        return isinstance(properties, Mapping) and bool(properties) and key not in properties
+        return bool(self._properties) and key not in self._properties
+
+
+NO_TYPES = ArgumentTypes({})
 
 
 def is_text(types: Types | None) -> bool:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from tp_engine.grammar.library import inner_schema
 from tp_engine.grammar.schema import NOTES, is_any, without_notes
-from tp_engine.grammar.schema_types import referenced
-from tp_engine.structured_outputs import StructuredOutputsParams
+from tp_engine.grammar.schema_types import SchemaRoot
+from tp_engine.structured_outputs import MAX_CONSTRAINT_CHARACTERS, StructuredOutputsParams
 
 if TYPE_CHECKING:
-    from tp_engine.api.openai.structured import TokenWriting
+    from tp_engine.api.openai.tools.token_writing import TokenWriting
 
 _Schema = Mapping[str, Any]
 # Keywords that these forms keep in an object.
@@ -35,6 +35,7 @@ _NOTHING = '""'
 # Words in the text of a form, and the terminals that they stand for.
 WORDS = {"NUMBER": "/[0-9]{1,4}/", "IDENTIFIER": "/[A-Za-z0-9]{9}/", "TENCHARS": "/[a-z0-9]{10}/"}
 _MAX_DEPTH, _MAX_LENGTH, _MAX_CHOICES = 16, 4096, 1000
+_MAX_CHOICE_CHARACTERS = 1 << 16
 
 
 class UnfitError(Exception):
@@ -62,7 +63,20 @@ class ArgumentForm(ABC):
         """Return arguments as a model writes them."""
 
 
-@dataclass(frozen=True, slots=True)
+class PlacedRoot(SchemaRoot):
+    """The schema of a tool, the ``number``th of a writing, with its ``definitions``."""
+
+    def __init__(self, schema: _Schema, number: int) -> None:
+        super().__init__(schema)
+        self.definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
+        self.number = number
+
+    def key(self, text: str) -> str:
+        """Return what tells rules for the schema ``text`` from those of other tools, whose definitions are others."""
+        return str(self.number) if '"$ref"' in text else ""
+
+
+@dataclass(slots=True)
 class FormWriting:
     """The ``rules`` of a form, in Lark: ``marks`` may be special ``tokens``; JSON has white space as in ``like``.
 
@@ -74,10 +88,23 @@ class FormWriting:
     like: StructuredOutputsParams
     rules: list[str] = field(default_factory=list)
     _names: dict[tuple[str, ...], str] = field(default_factory=dict)
+    _num_roots: int = 0
+    _num_characters: int = 0
+
+    def root(self, schema: _Schema) -> PlacedRoot:
+        """Return ``schema`` as that of the next tool."""
+        self._num_roots += 1
+        return PlacedRoot(schema, self._num_roots)
 
     def add(self, rule: str, *ways: str) -> None:
-        """Add the rule of this name: one of ``ways``."""
+        """Add the rule of this name: one of ``ways``.
+
+        ``UnfitError`` if no grammar may be so long: definitions stand in each rule that refers to one.
+        """
         self.rules.append(f"{rule}: {' | '.join(ways)}")
+        self._num_characters += len(self.rules[-1])
+        if self._num_characters > MAX_CONSTRAINT_CHARACTERS:
+            raise UnfitError
 
     def text(self, text: str, name: str = "") -> str:
         """Return ``text``, in which NAME is ``name``, and each of ``WORDS`` a terminal."""
@@ -88,13 +115,13 @@ class FormWriting:
         written = (part if part in WORDS else self.tokens.mark(part.replace("NAME", name)) for part in parts)
         return " ".join(written) or _NOTHING
 
-    def json(self, schema: Any, root: _Schema) -> str:
+    def json(self, schema: Any, root: PlacedRoot) -> str:
         """Return the name of a rule: JSON that follows ``schema``, a part of ``root``."""
         found = {"enum": []} if schema is False else {} if schema is True else without_notes(schema)
-        if '"$ref"' in json.dumps(found):
-            found = {**{name: root[name] for name in _DEFINITIONS if name in root}, **found}
+        key = json.dumps(found)
+        whole = {**root.definitions, **found} if '"$ref"' in key else found
         return self.shared(
-            ("json", json.dumps(found)), lambda name: self.add(name, f"%json {inner_schema(found, self.like)}")
+            ("json", key, root.key(key)), lambda name: self.add(name, f"%json {inner_schema(whole, self.like)}")
         )
 
     def until(self, text: str, end: str, stops: Sequence[str] = ()) -> str:
@@ -148,15 +175,15 @@ class MarkedArguments(ArgumentForm):
     argument: str
 
     def write(self, rule: str, schema: _Schema, writing: FormWriting) -> None:
-        found = _properties(schema)
+        found, root = _properties(schema), writing.root(schema)
         if not found and schema.get("additionalProperties") is not False:
             writing.add(rule, f"{rule}_any*")
-            self._add_argument(f"{rule}_any", _ANY_KEY, True, schema, writing)
+            self._add_argument(f"{rule}_any", _ANY_KEY, True, root, writing)
             return
         parts = [f"{rule}_{number}{'' if one.is_required else '?'}" for number, one in enumerate(found)]
         writing.add(rule, " ".join(parts) or _NOTHING)
         for number, one in enumerate(found):
-            self._add_argument(f"{rule}_{number}", f'"{one.name}"', one.schema, schema, writing)
+            self._add_argument(f"{rule}_{number}", f'"{one.name}"', one.schema, root, writing)
 
     def written(self, arguments: Mapping[str, Any]) -> str:
         texts = []
@@ -171,7 +198,7 @@ class MarkedArguments(ArgumentForm):
         before, _, end = self.argument.replace("IS_TEXT", str(is_text).lower()).partition("VALUE")
         return before, end
 
-    def _add_argument(self, rule: str, key: str, schema: Any, root: _Schema, writing: FormWriting) -> None:
+    def _add_argument(self, rule: str, key: str, schema: Any, root: PlacedRoot, writing: FormWriting) -> None:
         ways = []
         text, other = _text_and_other(schema, root)
         for is_text, value in ((True, text), (False, other)):
@@ -200,7 +227,7 @@ class LiteralArguments(ArgumentForm):
     quote: str = ""
 
     def write(self, rule: str, schema: _Schema, writing: FormWriting) -> None:
-        writing.add(rule, self._pairs(rule, schema, schema, writing, 0))
+        writing.add(rule, self._pairs(rule, schema, writing.root(schema), writing, 0))
 
     def written(self, arguments: Mapping[str, Any]) -> str:
         return self.between.join(f"{key}{self.equals}{self._literal(value)}" for key, value in arguments.items())
@@ -214,7 +241,7 @@ class LiteralArguments(ArgumentForm):
             return f"{{{','.join(f'{key}:{self._literal(one)}' for key, one in value.items())}}}"
         return f"{self.quote}{value}{self.quote}" if isinstance(value, str) else json.dumps(value)
 
-    def _pairs(self, rule: str, schema: _Schema, root: _Schema, writing: FormWriting, depth: int) -> str:
+    def _pairs(self, rule: str, schema: _Schema, root: PlacedRoot, writing: FormWriting, depth: int) -> str:
         """The pairs of an object, with what is between them; ``depth`` objects and lists are around it."""
         found = _properties(schema)
         equals, between = json.dumps(self.equals), json.dumps(self.between)
@@ -232,7 +259,7 @@ class LiteralArguments(ArgumentForm):
             writing.add(f"{rule}_{state}{len(found)}", _NOTHING)
         return f"{rule}_s0"
 
-    def _value(self, schema: Any, root: _Schema, writing: FormWriting, depth: int) -> str:
+    def _value(self, schema: Any, root: PlacedRoot, writing: FormWriting, depth: int) -> str:
         """Return the name of the rule of a value; values that are alike share it, unless they refer to other parts."""
         key = json.dumps(schema) if not isinstance(schema, Mapping) else json.dumps(without_notes(schema))
         if depth > _MAX_DEPTH or (not self.quote and _REFERENCE.search(key)):
@@ -248,9 +275,9 @@ class LiteralArguments(ArgumentForm):
             ways = [self._branch(f"{rule}_v{number}", one, root, writing, depth) for number, one in enumerate(branches)]
             writing.add(rule, *ways)
 
-        return writing.shared(("value", key, str(id(root)) if '"$ref"' in key else ""), add)
+        return writing.shared(("value", key, root.key(key)), add)
 
-    def _branch(self, rule: str, schema: Any, root: _Schema, writing: FormWriting, depth: int) -> str:
+    def _branch(self, rule: str, schema: Any, root: PlacedRoot, writing: FormWriting, depth: int) -> str:
         kind = schema.get("type") if isinstance(schema, Mapping) else None
         if not self.quote and kind in ("boolean", "null") and not schema.keys() & {"enum", "const"}:
             return '"None"' if kind == "null" else '("True" | "False")'
@@ -281,11 +308,11 @@ def _properties(schema: _Schema) -> list[_Property]:
         raise UnfitError
     if not all(isinstance(name, str) and _KEY.fullmatch(name) for name in (*given, *required)):
         raise UnfitError
-    named = {**given, **{name: True for name in required if name not in given}}
-    return [_Property(name, one, name in required) for name, one in named.items() if one is not False]
+    named, needed = {**given, **{name: True for name in required if name not in given}}, set(required)
+    return [_Property(name, one, name in needed) for name, one in named.items() if one is not False]
 
 
-def _text_and_other(schema: Any, root: _Schema) -> tuple[str | None, Any]:
+def _text_and_other(schema: Any, root: PlacedRoot) -> tuple[str | None, Any]:
     """How a value is written between marks: as a text of this expression, or as JSON of this schema; None if not so.
 
     ``UnfitError`` if the format's reader could take one for the other.
@@ -304,7 +331,7 @@ def _text_and_other(schema: Any, root: _Schema) -> tuple[str | None, Any]:
     return f"({' | '.join(texts)})", {"type": "null"} if others else None
 
 
-def _branches(schema: Any, root: _Schema) -> list[_Schema]:
+def _branches(schema: Any, root: PlacedRoot) -> list[_Schema]:
     """Schemas of one type each, of which a value follows one.  ``UnfitError`` if that can not be told."""
     found: list[_Schema] = []
     open_ones = [(schema, 0)]
@@ -317,10 +344,11 @@ def _branches(schema: Any, root: _Schema) -> list[_Schema]:
         kinds, inner = one.get("type"), one.keys() - NOTES
         values = one.get("enum") if "const" not in one else [one["const"]]
         if inner == {"$ref"}:
-            open_ones.append((referenced(root, str(one["$ref"])), depth + 1))
+            open_ones.append((root.referenced(str(one["$ref"])), depth + 1))
         elif len(inner) == 1 and inner <= {"anyOf", "oneOf", "allOf"}:
             several = one[next(iter(inner))]
-            if not isinstance(several, list) or not several or (inner == {"allOf"} and len(several) > 1):
+            most = 1 if inner == {"allOf"} else _MAX_CHOICES
+            if not isinstance(several, list) or not 0 < len(several) <= most:
                 raise UnfitError
             open_ones += [(branch, depth + 1) for branch in reversed(several)]
         elif isinstance(kinds, str):
@@ -344,6 +372,8 @@ def _text(schema: _Schema) -> str:
     if values is not None:
         texts = values if isinstance(values, list) else []
         if not 0 < len(texts) <= _MAX_CHOICES or not all(isinstance(one, str) for one in texts):
+            raise UnfitError
+        if sum(map(len, texts)) > _MAX_CHOICE_CHARACTERS:  # written once for each argument that refers to them
             raise UnfitError
         return f"({' | '.join(json.dumps(one, ensure_ascii=False) for one in texts)})"
     if type(least) is not int or type(most) not in (int, type(None)) or max(least, most or 0) > _MAX_LENGTH:

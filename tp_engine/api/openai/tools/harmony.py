@@ -24,8 +24,8 @@ from tp_engine.api.openai.tools.tool_format import MessageFormat, TemplateMarks,
 from tp_engine.grammar.library import inner_schema
 
 if TYPE_CHECKING:
-    from tp_engine.api.openai.structured import TokenWriting
     from tp_engine.api.openai.tools.request import ToolRequest
+    from tp_engine.api.openai.tools.token_writing import TokenWriting
     from tp_engine.structured_outputs import StructuredOutputsParams
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"

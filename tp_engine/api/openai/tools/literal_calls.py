@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tp_engine.api.openai.tools.argument_types import ArgumentTypes
+from tp_engine.api.openai.tools.argument_types import NO_TYPES
 from tp_engine.api.openai.tools.literals import CLOSING, OPENING, PYTHON, Language, LiteralReader
 from tp_engine.api.openai.tools.text_parser import (
     NO_SPACE,
@@ -75,16 +75,16 @@ class LiteralCallsParser(TextParser):
     def __init__(self, marks: LiteralMarks, tools: ToolRequest) -> None:
         super().__init__(marks.opens, drops=marks.drops)
         self._marks = marks
-        self._schemas = tools.parameters()
+        self._tools = tools.argument_types
         self._called: set[str] = set()  # names of all calls
         self._name = ""
-        self._names: list[str] = []  # of the call's arguments, in the order in which they may come without a key
         self._keys: set[str] = set()  # of the call's arguments so far
-        self._types = ArgumentTypes({})
+        self._num_used = 0  # of the names in the schema, from the first on
+        self._types = NO_TYPES
         self._num_arguments = 0
 
     def _read(self) -> Reading[None]:
-        if self._marks.bare and (yield from self._read_list(self._schemas)):
+        if self._marks.bare and (yield from self._read_list(self._tools)):
             yield from self._read_calls(is_marked=False)
         yield from super()._read()
 
@@ -125,7 +125,7 @@ class LiteralCallsParser(TextParser):
         try:
             while not (mark := (yield from self._mark(marks.close, *self._opens, space=_BETWEEN))):
                 head = yield from self._read_head(NO_SPACE)
-                if head is None or not (is_marked or head[1] in self._schemas):
+                if head is None or not (is_marked or head[1] in self._tools):
                     raise NoCallError
                 self._at, self._name, in_call = head.end(), head[1], True
                 if is_marked:
@@ -169,11 +169,8 @@ class LiteralCallsParser(TextParser):
 
     def _read_call(self) -> Reading[None]:
         """Read the arguments of a call, and its closing bracket.  ``NoCallError`` if it is none."""
-        schema = self._schemas.get(self._name, {})
-        properties = schema.get("properties")
-        self._names = list(properties) if isinstance(properties, dict) else []
-        self._types = ArgumentTypes(schema)
-        self._num_arguments, self._keys, mark = 0, set(), ","
+        self._types = self._tools.get(self._name, NO_TYPES)
+        self._num_arguments, self._num_used, self._keys, mark = 0, 0, set(), ","
         while mark == ",":
             mark = yield from self._read_argument()
         if self._is_unsure:
@@ -200,7 +197,7 @@ class LiteralCallsParser(TextParser):
         """Pass on an argument as a whole, if there is one.  ``NoCallError`` if it tells that this is no call."""
         if not text.strip():
             return
-        free = next((one for one in self._names if one not in self._keys), None)
+        free = self._next_name()
         name = str(self._num_arguments + 1) if free is None else free
         try:
             key, value = LiteralReader(self._marks.language, text).argument(name, self._types)
@@ -215,6 +212,13 @@ class LiteralCallsParser(TextParser):
             self._start_call()
         self._begin_value(name if key is None else key)
         self._sink.arguments(value)
+
+    def _next_name(self) -> str | None:
+        """The first name in the schema that no argument has; None if there is none."""
+        names = self._types.names
+        while self._num_used < len(names) and names[self._num_used] in self._keys:
+            self._num_used += 1
+        return names[self._num_used] if self._num_used < len(names) else None
 
     def _begin_value(self, key: str) -> None:
         self._sink.arguments(f"{', ' if self._num_arguments else '{'}{json.dumps(key, ensure_ascii=False)}: ")

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tp_engine.api.openai.tools.argument_types import ArgumentTypes, is_text, json_value, parsed_json
+from tp_engine.api.openai.tools.argument_types import NO_TYPES, is_text, json_value, parsed_json
 from tp_engine.api.openai.tools.text_parser import (
     NO_SPACE,
     EndOfTextError,
@@ -113,8 +113,8 @@ class MarkedCallsParser(TextParser):
     def __init__(self, marks: CallMarks, tools: ToolRequest) -> None:
         super().__init__([mark for one in marks.versions for mark in one.opens], drops=marks.drops)
         self._marks, self._versions = marks, marks.versions
-        self._types = {name: ArgumentTypes(parameters) for name, parameters in tools.parameters().items()}
-        self._of_tool = ArgumentTypes({})
+        self._types = tools.argument_types
+        self._of_tool = NO_TYPES
         self._num_arguments = 0
         self._has_object = False  # the arguments have come as one object
         self._held = ("", "")  # an argument that may be a wrapper of all, until that is known; and its value
@@ -168,7 +168,7 @@ class MarkedCallsParser(TextParser):
         marks = self._marks
         ends = tuple(filter(None, (marks.call_end, marks.close, marks.open, marks.call)))
         self._sink.start_call(name)
-        self._of_tool = self._types.get(name, ArgumentTypes({}))
+        self._of_tool = self._types.get(name, NO_TYPES)
         self._num_arguments, self._has_object, self._held = 0, False, ("", "")
         try:
             while (found := (yield from self._mark(*ends, marks.key))) not in ends:

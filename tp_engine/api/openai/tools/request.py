@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from functools import cached_property
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from tp_engine.api.openai.protocol import ChatBody
+from tp_engine.api.openai.tools.argument_types import ArgumentTypes
 from tp_engine.errors import RequestError, shown
 from tp_engine.grammar.schema import lenient_schema, normal_schema, object_schema, placed_schema, unkept_keywords
+
+if TYPE_CHECKING:
+    from tp_engine.api.openai.protocol import ChatBody  # pydantic, which the process that reads schemas does without
 
 Choice: TypeAlias = Literal["auto", "required", "named"]
 _MAX_NAME = 256
@@ -17,7 +22,7 @@ _ANY_ARGUMENTS = {"type": "object"}
 _WORDS = ("none", "auto", "required")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ToolRequest:
     """The tools that an answer may call.  ``name`` is the function of a ``named`` choice, None otherwise.
 
@@ -58,14 +63,15 @@ class ToolRequest:
             num_earlier_calls=sum(len(calls) for calls in earlier if isinstance(calls, list)),
         )
 
-    @property
+    @cached_property
     def names(self) -> frozenset[str]:
         return frozenset(tool["function"]["name"] for tool in self.tools)
 
-    def parameters(self) -> dict[str, dict[str, Any]]:
-        """Return the JSON schema of each tool's arguments as the client gave it, by the tool's name."""
+    @cached_property
+    def argument_types(self) -> Mapping[str, ArgumentTypes]:
+        """The types of each tool's arguments, by the tool's name; for all sequences of the answer."""
         given = {tool["function"]["name"]: tool["function"].get("parameters") for tool in self.tools}
-        return {name: dict(schema) if isinstance(schema, Mapping) else {} for name, schema in given.items()}
+        return {name: ArgumentTypes(schema if isinstance(schema, Mapping) else {}) for name, schema in given.items()}
 
     def argument_schemas(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the schemas that forced arguments follow, with the names of the tools that the choice allows.
@@ -153,7 +159,7 @@ def _argument_schema(function: Mapping[str, Any]) -> dict[str, Any]:
         found = object_schema(given)
         if found is None:
             raise RequestError(f"{whose} allow no object, which arguments are", param="tools")
-        unkept = unkept_keywords(normal_schema(found))
+        unkept = list(islice(unkept_keywords(normal_schema(found)), 1))
     except RecursionError:
         raise RequestError(f"{whose} are nested too deeply", param="tools") from None
     if unkept:

@@ -30,6 +30,8 @@ from tp_engine.api.openai.tools.events import (
 _Found = TypeVar("_Found")
 # What reads pending text: it yields where it needs more.
 Reading: TypeAlias = Generator[None, None, _Found]
+# Pending text is looked at again and again, and copied with each mark, so a long text is read in pieces.
+_PIECE = 4096
 WHITE_SPACE, NO_SPACE = re.compile(r"\s*"), re.compile("")
 
 
@@ -108,11 +110,13 @@ class TextParser:
 
     def feed(self, text: str) -> list[ChatEvent]:
         """Take the next piece of text; returns the events that are certain now."""
-        if self._in_text and not self._pending and self._first_characters.isdisjoint(text):
-            self._give(text)
-        elif text:
-            self._pending += text
-            next(self._reading)
+        for start in range(0, len(text), _PIECE):
+            piece = text[start : start + _PIECE]
+            if self._in_text and not self._pending and self._first_characters.isdisjoint(piece):
+                self._give(piece)
+            else:
+                self._pending += piece
+                next(self._reading)
         return self._sink.take()
 
     def finish(self, *, cut_off: bool) -> list[ChatEvent]:

@@ -13,8 +13,8 @@ from tp_engine.api.openai.tools.forced_arguments import JSON, ArgumentForm
 from tp_engine.api.openai.tools.text_parser import MessageParser, TextParser
 
 if TYPE_CHECKING:
-    from tp_engine.api.openai.structured import TokenWriting
     from tp_engine.api.openai.tools.request import ToolRequest  # pydantic, which options are read without
+    from tp_engine.api.openai.tools.token_writing import TokenWriting
     from tp_engine.structured_outputs import StructuredOutputsParams
 
 # Names of functions that every format's reader takes.
