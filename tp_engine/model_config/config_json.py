@@ -28,6 +28,12 @@ _OF_THE_WHOLE = (
     "compression_config",
 )
 
+# Keys of transformers 5, and the older ones that each stands for.
+_STANDS_FOR = {
+    "rope_parameters": ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"),
+    "per_layer_config": ("global_head_dim", "num_global_key_value_heads"),
+}
+
 # A number decides how much is computed and allocated before a weight is read.  The largest models have some 130 layers
 # and 1,000 experts, and their largest number is a number of positions.
 _LARGEST = 2**31
@@ -82,8 +88,8 @@ class ConfigJson:
         whole = {name: value for name, value in self._values.items() if name in _OF_THE_WHOLE and value is not None}
         inner = self._values.get("text_config")
         if isinstance(inner, dict):
-            outer = self._beside_text_part()
-            self.below({name: value for name, value in outer.items() if name not in inner}).finish()
+            outer, copies = self._beside_text_part(), self.copies_of_text_part
+            self.below({name: value for name, value in outer.items() if name not in copies}).finish()
             if inner.get("tie_word_embeddings") is True:
                 whole["tie_word_embeddings"] = True
             elif "tie_word_embeddings" not in whole:
@@ -110,7 +116,8 @@ class ConfigJson:
         inner = self._values.get("text_config")
         if not isinstance(inner, dict):
             return {}
-        return {name: value for name, value in self._beside_text_part().items() if name in inner}
+        known = {*inner, *(name for key, names in _STANDS_FOR.items() if key in inner for name in names)}
+        return {name: value for name, value in self._beside_text_part().items() if name in known}
 
     def below(self, values: Mapping[str, Any], *names: str) -> ConfigJson:
         """Another object of the same file, found under the keys ``names`` of this one."""

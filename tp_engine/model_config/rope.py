@@ -107,7 +107,7 @@ def read_rope(config: ConfigJson, *, head_dim: int, max_position: int, rules: Ro
     over the one beside it, and an ``original_max_position_embeddings`` beside them over the one inside.
     """
     chosen = take_rope(config)
-    theta = config.take("rope_theta", float)
+    theta = config.take("rope_theta", float, None if chosen.has("rope_theta") else rules.theta)
     outer_original = config.take("original_max_position_embeddings", int)
     if outer_original is not None:
         chosen = chosen.changed({"original_max_position_embeddings": outer_original})
@@ -115,7 +115,8 @@ def read_rope(config: ConfigJson, *, head_dim: int, max_position: int, rules: Ro
     if partial is None:
         config.expect("partial_rotary_factor", float, 1.0)
     else:
-        partial = config.take("partial_rotary_factor", float, partial)
+        own_partial = config.take("partial_rotary_factor", float)  # null, as transformers reads it, is the default
+        partial = partial if own_partial is None else own_partial
     own = replace(rules, theta=rules.theta if theta is None else theta, partial=partial)
     return parse_rope(chosen, head_dim=head_dim, max_position=max_position, rules=own)
 

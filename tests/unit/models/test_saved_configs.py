@@ -44,6 +44,21 @@ def test_keys_of_the_text_part_beside_it_count_for_nothing(family: str) -> None:
         read_model({**inner, **config, "use_foo": 1})
 
 
+@pytest.mark.parametrize("family", WRAPPED)
+def test_older_keys_beside_newer_ones_inside_count_for_nothing(family: str) -> None:
+    """Oracle: transformers' own reading: it saves ``rope_parameters`` inside, and leaves what it finds outside."""
+    import transformers
+
+    config = tiny(family)
+    older = {"rope_theta": 77.0, "rope_scaling": {"type": "mrope"}, "partial_rotary_factor": 0.3}
+    if "per_layer_config" in config["text_config"]:
+        older |= {"global_head_dim": 7, "num_global_key_value_heads": 3}
+    both = {**older, **config}
+    theirs = getattr(transformers, FAMILIES[family].config).from_dict(json.loads(json.dumps(both)))
+    again = {**json.loads(theirs.to_json_string(use_diff=False)), "architectures": config["architectures"]}
+    assert read_model(both) == read_model(config) == read_model(again)
+
+
 def test_an_override_of_a_key_that_counts_for_nothing_is_refused(tmp_path: Path) -> None:
     """Oracle: the same change where it counts is obeyed, and null outside takes nothing away."""
     config = tiny("qwen2.5-vl")
@@ -100,14 +115,30 @@ def test_null_is_no_cap() -> None:
 
 
 @pytest.mark.parametrize(
+    ("family", "key"), [("gemma4", "num_global_key_value_heads"), ("glm4-moe", "partial_rotary_factor")]
+)
+def test_null_that_transformers_takes_for_absence(family: str, key: str) -> None:
+    """Oracle: the same file without the key, as transformers' class reads null there."""
+    config = tiny(family)
+    config.pop("per_layer_config", None), config.pop(key, None)
+    assert read_model({**config, key: None}) == read_model(config)
+
+
+@pytest.mark.parametrize(
     ("family", "key"),
-    [("cohere2", "logit_scale"), ("granite-moe", "residual_multiplier"), ("deepseek-v3", "num_experts_per_tok"),
-     ("gpt-oss", "num_experts_per_tok"), ("gemma2", "query_pre_attn_scalar"), ("deepseek-v3", "n_group")],
+    [
+        ("cohere2", "logit_scale"), ("llama", "rope_theta"), ("granite-moe", "residual_multiplier"),
+        ("deepseek-v3", "num_experts_per_tok"), ("gpt-oss", "num_experts_per_tok"),
+        ("gemma2", "query_pre_attn_scalar"), ("deepseek-v3", "n_group"),
+    ],
 )  # fmt: skip
 def test_null_that_is_no_number_is_refused(family: str, key: str) -> None:
     """Oracle: transformers has no number for it either; the default's would say other tokens silently."""
+    config = tiny(family)
+    if key == "rope_theta":
+        del config["rope_parameters"]
     with pytest.raises(ConfigError, match=rf"{key} is None.*write a number, or leave the key out"):
-        read_model({**tiny(family), key: None})
+        read_model({**config, key: None})
 
 
 def test_granite_moe_names_its_rotation() -> None:

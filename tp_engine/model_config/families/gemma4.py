@@ -162,8 +162,9 @@ def _head_shapes(reader: DecoderReader, windows: tuple[int | None, ...]) -> list
     config = reader.config
     head_dim = config.take_positive("global_head_dim", 512)
     # Without shared projections, transformers does not read this key.
-    kv_heads = config.take_positive("num_global_key_value_heads", reader.num_kv_heads)
-    kv_heads = kv_heads if config.peek("attention_k_eq_v") else reader.num_kv_heads
+    kv_heads = reader.num_kv_heads
+    if config.take("num_global_key_value_heads", int) is not None and config.peek("attention_k_eq_v"):
+        kv_heads = config.require_positive("num_global_key_value_heads")
     usual, full = (reader.num_kv_heads, reader.head_dim), (kv_heads, head_dim)
     changes = config.take("per_layer_config", dict)
     if not config.has("per_layer_config"):
