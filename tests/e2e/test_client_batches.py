@@ -401,7 +401,7 @@ def test_a_killed_server_loses_and_repeats_nothing(tmp_path: Path) -> None:
         with running_server(engine, config(tmp_path)) as server, openai_client(server) as client:
             batch = batch or sent(client, [line(custom_id, text) for custom_id, text in texts.items()])
             wait_until(partial(has_done, client, batch, moment), "some lines to end")
-            process = max(psutil.Process().children(recursive=True), key=lambda one: one.create_time())  # the last one
+            process = psutil.Process(server.process.pid)
             process.kill()
             process.wait(DEADLINE_S)
     assert batch is not None
@@ -449,20 +449,26 @@ def test_a_file_beyond_the_storage_is_refused(tmp_path: Path) -> None:
 
 
 def test_without_a_folder_the_server_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: a private folder of temporary files, gone with the server; the one of a killed server goes too, and one
-    in use stays."""
+    """Oracle: a private folder of temporary files, made for the first file and gone with the server; the one of a
+    killed server goes too, and one in use stays."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     killed, in_use = tmp_path / "tp_engine-batches-killed", tmp_path / "tp_engine-batches-used"
     BatchStore(killed, retention_s=9, max_bytes=9).close()
     with BatchStore(in_use, retention_s=9, max_bytes=9):
         store = open_store(ServerConfig())
-        assert store is not None and 0 < store.free_bytes <= 1 << 30
-        (own,) = set(tmp_path.iterdir()) - {in_use}
+        assert store is not None and 0 < store.free_bytes <= 1 << 30 and {*tmp_path.iterdir()} == {killed, in_use}
+        with store.incoming() as copy:
+            assert store.add_file(copy, "f", "batch", None).id in store.files
+        (own,) = {*tmp_path.iterdir()} - {in_use}
         assert own.name.startswith("tp_engine-batches-") and own != killed and own.stat().st_mode & 0o777 == 0o700
         store.close()
         assert [*tmp_path.iterdir()] == [in_use]
+        unused = open_store(ServerConfig())
+        assert unused is not None
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
-        assert open_store(ServerConfig()) is None
+        with pytest.raises(HttpError, match="--batch-storage-dir"):
+            unused.incoming()
+        unused.close()
 
 
 def test_a_server_without_files() -> None:

@@ -7,6 +7,7 @@ import importlib
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from fastapi import FastAPI
 
 from tp_engine import env
 from tp_engine.api.async_llm import AsyncLLM
-from tp_engine.api.batches.store import BatchStore, new_temporary_folder
+from tp_engine.api.batches.store import BatchStore
 from tp_engine.engine.processes import die_with_parent
 from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.errors import ConfigError, EngineDeadError
@@ -167,19 +168,21 @@ def open_store(config: ServerConfig) -> BatchStore | None:
 
     None if there is to be none, or no folder can be made.  ``ConfigError`` for a given folder that can not be used.
     """
-    folder, retention_s = config.batch_storage_dir, 3600 * config.batch_retention_hours
+    folder, max_bytes = config.batch_storage_dir, config.batch_max_storage_bytes
     if folder == NO_BATCHES:
         return None
-    if folder is not None:
-        path = Path(folder).expanduser()
-        return BatchStore(path, retention_s=retention_s, max_bytes=config.batch_max_storage_bytes)
-    try:
-        own = new_temporary_folder()
-    except OSError as error:
-        logger.warning("files and batches are not offered: %s; give a folder with --batch-storage-dir", error)
-        return None
-    max_bytes = min(config.batch_max_storage_bytes, _TEMPORARY_BYTES)
-    return BatchStore(own, retention_s=retention_s, max_bytes=max_bytes, ends_with_server=True)
+    if folder is None:
+        max_bytes = min(max_bytes, _TEMPORARY_BYTES)
+        try:
+            tempfile.gettempdir()
+        except OSError as error:
+            logger.warning("files and batches are not offered: %s; give a folder with --batch-storage-dir", error)
+            return None
+    return BatchStore(
+        None if folder is None else Path(folder).expanduser(),
+        retention_s=3600 * config.batch_retention_hours,
+        max_bytes=max_bytes,
+    )
 
 
 def _load_early(source: str | None) -> Any | None:

@@ -49,18 +49,26 @@ RESULTS = {"output": "output_file_id", "errors": "error_file_id"}
 class BatchStore(Closing):
     """Files and batches of one folder, which no other server may use.
 
+    ``folder`` None is a temporary one, which is made when the first file comes, and ends with the server.
     ``retention_s``: how long files are kept whose sender says nothing else.  ``max_bytes`` bounds all files together.
-    ``ends_with_server``: closing deletes the folder.  Not safe to call from several threads at a time, but for
-    ``add_file``.
+    Not safe to call from several threads at a time, but for ``add_file``.
     """
 
-    def __init__(self, folder: Path, *, retention_s: int, max_bytes: int, ends_with_server: bool = False) -> None:
-        self.retention_s, self._ends_with_server = retention_s, ends_with_server
+    def __init__(self, folder: Path | None, *, retention_s: int, max_bytes: int) -> None:
+        self.retention_s = retention_s
         self.arriving_bytes = 0
         """Bytes of files that have begun to arrive, in ``incoming``."""
+        self.files: dict[str, StoredFile] = {}
+        self.batches: dict[str, Batch] = {}
         self._writing = threading.Lock()
         self._max_bytes = max_bytes
-        self._folder = folder
+        self._is_temporary = folder is None
+        self._lock: IO[str] | None = None
+        self._last_order = 0
+        if folder is not None:
+            self._open(folder)
+
+    def _open(self, folder: Path) -> None:
         lock = folder / _LOCK
         try:
             if folder.is_dir() and not lock.exists() and any(folder.iterdir()):
@@ -81,15 +89,17 @@ class BatchStore(Closing):
             ) from None
         for left in (folder / "incoming").iterdir():
             left.unlink()
-        self.files = _read(folder / "files", _META, StoredFile)
-        self.batches = _read(folder / "batches", _BATCH, Batch)
+        self.files |= _read(folder / "files", _META, StoredFile)
+        self.batches |= _read(folder / "batches", _BATCH, Batch)
         self._last_order = max((_order(one) for one in (*self.files.values(), *self.batches.values())), default=0)
+        self._folder = folder
 
     def close(self) -> None:
-        """Let another server use the folder, unless it ends with this one."""
-        if self._ends_with_server:
-            shutil.rmtree(self._folder, ignore_errors=True)
-        self._lock.close()
+        """Let another server use the folder; one that is temporary is deleted."""
+        if self._lock is not None:
+            if self._is_temporary:
+                shutil.rmtree(self._folder, ignore_errors=True)
+            self._lock.close()
 
     @property
     def free_bytes(self) -> int:
@@ -103,7 +113,15 @@ class BatchStore(Closing):
                 raise HttpError(429, f"{MAX_ENTRIES} {name} are stored; delete files", code=f"too_many_{name}")
 
     def incoming(self) -> IO[bytes]:
-        """Return a new file in the folder, for ``add_file``; deleted when it is closed."""
+        """Return a new file in the folder, for ``add_file``; deleted when it is closed.  ``HttpError`` 503 if there is
+        no folder, and none can be made."""
+        with self._writing:
+            if self._lock is None:
+                try:
+                    self._open(_new_temporary_folder())
+                except (OSError, ConfigError) as error:
+                    text = f"no temporary folder can be made for files ({error}); serve with --batch-storage-dir"
+                    raise HttpError(503, text, code="no_storage") from error
         return tempfile.NamedTemporaryFile(dir=self._folder / "incoming")
 
     def add_file(
@@ -208,7 +226,7 @@ class BatchStore(Closing):
         self.files[file.id] = file
 
 
-def new_temporary_folder() -> Path:
+def _new_temporary_folder() -> Path:
     """Return a new private folder among the temporary files; deletes those of servers that were killed, whose locks
     nobody holds."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_TEMPORARY}*"):
