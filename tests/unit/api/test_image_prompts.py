@@ -321,6 +321,12 @@ def test_images_in_documents_of_messages_reach_the_model() -> None:
     asked: list[Any] = [{"role": "user", "content": "x"}, use, {"role": "user", "content": [result]}]
     answered = MessagesBody.model_validate({"max_tokens": 5, "messages": asked})
     assert "see <|vision_start|>[6]<|vision_end|></s>" in text(prepared(answered))
+    whole = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": URL}}
+    sent = MessagesBody.model_validate({"max_tokens": 5, "messages": [{"role": "user", "content": [whole]}]})
+    assert len(prepared(sent).images) == 1
+    system = MessagesBody.model_validate({"max_tokens": 5, "system": [whole], "messages": asked[:1]})
+    with pytest.raises(RequestError, match=r"system\[0\] is a block of type 'image'; it is not read there"):
+        prepared(system)
     blind = InputProcessor(msgspec.structs.replace(image_info(), images=None), image_tokenizer())
     with pytest.raises(
         RequestError, match=r"source.content\[1\] is a block of type 'image'; this model reads text only"
@@ -367,6 +373,10 @@ def test_a_mark_that_a_user_writes_is_no_image() -> None:
         (chat(image_part(picture(2, 402))), r"messages\[0\].content\[0\]: an image has 2 x 402 pixels.*200 times"),
         (chat(*[image_part(picture(8, 8))] * 3), r"At most 2 image\(s\) may be provided in one prompt"),
         (chat(image_part(PICTURE), role="system"), "System message cannot contain images"),
+        (
+            ChatBody.model_validate({"messages": [{"role": "user", "content": "a", "images": ["x"]}]}),
+            r"\[0\].images: images are parts",
+        ),
         (chat({"type": "image", "image": {"path": "a.png"}}), "has no URL in 'image' or 'url' or 'base64'"),
         (chat(image_part(PICTURE), truncate_prompt_tokens=5), "truncate_prompt_tokens would cut images"),
         (chat(image_part(PICTURE), use_beam_search=True, n=2), "beam search of a prompt with images"),
@@ -549,7 +559,8 @@ def test_sizes_that_can_not_be_are_refused_by_name(part: Any, sizes: dict[str, A
 
 def test_a_chat_of_python_takes_pillows_images() -> None:
     """Oracle: the same request as from a data URL."""
-    content = [{"type": "text", "text": "see "}, {"type": "image_pil", "image_pil": PICTURE}, " now"]
     one = processor()
-    request = one.process(one.chat_prompt([{"role": "user", "content": content}]), SamplingParams(), request_id="r")
-    assert text(request) == IN_CHAT
+    for part in ({"type": "image_pil", "image_pil": PICTURE}, {"type": "image", "image": PICTURE}):
+        content = [{"type": "text", "text": "see "}, part, " now"]
+        request = one.process(one.chat_prompt([{"role": "user", "content": content}]), SamplingParams(), request_id="r")
+        assert text(request) == IN_CHAT

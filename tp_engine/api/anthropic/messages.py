@@ -57,7 +57,7 @@ def chat_messages(
 ) -> ChatMessages:
     """Return the chat; raises ``RequestError`` that names the faulty block.  ``seal`` opens thinking that is sealed."""
     chat: ChatMessages = []
-    leading = [] if system is None else [*_texts("system", system)]
+    leading = [] if system is None else [*_texts("system", system, takes_images=takes_images)]
     last_user = max((number for number, one in enumerate(messages) if one.role == "user"), default=-1)
     for number, message in enumerate(messages):
         where = f"messages[{number}].content"
@@ -67,7 +67,7 @@ def chat_messages(
         if message.content is None:
             raise _refused(f"{where} is missing; it must be text, or a list of blocks")
         if message.role == "system" and not chat:
-            leading += _texts(where, message.content)
+            leading += _texts(where, message.content, takes_images=takes_images)
         elif message.role == "assistant":
             _add_assistant(chat, where, message.content, takes_images=takes_images, seal=seal)
         else:
@@ -160,7 +160,8 @@ def _file(where: str, source: Mapping[str, Any], made: type[ImageSource]) -> Ima
     if source["type"] == "url":
         return made(where=where, content=_string(f"{where}.source", source, "url"))
     media_type, data = (_string(f"{where}.source", source, name) for name in ("media_type", "data"))
-    return made(where=where, content=f"data:{media_type};base64,{data}")
+    is_url = data.lstrip()[:5].lower() == "data:"  # some clients send it whole
+    return made(where=where, content=data if is_url else f"data:{media_type};base64,{data}")
 
 
 def _add_assistant(
@@ -213,9 +214,9 @@ def _blocks(where: str, content: str | Sequence[Block]) -> Iterator[tuple[str, B
         yield place, block
 
 
-def _texts(where: str, content: str | Sequence[Block]) -> list[str]:
+def _texts(where: str, content: str | Sequence[Block], *, takes_images: bool) -> list[str]:
     """The texts of a system prompt, without the one that is only for a bill."""
-    texts = (_text(place, block) for place, block in _blocks(where, content))
+    texts = (_text(place, block, takes_images=takes_images) for place, block in _blocks(where, content))
     return [text for text in texts if text and not text.startswith(_BILLING)]
 
 
@@ -244,8 +245,8 @@ def _text(where: str, block: Block, *, in_result: bool = False, takes_images: bo
     if text is None and in_result:
         return omitted(kind)
     if text is None:
-        reads = "text and images" if takes_images else "text only"
-        raise _refused(f"{where} is a block of type {shown(kind)}; this model reads {reads}, send it as text")
+        reads = "it is not read there" if takes_images else "this model reads text only"
+        raise _refused(f"{where} is a block of type {shown(kind)}; {reads}, send it as text")
     return text
 
 

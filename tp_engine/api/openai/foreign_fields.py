@@ -29,6 +29,7 @@ class Refused:
 
 _FORM = "describe the form with response_format or structured_outputs"
 _IMAGES = "mm_processor_kwargs of a chat, and detail, say in which sizes images are read"
+_IN_CHATS = "images are parts of the contents of a chat's messages (image_url)"
 _DRAWN = "tokens are drawn by temperature, top_p, top_k, min_p and the penalties"
 _CUT = "cut with truncate_prompt_tokens; -1 keeps what the context holds"
 _TEMPLATE = "a template is a program, which only the operator chooses; serve with --chat-template"
@@ -42,6 +43,7 @@ _PROMPT = {
 }
 GENERATION: Mapping[str, Refused] = {
     **_PROMPT,
+    **dict.fromkeys(("image_data", "images", "multi_modal_data"), Refused(_IN_CHATS)),
     **dict.fromkeys(("ebnf", "grammar", "json_schema", "regex", "structural_tag"), Refused(_FORM)),
     **dict.fromkeys(("dry_multiplier", "mirostat", "no_repeat_ngram_size", "top_a", "xtc_probability"),
                     Refused(_DRAWN)),

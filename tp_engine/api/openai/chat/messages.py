@@ -31,7 +31,7 @@ from tp_engine.api.openai.tools.events import unread_arguments
 from tp_engine.api.openai.tools.text_parser import valid_unicode
 from tp_engine.api.openai.tools.tool_format import ToolFormat
 from tp_engine.errors import RequestError, shown
-from tp_engine.images.sources import ImageSource, image_source, is_image_part
+from tp_engine.images.sources import DocumentSource, ImageSource, image_source, is_image_part
 from tp_engine.log import get_logger, warn_once
 
 logger = get_logger(__name__)
@@ -177,6 +177,12 @@ def _normal_message(where: str, message: object, *, takes_images: bool) -> dict[
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise RequestError(f"{where}.role is {role!r}; it must be text such as 'user'", param="messages")
+    if normal.get("images"):
+        raise RequestError(
+            f"{where}.images: images are parts of the content, such as {{'type': 'image_url', 'image_url': {{'url': "
+            "'data:image/png;base64,...'}}",
+            param="messages",
+        )
     normal["content"] = _content(where, role, normal.get("content"), takes_images)
     if calls := normal.pop("tool_calls", None):
         if not isinstance(calls, (list, tuple)):
@@ -220,6 +226,8 @@ def _part_text(where: str, role: str, part: object, takes_images: bool) -> str:
     """The text of a part.  In a tool's answer a note stands for a picture, which would else end the conversation."""
     if isinstance(part, str):
         return part
+    if isinstance(part, ImageSource):  # of another API, for a model that takes none
+        part = {"type": "file" if isinstance(part, DocumentSource) else "image"}
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     key = _TEXTS.get(str(kind))
     if isinstance(part, Mapping) and key is not None and isinstance(part.get(key), str):
