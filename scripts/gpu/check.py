@@ -3,7 +3,9 @@
 Every section has a time limit and ends with a verdict.  After a failure the next section still runs.  --out keeps
 gpu_check.log (all output), gpu_check.json (reports, figures, verdicts) and gpu_check.txt (the table), written anew
 after each section, those of a plan in a folder of their own; --document FILE ... writes the figures of such JSON files
-into docs/benchmarks/gpu.md.  Exit code 0: all passed; 1: something failed; 2: no GPU here.
+into docs/benchmarks/gpu.md.  --pack downloads what a machine without a package index lacks, and says what to call
+there; --again FILE runs the tests that failed, by the gpu_check.json of an earlier call.  Exit code 0: all passed; 1:
+something failed; 2: no GPU here; 3: something did not run.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from typing import IO, Any
 
 from gpu.figures import figures_of
 from gpu.run import ROOT, Outcome, run_section, why_not
-from gpu.sections import GPU_PEERS, PLAN_S, PLANS, Section, all_sections
+from gpu.sections import AGAIN_S, GPU_PEERS, PLAN_S, PLANS, Section, again, all_sections
+from gpu.wheels import CARRY, PACKAGES, bring_kernels, keep_kernels, missing, pack, unpack
 
 PAGE = ROOT / "docs" / "benchmarks" / "gpu.md"
 _BEGIN, _END = "<!-- figures of scripts/gpu_check -->", "<!-- end of the figures -->"
@@ -33,7 +36,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.document:
         update(PAGE, [section for file in args.document for section in json.loads(file.read_text(encoding="utf-8"))])
         return 0
-    sections = chosen(args)
+    if args.pack:
+        return pack()
+    if args.again:
+        saved = json.loads(args.again.read_text(encoding="utf-8"))
+        failed = {one["name"]: one["failed_tests"] for one in saved if one.get("failed_tests")}
+        if not failed:
+            print(f"no test has failed in {args.again}", file=sys.stderr)
+            return 0
+        sections = again(failed)
+    else:
+        sections = chosen(args)
     if args.list or args.dry_run:
         for section in sections:
             print(f"{section.name:<16}{section.limit_s:>5.0f} s  {section.what}")
@@ -49,12 +62,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 2
     out, budget_s = args.out, args.budget_s
-    if args.plan is not None:
+    if names := unpack():
+        print(f"brought along: {', '.join(names)}")
+    lacking = missing(tuple(dict.fromkeys(name for section in sections for name in section.modules)))
+    if lacking:
+        wheels = [wheel for name in lacking for wheel in PACKAGES.get(name, (name,))]
+        print(
+            f"this machine lacks {', '.join(lacking)}: sections that need them are skipped. Where there is a package "
+            f"index, scripts/gpu_check --pack downloads the wheels of {', '.join(wheels)} into {CARRY.name}/, which "
+            "then travels along"
+        )
+    kernels = bring_kernels()
+    if args.again:
+        budget_s = min(budget_s, AGAIN_S)
+    elif args.plan is not None:
         out, budget_s = out / f"plan_{args.plan}", min(budget_s, PLAN_S)
     out.mkdir(parents=True, exist_ok=True)
     with (out / "gpu_check.log").open("w", encoding="utf-8") as log:
         outcomes = run_all(sections, num_gpus, budget_s, log, out)
-    return 1 if any(outcome.is_bad for outcome in outcomes) else 0
+    print(keep_kernels(kernels, out))
+    if any(outcome.is_bad for outcome in outcomes):
+        return 1
+    return 3 if any(outcome.status == "skipped" for outcome in outcomes) else 0
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -71,6 +100,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=default, help="folder for the results (default: %(default)s)")
     parser.add_argument(
         "--document", type=Path, nargs="+", metavar="FILE", help="write their figures into docs/benchmarks/gpu.md"
+    )
+    parser.add_argument("--pack", action="store_true", help="download what a GPU machine lacks, and say what to call")
+    parser.add_argument(
+        "--again", type=Path, metavar="FILE", help=f"run its failed tests once more, for at most {AGAIN_S} s"
     )
     parser.add_argument("--nano-vllm-path", help="also measure the nano-vllm in this folder")
     peers = " or ".join(GPU_PEERS)

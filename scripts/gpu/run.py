@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from gpu.figures import figures_of
 from gpu.sections import Section
+from gpu.wheels import missing
 
 ROOT = Path(__file__).resolve().parents[2]
 _STOP_S, _KILL_S = 20.0, 5.0  # a server takes a moment to stop
@@ -31,6 +32,8 @@ class Outcome:
     note: str = ""
     seconds: float = 0.0
     report: dict[str, Any] = field(default_factory=dict)
+    failed_tests: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
 
     @property
     def is_bad(self) -> bool:
@@ -53,11 +56,14 @@ class Outcome:
 
 def why_not(section: Section, num_gpus: int, remaining_s: float) -> Outcome | None:
     """The reason why a section can not run here; None if it can."""
-    missing = [name for name in section.modules if importlib.util.find_spec(name) is None]
+    lacking = missing(section.modules)
     if section.min_gpus > num_gpus:
         return Outcome(name=section.name, status="skipped", note=f"needs {section.min_gpus} GPUs, found {num_gpus}")
-    if missing:
-        return Outcome(name=section.name, status="skipped", note=f"not installed: {', '.join(missing)}")
+    if lacking:
+        note = f"not installed: {', '.join(lacking)}"
+        return Outcome(name=section.name, status="skipped", note=note, missing=lacking)
+    if section.prefix and shutil.which(section.prefix[0]) is None:
+        return Outcome(name=section.name, status="skipped", note=f"there is no {section.prefix[0]} here")
     if remaining_s < _LEAST_S:
         return Outcome(name=section.name, status="skipped", note="no time left within --budget-s")
     return None
@@ -83,6 +89,8 @@ def run_section(section: Section, log: IO[str], limit_s: float) -> Outcome:
     reader.join(_KILL_S)
     outcome = Outcome(name=section.name, status="passed", seconds=round(time.monotonic() - started_s, 1))
     outcome.report = last_json(lines)
+    ends = [line for line in lines if line.startswith(("FAILED tests/", "ERROR tests/"))]
+    outcome.failed_tests = [line.partition(" ")[2].partition(" - ")[0].strip() for line in ends]
     if timed_out:
         outcome.status, outcome.note = "timeout", f"ended after {limit_s:.0f} s"
     elif process.returncode:

@@ -1,6 +1,7 @@
 """The sections of scripts/gpu_check: commands that also work by hand, each with its own time limit.
 
-The plans spend half an hour on a GPU, each in a call of at most ``PLAN_S``; ``PLANS`` says what each answers.
+Each plan is a call of at most ``PLAN_S`` seconds; ``PLANS`` says what it answers.  The first one alone says whether all
+is right and how fast a rank is, because a machine may be there for one call.
 """
 
 from __future__ import annotations
@@ -21,28 +22,31 @@ _TESTS = (*_CORE, "pytest", "psutil", "triton")
 _SERVER = (*_CORE, "fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2")
 GPU_PEERS = ("vllm", "nano-vllm")
 PLANS = {
-    1: "does it work: environment, contexts, NCCL, engine, graphs",
+    1: "is it right, and how fast is a rank: kernels, engine, memory accesses, slices of large models",
     2: "how fast: 0.6B and 8B, beside the peers that are given",
-    3: "ranks on one GPU, a killed rank, 32B, quantised 8B",
+    3: "contexts, NCCL, ranks on one GPU, a killed rank, 32B, quantised 8B",
 }
 PLAN_S = 560
+AGAIN_S = 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """``command`` follows the interpreter; ``modules`` must be importable.  ``plan`` 0: in none."""
+    """``command`` follows the interpreter, and that follows ``prefix``, a program that runs it; ``modules`` must be
+    importable.  ``plan`` 0: in none."""
 
     name: str
     what: str
     command: tuple[str, ...]
     limit_s: float
+    prefix: tuple[str, ...] = ()
     plan: int = 0
     modules: tuple[str, ...] = ()
     min_gpus: int = 1
 
     def argv(self) -> list[str]:
         """The whole command line."""
-        return [sys.executable, *self.command]
+        return [*self.prefix, sys.executable, *self.command]
 
 
 def all_sections(args: argparse.Namespace) -> list[Section]:
@@ -60,11 +64,34 @@ def all_sections(args: argparse.Namespace) -> list[Section]:
             limit_s=limit_s,
             what=what,
             command=tuple(shlex.split(command.format(peers=shlex.join(peers)))),
-            modules=_SERVER if "bench_serve" in command else _TESTS if "pytest" in command else _CORE,
+            prefix=_MEMCHECK if name == "memory" else (),
+            modules=_modules(command),
             min_gpus=2 if "torch.distributed.run" in command else 1,
         )
         for name, plan, limit_s, what, command in _SECTIONS
     ]
+
+
+def again(failed: dict[str, list[str]]) -> list[Section]:
+    """Sections that run failed tests, by the section that had them, once more: the first failure of each, at length."""
+    return [
+        Section(
+            name=name,
+            what="tests that failed, again",
+            limit_s=AGAIN_S / len(failed),
+            command=(*shlex.split(_PYTEST), "-x", "--tb=long", *tests),
+            modules=_TESTS,
+        )
+        for name, tests in failed.items()
+    ]
+
+
+def _modules(command: str) -> tuple[str, ...]:
+    if "bench_serve" in command:
+        return _SERVER
+    if command.startswith("scripts/gpu/environment") or command.endswith("nccl"):
+        return ("torch",)
+    return _TESTS if "pytest" in command else _CORE
 
 
 def _pytest(arguments: str, most: int = _WORKERS) -> str:
@@ -96,21 +123,32 @@ _QUANTISED = "--rounds 1 --no-peer --quantization none,fp8,int4 --workloads"
 _STEPS = "scripts/bench_offline.py --shape qwen3-{} --steps 256x512"
 _PROMPTS = "scripts/bench_offline.py --shape qwen3-{} --steps 32x128 --prefill-graphs 'none;auto' --num-steps 50"
 _KERNELS = "scripts/bench_kernels.py"
+_SLICE = "scripts/gpu/slices.py {} --steps {}"
+_MEMCHECK = ("compute-sanitizer", "--tool", "memcheck", "--print-limit", "5", "--error-exitcode", "9")
+_NEW_KERNELS = "tests/gpu/test_kernels_gpu.py tests/gpu/test_scaled_products_gpu.py tests/gpu/test_upload_gpu.py"
+_EACH_KIND = (
+    "recorded_steps and float32 or prompt_graphs_give and one_table or latent or ranks_on_one_gpu_give and 2 or "
+    "quantised"
+)
 _RECORDED = " --cudagraph-prefill-capture-sizes auto --served-model-name prompts-recorded"
 
 _SECTIONS = (
     # name, its plan, its limit in seconds, what it is, what follows the interpreter
-    ("environment", 1, 30, "GPUs, driver, versions, missing packages", "scripts/gpu/environment.py"),
-    ("start", 1, 120, "contexts per GPU; a start with empty and full kernel caches", "scripts/gpu/probes.py start"),
-    ("nccl", 1, 50, "one rank: replayed 10,000 times, aborted while a graph runs", "scripts/gpu/probes.py nccl"),
+    ("environment", 1, 20, "GPUs, driver, versions, missing packages", "scripts/gpu/environment.py"),
     (
-        "engine", 1, 240, "tokens of transformers; recorded steps give those of eager ones; preempted, twice",
-        _engine("not (ranks_on_one_gpu or latent or prompt_graphs)"),
+        "new_kernels", 1, 160, "kernels against their twins, captured too",
+        _pytest(f"--maxfail=12 {_NEW_KERNELS}", 12),
     ),
+    ("each_kind", 1, 130, "an engine of each kind: recorded = eager, 2 ranks on one GPU", _engine(_EACH_KIND)),
     (
-        "prompt_graphs", 1, 120, "recorded steps with prompts give the tokens of launched ones",
-        _engine("prompt_graphs"),
+        "memory", 1, 50, "memory accesses of decode attention",
+        f"{_PYTEST} --maxfail=2 tests/gpu/test_attention_gpu.py -k decode",
     ),
+    ("llama-70b_1", 1, 40, "a rank of 8 of Llama-70B, 1 row", _SLICE.format("llama-70b-tp8", "1x128")),
+    ("gpt-oss-120b_1", 1, 40, "a rank of 4 of gpt-oss-120b, 1 row", _SLICE.format("gpt-oss-120b-tp4", "1x128")),
+    ("deepseek-v3_1", 1, 40, "a rank of 8 of DeepSeek-V3, 16 layers, 1 row", _SLICE.format("deepseek-v3-tp8", "1x128")),
+    ("qwen3.5-35b_1", 1, 40, "a rank of 2 of Qwen3.5-35B, 1 row", _SLICE.format("qwen3.5-35b-a3b-tp2", "1x128")),
+    ("qwen3-235b_64", 1, 40, "a rank of 8 of Qwen3-235B, 64 rows", _SLICE.format("qwen3-235b-tp8", "64x512")),
     (
         "figures_0.6b", 2, 250, "batch 1, 32 and 256 requests, 0.6B shape, beside the peers that are given",
         _offline("0.6b", "--workloads latency,batch32,batch256 {peers}"),
@@ -119,15 +157,25 @@ _SECTIONS = (
         "figures_8b", 2, 310, "batch 1 and 32 requests, 8B shape, beside the peers that are given",
         _offline("8b", "--workloads latency,batch32 {peers}"),
     ),
+    ("start", 3, 100, "contexts per GPU; a start with empty and full kernel caches", "scripts/gpu/probes.py start"),
+    ("nccl", 3, 40, "one rank: replayed 10,000 times, aborted while a graph runs", "scripts/gpu/probes.py nccl"),
     (
-        "ranks", 3, 180, "2 and 4 ranks on one GPU give the tokens of one, launched and recorded",
+        "ranks", 3, 120, "2 and 4 ranks on one GPU give the tokens of one, launched and recorded",
         _engine("ranks_on_one_gpu"),
     ),
-    ("kill", 3, 60, "symmetric memory: a killed rank ends the call of the others", "scripts/gpu/probes.py kill"),
-    ("offline_32b", 3, 160, "batch 1, 32B shape", _offline("32b", "--rounds 1 --no-peer --workloads latency")),
+    ("kill", 3, 50, "symmetric memory: a killed rank ends the call of the others", "scripts/gpu/probes.py kill"),
+    ("offline_32b", 3, 120, "batch 1, 32B shape", _offline("32b", "--rounds 1 --no-peer --workloads latency")),
     (
-        "quantised_8b", 3, 160, "fp8 and int4 weights beside bfloat16, 8B shape",
+        "quantised_8b", 3, 130, "fp8 and int4 weights beside bfloat16, 8B shape",
         _offline("8b", f"{_QUANTISED} latency"),
+    ),
+    (
+        "engine", 0, 240, "tokens of transformers; recorded steps give those of eager ones; preempted, twice",
+        _engine("not (ranks_on_one_gpu or latent or prompt_graphs)"),
+    ),
+    (
+        "prompt_graphs", 0, 120, "recorded steps with prompts give the tokens of launched ones",
+        _engine("prompt_graphs"),
     ),
     (
         "kernels", 0, 420, "tests/gpu without the engine: kernels and backends against their twins, captured too",

@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from bench_kernels import parse as parse_kernels
 from benchmarks.offline.options import parse_arguments as parse_offline
 from benchmarks.serving.options import parse_arguments as parse_serve
-from gpu import check
+from gpu import check, wheels
 from gpu.figures import Figure, figures_of
 from gpu.run import Outcome, why_not
 from gpu.sections import PLAN_S, PLANS, Section, all_sections
+from gpu.slices import WHOLES
+
+from tp_engine.model_config import load_model_config
 
 ROOT = Path(__file__).parents[3]
 
@@ -174,3 +179,106 @@ def test_figures_and_goals() -> None:
     assert found[2] == Figure("C, 256 rows, prompts of 8, gap", 40.0, "us", 50.0, lower=True)
     assert found[2].verdict == "met" and figures_of({"benchmark": "unknown"}) == []
     assert "      50  met" in check.table([Outcome(name="steps", status="passed", report=steps)])
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, out: Path, chosen: list[Section], *arguments: str) -> int:
+    """The exit code on a host with one GPU, with these sections and nothing to bring along."""
+    monkeypatch.setattr(check, "count_gpus", lambda: 1)
+    monkeypatch.setattr(check, "chosen", lambda _args: chosen)
+    monkeypatch.setattr(wheels, "CARRY", out / "carry")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(out / "triton"))
+    return check.main(["--out", str(out), *arguments])
+
+
+@pytest.mark.parametrize(
+    ("chosen", "code"),
+    [
+        ([section("works", "")], 0),
+        ([section("works", ""), section("lacks", "", modules=("zmq_of_nobody",))], 3),
+        ([section("fails", "raise SystemExit(1)"), section("lacks", "", modules=("zmq_of_nobody",))], 1),
+        ([section("lacks", "", prefix=("no-such-sanitizer",))], 3),
+    ],
+    ids=["all ran", "one lacks", "one failed", "no program"],
+)
+def test_what_did_not_run_is_no_success(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    chosen: list[Section],
+    code: int,
+) -> None:
+    """By hand: the exit code, and a line in front that says what to bring."""
+    assert run_main(monkeypatch, tmp_path, chosen) == code
+    first = capsys.readouterr().out.splitlines()[0]
+    assert ("this machine lacks zmq_of_nobody" in first and "--pack" in first) == any(one.modules for one in chosen)
+
+
+def test_failed_tests_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the names that pytest printed; --again runs those alone, the first one at length."""
+    printed = "print('FAILED tests/gpu/test_x.py::test_a[1 2] - E'); print('ERROR tests/gpu/test_y.py::test_b')"
+    assert run_main(monkeypatch, tmp_path, [section("kernels", printed + "; raise SystemExit(1)")]) == 1
+    saved = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert saved[0]["failed_tests"] == ["tests/gpu/test_x.py::test_a[1 2]", "tests/gpu/test_y.py::test_b"]
+    capsys.readouterr()
+    assert check.main(["--again", str(tmp_path / "gpu_check.json"), "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "kernels" in shown and " 200 s" in shown
+    assert "-x --tb=long 'tests/gpu/test_x.py::test_a[1 2]' tests/gpu/test_y.py::test_b" in shown
+
+
+def test_wheels_travel_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: what is missing becomes importable, here and in children; what is there stays as it is."""
+    carry = tmp_path / "carry"
+    carry.mkdir()
+    for name in ("brought_along", "numpy"):
+        with zipfile.ZipFile(carry / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}/__init__.py", "x = 5")
+    monkeypatch.setattr(wheels, "CARRY", carry)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setenv("PYTHONPATH", "")
+    assert wheels.missing(("brought_along", "json")) == ["brought_along"]
+    assert wheels.unpack() == ["brought_along"] and wheels.missing(("brought_along",)) == []
+    done = subprocess.run([sys.executable, "-c", "import brought_along; print(brought_along.x)"], capture_output=True)
+    assert done.stdout == b"5\n"
+
+
+def test_packed_wheels_are_those_of_the_sections(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Oracle: the sections' modules; what a machine with PyTorch has is not downloaded."""
+    there = {"torch", "triton", "transformers", "safetensors", "pytest", "jinja2"}
+    assert {name for one in sections() for name in one.modules} - there <= wheels.PACKAGES.keys()
+    called: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        called.append(command)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(wheels, "CARRY", tmp_path / "carry")
+    monkeypatch.setattr(subprocess, "run", run)
+    assert wheels.pack() == 0
+    assert {"msgspec", "pydantic-core", "--no-deps"} <= set(called[0]) and str(ROOT / "constraints.txt") in called[0]
+
+
+def test_compiled_kernels_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the files that were in the cache."""
+    monkeypatch.setattr(wheels, "CARRY", tmp_path)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "first"))
+    (wheels.bring_kernels() / "kernel").mkdir()
+    (tmp_path / "first" / "kernel" / "x.cubin").write_bytes(b"code")
+    assert "compiled kernels: " in wheels.keep_kernels(tmp_path / "first", tmp_path)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "second"))
+    assert (wheels.bring_kernels() / "kernel" / "x.cubin").read_bytes() == b"code"
+
+
+@pytest.mark.parametrize("name", WHOLES)
+def test_slices_are_shares_of_models_that_are_served(name: str, tmp_path: Path) -> None:
+    """Oracle: the reader of config.json; heads, or experts' sizes, times the ranks are those of the whole model."""
+    whole = WHOLES[name]
+    (tmp_path / "config.json").write_text(json.dumps(whole.slice()))
+    spec, _ = load_model_config(str(tmp_path))
+    assert len(spec.layers) == (whole.num_layers or whole.sizes["num_hidden_layers"])
+    assert whole.slice()["num_attention_heads"] * whole.world_size == whole.sizes["num_attention_heads"]
+    for size in ("intermediate_size", "moe_intermediate_size", "vocab_size"):
+        if size in whole.sizes:
+            assert whole.slice()[size] * whole.world_size == whole.sizes[size]

@@ -1,0 +1,119 @@
+"""One rank of a large model as a model of its own: everything of its step but the all-reduces, on one GPU.
+
+A slice is a folder with a config.json whose heads, inner sizes and vocabulary are one rank's share; the experts' inner
+size is shared too, as under tensor parallelism.  Its kernels, launches and bytes are those of a rank of the whole.
+
+    python scripts/gpu/slices.py NAME --steps ROWSxTOKENS      measures a slice's decode steps (bench_offline --steps)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+_SHARED = (
+    "num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads",
+    "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "vocab_size",
+)  # fmt: skip
+_COMMON = {
+    "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 40960, "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False, "attention_bias": False, "hidden_act": "silu",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A published model: ``sizes`` of its config.json that matter for a step, and the ranks that share it.
+
+    ``num_layers`` are those of the slice, all if None: fewer where all do not fit beside the cache of one GPU.
+    """
+
+    world_size: int
+    sizes: Mapping[str, Any]
+    num_layers: int | None = None
+
+    def slice(self) -> dict[str, Any]:
+        """Return the config.json of one rank's share."""
+        config = {**_COMMON, **self.sizes}
+        for name in _SHARED:
+            if name in config:
+                config[name] = max(1, -(-int(config[name]) // self.world_size))
+        if self.num_layers is not None:
+            config["num_hidden_layers"] = self.num_layers
+        return config
+
+
+WHOLES = {
+    "llama-70b-tp8": Whole(8, {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 28672,
+        "vocab_size": 128256, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+    }),
+    "deepseek-v3-tp8": Whole(8, {
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168,
+        "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "intermediate_size": 18432,
+        "moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
+        "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "moe_layer_freq": 1, "vocab_size": 129280,
+        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "num_hidden_layers": 61,
+        "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+                                "weight_block_size": [128, 128]},
+    }, num_layers=16),
+    "gpt-oss-120b-tp4": Whole(4, {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 36,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2944,
+        "num_local_experts": 128, "num_experts_per_tok": 4, "experts_per_token": 4, "sliding_window": 128,
+        "swiglu_limit": 7.0, "attention_bias": True, "rms_norm_eps": 1e-5, "vocab_size": 201088,
+        "layer_types": ["sliding_attention", "full_attention"] * 18,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0,
+                            "beta_slow": 1.0, "original_max_position_embeddings": 4096, "truncate": False},
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]},
+    }),  # its inner size of 2880 is padded to 2944, which 4 ranks share in multiples of 32
+    "qwen3.5-35b-a3b-tp2": Whole(2, {
+        "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "hidden_size": 2048,
+        "num_hidden_layers": 40, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts": 256,
+        "num_experts_per_tok": 8, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 4, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 10,
+        "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6, "vocab_size": 248320,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    }),
+    "qwen3-235b-tp8": Whole(8, {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 4096,
+        "num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128,
+        "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_experts": 128, "num_experts_per_tok": 8,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": 151936,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    }),
+}  # fmt: skip
+
+
+def main() -> None:
+    """Write the slice's folder, and become the benchmark of its steps."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=WHOLES)
+    parser.add_argument("--steps", default="1x128", metavar="ROWSxTOKENS")
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="slice-")) / args.name
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(WHOLES[args.name].slice(), indent=1), encoding="utf-8")
+    rows = args.steps.partition("x")[0]
+    options = {"load_format": "dummy", "cudagraph_capture_sizes": rows}
+    command = [sys.executable, str(ROOT / "scripts" / "bench_offline.py"), "--model", str(folder), "--no-peer"]
+    command += ["--dtype", "bfloat16", "--steps", args.steps, "--num-steps", "24"]
+    os.execv(sys.executable, [*command, "--engine-options", json.dumps(options)])
+
+
+if __name__ == "__main__":
+    main()
