@@ -4,8 +4,9 @@
 
     small requests    one thread, so that none waits for long
     large ones        two: long texts wait for each other
-    with images       four: files are fetched and decoded, and nobody else waits for that
-    with forced calls two: another process reads the schemas of tools, which may take it seconds
+    with images       eight: files are fetched, and decoded apart; nobody else waits for that, and those that take long
+                      make room for others
+    with forced calls two: another process reads the schemas of tools, which may take it seconds; as with images
     large bodies      one: the parser of JSON keeps the GIL, so it pauses after each as long as that took
 
 Who waits has a place by the time it came, and later by its size: a small request passes larger ones.  What a thread
@@ -17,8 +18,10 @@ import contextlib
 import heapq
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,8 +32,9 @@ from tp_engine.units import KIB
 
 LARGE = 64 * KIB
 _NUM_LARGE_THREADS = 2
-_NUM_IMAGE_THREADS = 4
-_NUM_SCHEMA_THREADS = 2
+_NUM_IMAGE_THREADS, _NUM_SLOW_IMAGES, _MOST_IMAGES_OF_ONE = 8, 24, 24
+_NUM_SCHEMA_THREADS, _NUM_SLOW_SCHEMAS, _MOST_SCHEMAS_OF_ONE = 2, 6, 6
+_SLOW_S = 3.0
 _S_PER_UNIT = 1e-4  # of a request's size; tokenizing takes about a hundredth of that
 _LONGEST_PAUSE_S = 1.0
 _HEAP_PER_UNIT = 200  # bytes that tokenizing takes for a while
@@ -44,8 +48,12 @@ class PreparingThreads:
     def __init__(self) -> None:
         self._small = _Line("preparing", 1)
         self._large = _Line("preparing-large", _NUM_LARGE_THREADS)
-        self._images = _Line("preparing-images", _NUM_IMAGE_THREADS)
-        self._schemas = _Line("preparing-schemas", _NUM_SCHEMA_THREADS)
+        self._images = _Line(
+            "preparing-images", _NUM_IMAGE_THREADS, num_slow=_NUM_SLOW_IMAGES, most_of_one=_MOST_IMAGES_OF_ONE
+        )
+        self._schemas = _Line(
+            "preparing-schemas", _NUM_SCHEMA_THREADS, num_slow=_NUM_SLOW_SCHEMAS, most_of_one=_MOST_SCHEMAS_OF_ONE
+        )
         self._bodies = _Line("parsing", 1)
         self._trimmer = HeapTrimmer()
         self._began_s: float | None = None
@@ -58,14 +66,18 @@ class PreparingThreads:
         *arguments: Any,
         has_images: bool = False,
         forces_calls: bool = False,
+        client: str = "",
         **named: Any,
     ) -> Result:
-        """Call ``function`` for a request of ``size`` bytes or characters; not if cancelled before its turn."""
+        """Call ``function`` for a request of ``size`` bytes or characters; not if cancelled before its turn.
+
+        Among requests with images, and with forced calls, none waits because one ``client`` has all threads.
+        """
         work = partial(_call, partial(function, *arguments, **named))
         if has_images:
-            return await self._images.run(size, work)
+            return await self._images.run(size, work, client)
         if forces_calls:
-            return await self._schemas.run(size, work)
+            return await self._schemas.run(size, work, client)
         if size > LARGE:
             try:
                 return await self._large.run(size, work)
@@ -110,52 +122,89 @@ def _call(work: Callable[[], Result]) -> Result:
 
 
 class _Line:
-    """Some threads, and those who wait for one."""
+    """Some places for work, a thread for each, and those who wait for one.
 
-    def __init__(self, name: str, num_threads: int) -> None:
-        self.threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
-        self._num_free = num_threads
-        self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
+    ``num_slow``: so many that have worked for ``_SLOW_S`` give their places to others, and go on.  ``most_of_one``: how
+    many places one client may have, those of slow ones too.
+    """
+
+    def __init__(self, name: str, num_places: int, *, num_slow: int = 0, most_of_one: int | None = None) -> None:
+        self.threads = ThreadPoolExecutor(num_places + num_slow, thread_name_prefix=name)
+        self._num_free, self._num_slow_free = num_places, num_slow
+        self._most_of_one = num_places if most_of_one is None else most_of_one
+        self._num_of: Counter[str] = Counter()
+        self._waiting: list[tuple[float, int, str, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
 
-    async def run(self, size: int, work: Callable[[], Result]) -> Result:
+    async def run(self, size: int, work: Callable[[], Result], client: str = "") -> Result:
         loop = asyncio.get_running_loop()
-        if self._num_free:
-            self._num_free -= 1
-        else:
-            turn: asyncio.Future[None] = loop.create_future()
-            heapq.heappush(self._waiting, (loop.time() + size * _S_PER_UNIT, next(self._numbers), turn))
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if not turn.cancelled():
-                    self._release()
-                raise
-        cancellation = Cancellation()
+        turn: asyncio.Future[None] = loop.create_future()
+        heapq.heappush(self._waiting, (loop.time() + size * _S_PER_UNIT, next(self._numbers), client, turn))
+        self._admit()
+        place = _Place(client)
         try:
+            await turn
+            cancellation = Cancellation()
             future = self.threads.submit(_within, cancellation, work)
-        except RuntimeError:  # closed
-            self._release()
+        except BaseException:  # cancelled, or closed
+            if turn.done() and not turn.cancelled():
+                self._leave(place)
             raise
+        slow = loop.call_later(_SLOW_S, self._slow_down, place)
 
-        def release(_future: Any) -> None:
+        def leave(_future: Any) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._release)
+                loop.call_soon_threadsafe(self._leave, place)
+                loop.call_soon_threadsafe(slow.cancel)
 
-        future.add_done_callback(release)
+        future.add_done_callback(leave)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             cancellation.cancel()
             raise
 
-    def _release(self) -> None:
-        while self._waiting:
-            *_, turn = heapq.heappop(self._waiting)
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._num_free += 1
+    def _admit(self) -> None:
+        """Give free places to those who wait: in order, but for clients that have as many as they may."""
+        passed = []
+        while self._num_free and self._waiting:
+            entry = heapq.heappop(self._waiting)
+            *_, client, turn = entry
+            if turn.done():  # it has left
+                continue
+            if self._num_of[client] >= self._most_of_one:
+                passed.append(entry)
+                continue
+            self._num_free -= 1
+            self._num_of[client] += 1
+            turn.set_result(None)
+        for entry in passed:
+            heapq.heappush(self._waiting, entry)
+
+    def _slow_down(self, place: "_Place") -> None:
+        if self._num_slow_free and not place.has_ended:
+            self._num_slow_free -= 1
+            self._num_free += 1
+            place.is_slow = True
+            self._admit()
+
+    def _leave(self, place: "_Place") -> None:
+        place.has_ended = True
+        self._num_slow_free += place.is_slow
+        self._num_free += not place.is_slow
+        self._num_of[place.client] -= 1
+        if not self._num_of[place.client]:
+            del self._num_of[place.client]
+        self._admit()
+
+
+@dataclass(slots=True)
+class _Place:
+    """The place of one work."""
+
+    client: str
+    is_slow: bool = False
+    has_ended: bool = False
 
 
 def _within(cancellation: Cancellation, work: Callable[[], Result]) -> Result:

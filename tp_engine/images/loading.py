@@ -38,13 +38,15 @@ MAX_CPU_S = 20.0
 """Processor time of decoding one image."""
 _HEADER_LIMITS = Limits(cpu_s=2.0, memory_bytes=512 * MIB)
 # Memory of a decode for each pixel: what decoders have beside the file's form, one with alpha, and RGB.
-_BYTES_PER_PIXEL, _MEMORY_BYTES = 48, 256 * MIB
-_BYTES_PER_DECODED = 12
+_BYTES_PER_PIXEL, _MEMORY_BYTES = 32, 256 * MIB
+_BYTES_PER_DECODED = 20
 _ANSWER_BYTES = 4096
+MAX_CALLS = 64
+"""At a time: slow ones hold up no others."""
 _NICENESS = 5  # texts of others go first
 _SVG = (b"<svg", b"<?xml")
 _AREAS = {"low": 512 * 512, "medium": 1024 * 1024}  # pixels at most of an image with this ``detail``
-_PROCESS = IsolatedProcess(prepare=(decoding.prepare, ""))
+_PROCESS = IsolatedProcess(prepare=(decoding.prepare, ""), max_calls=MAX_CALLS)
 
 WritePixels: TypeAlias = Callable[[int, int, Size, float], float]
 """Writes pixels of a size into a file, at an offset, within seconds of processor time; how many it took."""

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
@@ -26,9 +27,10 @@ from tp_engine.images.rules import ImageRules
 from tp_engine.images.settings import MOST_PIXELS, ImageSettings
 from tp_engine.images.sources import DocumentSource, ImageSource, file_bytes
 from tp_engine.images.staged import ALIGNMENT, ByteBudget, ImageMemory, StagedImage
-from tp_engine.units import GIB, round_up
+from tp_engine.units import GIB, MIB, round_up
 
-_DECODING_BYTES = 2 * GIB
+# Of decodes beyond a size at which all threads together take as much.
+_DECODING_BYTES, _SMALL_DECODE = 2 * GIB, 64 * MIB
 _MOST_TIMES = 4096
 # Of all images of a request: pixels of their files, and processor time to decode them.
 _MOST_PIXELS = 4 * MOST_PIXELS
@@ -94,7 +96,8 @@ class ImageReader:
             size = Size(*filled, frame_height=height, frame_width=width, resample=rules.resample)
             if left_s <= 0:
                 raise image.source.refusal(f"the images before it took {_MOST_CPU_S:g} s to decode; send fewer")
-            with self._decoding.taken(image.decode_bytes):
+            is_small = image.decode_bytes <= _SMALL_DECODE
+            with contextlib.nullcontext() if is_small else self._decoding.taken(image.decode_bytes):
                 left_s -= image.write(memory.fd, offset, size, left_s)
             digest = hashlib.sha256(self._salt + repr((height, width)).encode())
             digest.update(memory.content(offset, size.num_bytes))

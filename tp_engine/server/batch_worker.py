@@ -203,6 +203,7 @@ class BatchWorker:
                 state.limit.max_num_prompts,
                 has_images=has_images,
                 forces_calls=b'"tool_choice"' in request.raw_body,
+                client="batches",
             )
             for search in prepared.searches:
                 search.request = _later(search.request, state.config.batch_priority)

@@ -12,6 +12,7 @@ from tp_engine.api.openai.protocol import parse_body
 from tp_engine.api.preparing import LARGE
 from tp_engine.errors import shown
 from tp_engine.log import get_logger
+from tp_engine.server.access import current_caller
 from tp_engine.server.body_budget import BODY_ROOM, BodyRoom
 from tp_engine.server.replies import until_disconnect
 from tp_engine.server.state import ServerState
@@ -46,9 +47,17 @@ async def in_thread(
     """
     size: int = request.scope["state"][_NUM_BYTES]
     has_images = state.takes_images and any(map(has_image, arguments))
-    forced = any(map(forces_calls, arguments))
-    work = state.preparing.run(size, function, *arguments, has_images=has_images, forces_calls=forced, **named)
+    forced, client = any(map(forces_calls, arguments)), _client(request)
+    work = state.preparing.run(
+        size, function, *arguments, has_images=has_images, forces_calls=forced, client=client, **named
+    )
     return await until_disconnect(request.receive, work)
+
+
+def _client(request: Request) -> str:
+    """Whom a request comes from: the key that it brought, else the address."""
+    owner = current_caller().owner
+    return owner.hex() if owner is not None else request.client.host if request.client is not None else ""
 
 
 async def read_data(request: Request, state: ServerState) -> bytearray:
