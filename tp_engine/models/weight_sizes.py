@@ -10,11 +10,11 @@ from tp_engine.distributed.collectives import SingleRank
 from tp_engine.layers.experts import Experts
 from tp_engine.layers.linear import LocalLinear
 from tp_engine.layers.quantization import HEAD, choose_formats
+from tp_engine.model_config import padded_vocab_size
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.model_config.vision import VisionSpec
 from tp_engine.models.causal_lm import CausalLM, build_model
 from tp_engine.topology import RankInfo
-from tp_engine.units import ceil_div
 
 _OF_ROUTING = ("correction", "expert_scale")  # of experts; they are read whole
 
@@ -32,7 +32,8 @@ def layer_parameters(model: ModelSpec, world_size: int) -> int:
     """Parameters of the layers of one of ``world_size`` ranks that a token of a prompt meets; without the vocabulary's,
     of which it needs none or one row."""
     count = local_parameters(replace(model, vision=None), world_size, active_only=True)
-    of_vocabulary = ceil_div(model.vocab_size, world_size) * model.hidden_size * (1 if model.is_tied else 2)
+    num_rows = padded_vocab_size(model.vocab_size, world_size) // world_size
+    of_vocabulary = num_rows * model.hidden_size * (1 if model.is_tied else 2)
     return max(1, count - of_vocabulary)
 
 

@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.unit.models.test_model_config import llama
 from tests.unit.models.test_vision_tower import TOWERS, tower_of
+from tp_engine.model_config import read_model
 from tp_engine.models.tower_run import TowerRun
 from tp_engine.models.vision_tower import VisionTower
+from tp_engine.models.weight_sizes import layer_parameters
 from tp_engine.worker.memory.live_bytes import LiveBytes
 
 
@@ -90,6 +93,18 @@ def test_memory_of_an_image_between_two_steps_is_foreseen(tmp_path: Path, name: 
         assert 0.5 * tower.unfinished_bytes < most <= tower.unfinished_bytes + 1024
         del run
         assert live.now == 0
+
+
+def test_the_work_of_a_layer_by_hand(tmp_path: Path) -> None:
+    """Oracle: the products of numbers of a layer of 96 and 384 elements, for the 4 patches of a row, and for pairs of
+    these; and the weights of a decoder's layers, without its vocabulary's, on one rank and on two."""
+    tower = tower_of(tmp_path, "qwen3-vl", torch.float32)
+    assert tower.layer_work() == (4 * (4 * 96 * 96 + 2 * 96 * 384), 16 * 2 * 96)
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 50}
+    text = read_model(llama(hidden_size=16, intermediate_size=24, **sizes))
+    of_layer = 16 * (16 + 2 * 8 + 16) + 3 * 16 * 24
+    for world_size in (1, 2):
+        assert 0 <= layer_parameters(text, world_size) - 2 * of_layer // world_size <= 5 * 16  # norms
 
 
 @torch.inference_mode()

@@ -93,7 +93,7 @@ class ImageWorker(FakeWorker):
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Encode, and remember the images of new rows, before all else."""
-        cache = self.__dict__.setdefault("cache", np.zeros(1000, dtype=np.int64))
+        cache = self.__dict__.setdefault("cache", np.zeros(2048, dtype=np.int64))
         self.images = {**getattr(self, "images", {})}
         self._encode(plan, cache)
         for row in plan.released.tolist():
@@ -303,6 +303,27 @@ def test_an_image_never_holds_up_a_text_for_longer_than_a_chunk(album: Album, ah
     assert found == [[(4, 2)]] * 5 + [[(24, 1)]] * 10
     assert all(len(plan.decode_rows) for plan in encoding)
     assert text.request_id in simulation.requests
+
+
+@pytest.mark.parametrize(("budget", "layers"), [(512, [8, 8, 8]), (64, [1] * 24), (2048, [24])])
+def test_a_picture_of_a_megapixel_beside_a_text(album: Album, budget: int, layers: list[int]) -> None:
+    """Oracle: Qwen3-VL-2B's sizes by hand: a layer of 12.6 M weights meets 4,096 patches, and each pair of them 2,048
+    times, beside 1.41 G weights that a token of a prompt meets: 61 tokens a layer.  The text's longest gap is a step
+    whose work is that of a full chunk at most."""
+    row_work, pair_work = 4 * 12 * 1024**2 / 1.41e9, 16 * 2 * 1024 / 1.41e9
+    images = ImageLimits(num_rows=2048, token_id=IMAGE, num_layers=24, row_work=row_work, pair_work=pair_work)
+    assert 60 < images.layer_work(1024) < 62
+    given = limits(num_blocks=600, max_model_len=1200, max_num_batched_tokens=budget, images=images)
+    simulation = ImageSimulation(given, album)
+    simulation.add([1, 2, 3], max_tokens=60, ignore_eos=True)
+    for _ in range(4):
+        simulation.step()
+    simulation.add_images(album.prompt([1, 2], (1, 32, 32), [7]), max_tokens=2)
+    simulation.run()
+    encoding = [plan for plan in simulation.plans if len(plan.encodes)]
+    assert [count for plan in encoding for _, count in layers_of(plan)] == layers
+    assert all(len(plan.decode_rows) for plan in encoding)
+    assert max(layers) * images.layer_work(1024) <= budget
 
 
 def test_large_images_go_through_the_tower_on_all_ranks_at_once(album: Album) -> None:
