@@ -42,7 +42,7 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Server:
     """A server: what one entry of the list allows, and what a URL asks for."""
 
     scheme: str
@@ -50,7 +50,7 @@ class _Place:
     port: int
 
 
-def parse_domains(entries: Sequence[str]) -> frozenset[_Place]:
+def parse_domains(entries: Sequence[str]) -> frozenset[_Server]:
     """Return what the entries of ``--allowed-media-domains`` allow; ``ConfigError`` for one that names no host."""
     places = set()
     for entry in entries:
@@ -91,7 +91,7 @@ def fetch(url: str, domains: Sequence[str], max_bytes: int, *, timeout_s: float 
     raise RequestError(f"the image could not be fetched: more than {MAX_REDIRECTS} redirects")
 
 
-def _parse(url: str) -> tuple[_Place, str]:
+def _parse(url: str) -> tuple[_Server, str]:
     """The server, and the path with the query.  Strict: what two parsers may read in two ways is refused."""
     refused = RequestError("the URL of an image must be https://HOST/..., with no user, space or backslash")
     if len(url) > 8192 or not url.isascii() or _FORBIDDEN.search(url):
@@ -105,10 +105,10 @@ def _parse(url: str) -> tuple[_Place, str]:
     if parts.scheme not in _PORTS or not _HOST.fullmatch(host.lower()):
         raise refused
     target = (parts.path or "") + (f"?{parts.query}" if parts.query else "")
-    return _Place(parts.scheme, host.lower(), _PORTS[parts.scheme] if port is None else port), target
+    return _Server(parts.scheme, host.lower(), _PORTS[parts.scheme] if port is None else port), target
 
 
-def _addresses(place: _Place) -> list[str]:
+def _addresses(place: _Server) -> list[str]:
     """The addresses of a host; ``RequestError`` unless all are public, or the host is itself an address."""
     literal = place.host.strip("[]")
     with contextlib.suppress(ValueError):
@@ -139,7 +139,7 @@ def _translated(found: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
     return ipaddress.IPv4Address(int(found) & 0xFFFFFFFF) if is_isatap or found in _NAT64 else None
 
 
-def _get(place: _Place, target: str, max_bytes: int, deadline_s: float) -> bytes | str:
+def _get(place: _Server, target: str, max_bytes: int, deadline_s: float) -> bytes | str:
     """The content, or the address of a redirect."""
     address = _addresses(place)[0]
     left_s = deadline_s - time.monotonic()

@@ -44,8 +44,8 @@ DIRECTIONS = {
     "foundation": set(),
 }
 
-# The two modules beside the foundation that start a job, as the files in launch/ do.
-LAUNCHERS = {"serve", "batch"}
+# The modules beside the foundation that start a job, as the files in launch/ do, or the command.
+LAUNCHERS = {"serve", "batch", "__main__"}
 
 # Folders that belong to the foundation: modules of it that now have several files.
 FOUNDATION_FOLDERS = {"advice", "model_config", "options", "flight_recorder", "images", "isolation"}
