@@ -82,7 +82,7 @@ HOW: dict[tuple[str, str], dict[str, Any]] = {
 }
 EVERY_FORMAT = [
     *((name, "qwen3") for name, how in FORMATS.items() if not how.fused),
-    *((name, "gpt-oss" if how.fused else "qwen3-moe") for name, how in FORMATS.items() if not how.ordered),
+    *((name, "gpt-oss" if how.fused else "qwen3-moe") for name, how in FORMATS.items()),
 ]
 ROUNDED_INPUTS = ("w8a8-int8",)  # on CPUs, only these round activations to 8 bits
 ROUNDED_TOLERANCE = 0.02  # a sum in another order may round an activation to the next code

@@ -255,6 +255,7 @@ def make_cases() -> dict[str, Case]:
         (40, "one", (5, 64, 48), torch.bfloat16, "int4", {"group": 32, "scales": torch.bfloat16}, False, None),
         (70, "even", (6, 64, 32), torch.float32, "e4m3", blocks, True, None),
         (5, "spread", (6, 72, 24), torch.float16, "e4m3", {"factors": True}, False, RELU2),
+        (7, "spread", (4, 96, 64), torch.bfloat16, "e4m3", {"group": 32, "scales": E8M0}, True, None),
         (33, "spread", (4, 96, 64), torch.bfloat16, "e2m1", {"group": 32, "scales": E8M0}, True, None),
         (9, "even", (6, 80, 48), torch.float16, "e2m1", {"group": 16, "scales": E4M3, "factors": True}, False, RELU2),
         (300, "spread", (3, 32, 16), torch.float32, "int8", {"group": 16, "zeros": True}, False, None),

@@ -216,6 +216,8 @@ def make_cases() -> dict[str, Case]:
         (7, FLOAT16, "e4m3", (150, 192), {"group": 64, "row_block": 64}),
         (1, BFLOAT16, "e4m3", (20, 144), {"factors": True}, SILU, True),
         (6, FLOAT32, "e4m3", (20, 144), {"factors": True}),
+        (1, BFLOAT16, "e4m3", (40, 352), {"group": 32, "scales": E8M0}, SILU, True),
+        (9, FLOAT16, "e4m3", (40, 176), {"group": 16, "scales": E8M0}),
         (1, FLOAT32, "e2m1", (40, 320), {"group": 16, "scales": E4M3, "factors": True}, ACTIVATIONS[-1], True),
         (17, FLOAT16, "e2m1", (40, 336), {"group": 16, "scales": E4M3, "factors": True}, SILU),
         (9, BFLOAT16, "e2m1", (40, 352), {"group": 32, "scales": E8M0}, ACTIVATIONS[2], True),
@@ -275,6 +277,7 @@ def launch_all(capability: int) -> None:
         ("int4", {"group": 32, "scales": UINT8, "zeros": True, "factors": True}),
         ("int8", {"factors": True}),
         ("e4m3", {"group": 128, "row_block": 128}),
+        ("e4m3", {"group": 32, "scales": E8M0}),
         ("e2m1", {"group": 32, "scales": E8M0}),
         ("e2m1", {"group": 16, "scales": E4M3, "factors": True}),
     )

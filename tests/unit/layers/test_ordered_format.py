@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,11 @@ from tests.tiers import slow_but
 from tests.unit.layers.test_quantised_formats import EXPERTS, SHAPE, load
 from tp_engine.errors import ConfigError
 from tp_engine.kernels.layer_ops import gate
+from tp_engine.layers.experts import Experts
 from tp_engine.layers.linear import LocalLinear
 from tp_engine.layers.quantization.base import GatedProduct
 from tp_engine.layers.quantization.ordered import Ordered, sort_columns
+from tp_engine.model_config.quantization import WeightScheme
 
 ORDERED = [name for name, how in FORMATS.items() if how.ordered]
 
@@ -98,11 +101,53 @@ def test_parts_in_different_orders_are_refused(make: Callable[..., tuple[Path, P
         module.format.finish(dict(module.named_parameters(recurse=False)), module.shape, torch.float32)
 
 
-def test_experts_are_refused(make: Callable[..., tuple[Path, Path]]) -> None:
+@pytest.mark.parametrize("splits", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_experts(world_size: int, splits: bool, make: Callable[..., tuple[Path, Path]]) -> None:
+    """Oracle: the same rank's experts of the twin, which are split or whole; each has an order of its own."""
+    own, twin = make("gptq-ordered", "qwen3-moe", **EXPERTS, num_layers=2)
+    stored, plain = load_file(own / "model.safetensors"), load_file(twin / "model.safetensors")
+    turned = torch.randperm(128, generator=torch.Generator().manual_seed(5))  # columns of expert 1 in another order
+    for name in ("gate_proj", "up_proj"):
+        path = f"model.layers.0.mlp.experts.1.{name}"
+        groups = stored[f"{path}.g_idx"].long()[turned]
+        stored[f"{path}.g_idx"] = groups.int()
+        plain[f"{path}.weight"] = regrouped(stored, path, groups)
+    save_file(stored, own / "model.safetensors")
+    save_file(plain, twin / "model.safetensors")
+    x = torch.randn(7, 128, generator=torch.Generator().manual_seed(6))
+    ids = torch.tensor([[0, 1], [2, 0], [1, 2], [0, 2], [1, 0], [2, 1], [0, 1]], dtype=torch.int32)
+    weights = torch.rand(7, 2, generator=torch.Generator().manual_seed(7))
+    for rank in range(world_size):
+        models = (load(one, rank, world_size, enable_expert_parallel=not splits) for one in (own, twin))
+        found, expected = (next(one for one in model.modules() if isinstance(one, Experts)) for model in models)
+        assert isinstance(found.format, Ordered)
+        results = [
+            one.format.finish_experts(dict(one.named_parameters(recurse=False)), one.shape, torch.float32)(
+                x, ids, weights
+            )
+            for one in (found, expected)
+        ]
+        assert results[0].abs().max() > 0.01
+        torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
+
+
+def regrouped(stored: dict[str, torch.Tensor], path: str, groups: torch.Tensor) -> torch.Tensor:
+    """The weight of GPTQ's tensors with other groups of columns, by the formula of the format."""
+    shifts = torch.arange(0, 32, 4)
+    codes = (stored[f"{path}.qweight"].unsqueeze(1) >> shifts[:, None] & 15).flatten(0, 1)
+    zeros = (stored[f"{path}.qzeros"].unsqueeze(-1) >> shifts & 15).flatten(1) + 1
+    return ((codes - zeros[groups]) * stored[f"{path}.scales"].float()[groups]).T.contiguous()
+
+
+def test_experts_with_biases_are_refused() -> None:
     """Oracle: the error names the layer and the remedy."""
-    own, _ = make("gptq-ordered", "qwen3-moe", **EXPERTS)
-    with pytest.raises(ConfigError, match=r"layers\.0\.mlp.* experts .*desc_act.*without it"):
-        load(own, 0, 1)
+    shape = SimpleNamespace(spec=SimpleNamespace(bias=True), path="model.layers.0.mlp")
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp has experts with biases.*desc_act.*without it"):
+        Ordered(WeightScheme(packing="gptq", kind="int4", order_name="g_idx")).create_experts(
+            None,  # type: ignore[arg-type]
+            shape,  # type: ignore[arg-type]
+        )
 
 
 def test_the_usual_order_costs_nothing(make: Callable[..., tuple[Path, Path]]) -> None:

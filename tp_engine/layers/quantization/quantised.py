@@ -90,7 +90,7 @@ class Quantised:
 
     def create_experts(self, context: ParameterFactory, shape: ExpertsShape) -> Mapping[str, nn.Parameter]:
         found: dict[str, nn.Parameter] = dict(expert_biases(context, shape))
-        for side, ways in _sides(shape).items():
+        for side, ways in expert_sides(shape).items():
             made = self._create(context, ways, stack=(shape.experts.size,))
             found |= {f"{side}_{name}": parameter for name, parameter in made.items()}
         return found
@@ -109,7 +109,7 @@ class Quantised:
     def experts(self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape) -> ExpertWeights[QuantisedWeight]:
         """Return the loaded ``parameters`` as the weights of experts."""
         sides = {}
-        for side, ways in _sides(shape).items():
+        for side, ways in expert_sides(shape).items():
             own = {
                 name.removeprefix(f"{side}_"): one for name, one in parameters.items() if name.startswith(f"{side}_")
             }
@@ -192,8 +192,8 @@ def _parameter(
     return context.parameter(size, *alternatives, dtype=dtype)
 
 
-def _sides(shape: ExpertsShape) -> dict[str, list[WeightLayout]]:
-    """The ways to store gate and up, and down."""
+def expert_sides(shape: ExpertsShape) -> dict[str, list[WeightLayout]]:
+    """Return the ways to store gate and up, and down."""
 
     def way(stored: StoredExperts, of_one: LinearShape) -> WeightLayout:
         def of_all(sources: Sequence[Source]) -> tuple[Source, ...]:
