@@ -50,7 +50,8 @@ class Format:
     """``quantise`` takes the weight and the group, ``describe`` the group and what is kept.
 
     ``files`` are further JSON files beside config.json; ``extra`` are tensors of modules by the last part of their name
-    ("": of each); ``fused`` formats hold only gpt-oss's experts.  ``ordered``: columns are in groups by their activations.
+    ("": of each); ``fused`` formats hold only gpt-oss's experts, and in ``ordered`` ones columns are in groups by their
+    activations.
     """
 
     quantise: Callable[[torch.Tensor, int | None], Numbers]
