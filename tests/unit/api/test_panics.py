@@ -38,10 +38,10 @@ def test_a_thread_that_prepares_requests_outlives_a_panic() -> None:
 
     async def scenario() -> None:
         threads = PreparingThreads()
-        for size, options in ((1, {}), (LARGE + 1, {}), (1, {"has_images": True})):
+        for size, has_images in ((1, False), (LARGE + 1, False), (1, True)):
             with pytest.raises(RequestError, match=r"can not be prepared: .* failed \(Panic: at line 7\)"):
-                await threads.run(size, panic, **options)
-            assert await threads.run(size, lambda: 7, **options) == 7
+                await threads.run(size, panic, has_images=has_images)
+            assert await threads.run(size, lambda: 7, has_images=has_images) == 7
         with pytest.raises(RequestError, match="at line 7"):
             await threads.parse(LARGE + 1, panic)
         threads.close()
