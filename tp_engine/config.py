@@ -243,7 +243,7 @@ class EngineConfig:
     structured_outputs_config: str | None = option(
         None,
         "JSON object: defaults of structured output for requests without such fields: disable_any_whitespace, "
-        "whitespace_pattern, disable_additional_properties",
+        "whitespace_pattern, disable_additional_properties (true unless it is set to false)",
         json=True,
         section="Answers",
     )

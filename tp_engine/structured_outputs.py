@@ -34,8 +34,9 @@ class StructuredOutputsParams:
     ``json_object`` True asks for any JSON object.
 
     For JSON: ``disable_any_whitespace`` allows no space between tokens, ``whitespace_pattern`` is a regular expression
-    for it, and ``disable_additional_properties`` refuses properties that a schema does not name.  ``disable_fallback``
-    is accepted because callers send it, and changes nothing: there is one grammar library.
+    for it, and ``disable_additional_properties`` False allows properties that a schema does not name, where it says
+    nothing of them; None: as the engine's ``structured_outputs_config`` says.  ``disable_fallback`` is accepted because
+    callers send it, and changes nothing: there is one grammar library.
 
     ``preamble`` says what comes before the answer, such as reasoning: rules in Lark syntax, whose ``start`` ends with
     ``@answer`` and may name ``space``, for white space.
@@ -50,7 +51,7 @@ class StructuredOutputsParams:
     grammar: str | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
+    disable_additional_properties: bool | None = None
     whitespace_pattern: str | None = None
     disable_fallback: bool = False
     preamble: str | None = None
@@ -64,7 +65,8 @@ class StructuredOutputsParams:
         for name in ("regex", "grammar", "whitespace_pattern", "preamble"):
             _check_text(name, getattr(self, name))
         for name in ("disable_any_whitespace", "disable_additional_properties", "disable_fallback"):
-            if not isinstance(getattr(self, name), bool):
+            kinds = (bool, type(None)) if name == "disable_additional_properties" else bool
+            if not isinstance(getattr(self, name), kinds):
                 raise _error(f"{name} is {shown(getattr(self, name))}; it must be true or false")
 
     @property
@@ -101,7 +103,7 @@ class StructuredOutputsDefaults:
     without the grammar library."""
 
     disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
+    disable_additional_properties: bool = True
     whitespace_pattern: str | None = None
     compilation_timeout_s: float = key(COMPILATION_TIMEOUT_S, positive=True, most=600)
 
@@ -126,14 +128,16 @@ class StructuredOutputsDefaults:
 
     def complete(self, params: StructuredOutputsParams) -> StructuredOutputsParams:
         """``params`` with these defaults; if a request sets either white space field, it keeps both of its own."""
-        if not (self.disable_any_whitespace or self.disable_additional_properties or self.whitespace_pattern):
-            return params
+        if not self.disable_any_whitespace and self.disable_additional_properties and not self.whitespace_pattern:
+            return params  # which means the same
         spaced = params.disable_any_whitespace or params.whitespace_pattern is not None
         return dataclasses.replace(
             params,
             disable_any_whitespace=params.disable_any_whitespace if spaced else self.disable_any_whitespace,
             whitespace_pattern=params.whitespace_pattern if spaced else self.whitespace_pattern,
-            disable_additional_properties=params.disable_additional_properties or self.disable_additional_properties,
+            disable_additional_properties=self.disable_additional_properties
+            if params.disable_additional_properties is None
+            else params.disable_additional_properties,
         )
 
 

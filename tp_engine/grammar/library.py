@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tp_engine.errors import INVALID_GRAMMAR, RequestError
+from tp_engine.grammar.closed_schema import closed_schema
 from tp_engine.grammar.schema import normal_schema, unkept_keywords
 from tp_engine.panics import panics_refused
 from tp_engine.structured_outputs import PARAM, StructuredOutputsParams
@@ -181,27 +182,17 @@ def _explained(params: StructuredOutputsParams, reason: str) -> str:
 def inner_schema(schema: Mapping[str, Any], like: StructuredOutputsParams) -> str:
     """Return a JSON ``schema`` as ``%json`` of a Lark grammar takes it, with white space and properties as ``like``
     says."""
-    found = normal_schema(schema)
-    return json.dumps(
-        {"x-guidance": _json_options(like), **(_closed(found) if like.disable_additional_properties else found)}
-    )
+    return json.dumps({"x-guidance": _json_options(like), **_taken(schema, like)})
 
 
 def _schema(params: StructuredOutputsParams) -> str:
-    schema = normal_schema(json.loads(_BOOLEAN_SCHEMAS.get(str(params.json), str(params.json))))
-    return json.dumps(_closed(schema) if params.disable_additional_properties else schema, ensure_ascii=False)
+    schema = json.loads(_BOOLEAN_SCHEMAS.get(str(params.json), str(params.json)))
+    return json.dumps(_taken(schema, params), ensure_ascii=False)
 
 
-def _closed(schema: Any) -> Any:
-    """The schema with ``additionalProperties: false`` where properties are listed and that key is missing."""
-    if isinstance(schema, list):
-        return [_closed(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {name: _closed(value) for name, value in schema.items()}
-    if "properties" in closed or "patternProperties" in closed:
-        closed.setdefault("additionalProperties", False)
-    return closed
+def _taken(schema: Any, like: StructuredOutputsParams) -> Any:
+    """``schema`` as the library takes it, closed unless ``like`` says otherwise."""
+    return normal_schema(schema) if like.disable_additional_properties is False else closed_schema(schema)
 
 
 def _json_options(params: StructuredOutputsParams) -> dict[str, Any]:

@@ -74,13 +74,13 @@ _Place: TypeAlias = tuple[Any, tuple[str, ...]] | None
 def normal_schema(schema: Any) -> Any:
     """``schema`` in words that the library takes; other faults stay for the library to refuse."""
     branches = ExclusiveBranches(SchemaRoot(schema))
-    return _rewritten(schema, lambda node: branches.changed(_normal(node)))
+    return rewritten(schema, lambda node: branches.changed(_normal(node)))
 
 
 def lenient_schema(schema: Any) -> Any:
     """``schema`` without what the library would refuse: for outputs that nobody is promised to follow it."""
     root = SchemaRoot(schema)
-    return _rewritten(schema, lambda node: _lenient(_normal(node), root))
+    return rewritten(schema, lambda node: _lenient(_normal(node), root))
 
 
 def object_schema(schema: Any) -> dict[str, Any] | None:
@@ -106,7 +106,7 @@ def placed_schema(schema: Any, place: str) -> Any:
             found["$ref"] = f"#{place}{reference[1:]}" if reference == "#" or reference.startswith("#/") else reference
         return found
 
-    return _rewritten(schema, moved)
+    return rewritten(schema, moved)
 
 
 def unkept_keywords(schema: Any) -> Iterator[tuple[str, str]]:
@@ -121,7 +121,7 @@ def unkept_keywords(schema: Any) -> Iterator[tuple[str, str]]:
             continue
         seen.add(id(node))
         yield from ((name, _pointer(place)) for name in node if name in _UNKEPT)
-        open_nodes += [(one, (place, way)) for name, way, one in _parts(node) if name not in _DEFINITIONS]
+        open_nodes += [(one, (place, way)) for name, way, one in inner_schemas(node) if name not in _DEFINITIONS]
         reference = node.get("$ref")
         if isinstance(reference, str) and reference.startswith("#"):
             steps = reference[2 : 2 * _LONGEST_POINTER].replace("~1", "/").replace("~0", "~")
@@ -140,22 +140,22 @@ def _pointer(place: _Place) -> str:
     return (text if len(text) <= _LONGEST_POINTER else text[:_LONGEST_POINTER] + "...") or "/"
 
 
-def _rewritten(schema: Any, change: Callable[[Schema], dict[str, Any]]) -> Any:
+def rewritten(schema: Any, change: Callable[[Schema], dict[str, Any]]) -> Any:
     """A copy with every schema in it changed, the inner ones first."""
     if not isinstance(schema, Mapping):
         return schema
     found = dict(schema)
     for name, value in schema.items():
         if name in _SEVERAL and isinstance(value, list):
-            found[name] = [_rewritten(one, change) for one in value]
+            found[name] = [rewritten(one, change) for one in value]
         elif name in _BY_NAME and isinstance(value, Mapping):
-            found[name] = {key: _rewritten(one, change) for key, one in value.items()}
+            found[name] = {key: rewritten(one, change) for key, one in value.items()}
         elif name in _ONE:
-            found[name] = _rewritten(value, change)
+            found[name] = rewritten(value, change)
     return change(found)
 
 
-def _parts(node: Schema) -> Iterator[tuple[str, tuple[str, ...], Any]]:
+def inner_schemas(node: Schema) -> Iterator[tuple[str, tuple[str, ...], Any]]:
     """The schemas right inside of ``node``: keyword, way to it, and schema."""
     for name, value in node.items():
         if name in _SEVERAL and isinstance(value, list):

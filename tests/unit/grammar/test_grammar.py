@@ -267,17 +267,20 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
         compile_grammar(StructuredOutputsParams(regex="a"), tokens)
 
 
-def test_additional_properties_can_be_refused() -> None:
-    """Oracle: ``jsonschema`` with the closed schema, on outputs of the open one."""
+def test_objects_are_closed_unless_they_are_opened() -> None:
+    """Oracle: ``jsonschema`` with the closed schema, on outputs of the open one; a request may open it."""
     tokens = vocabulary_of("bytes")
     schema: dict[str, Any] = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
     _, judge = schema_case({**schema, "additionalProperties": False})
     options: dict[str, Any] = {"json": schema, "disable_any_whitespace": True}
-    closed = StructuredOutputsParams(**options, disable_additional_properties=True)
-    for seed in range(5):
-        assert judge(text_of("bytes", walk(compile_grammar(closed, tokens).start(), random.Random(seed))))
     comma = byte_level_tokenizer().encode('{"a":1,')
-    assert all(map(compile_grammar(StructuredOutputsParams(**options), tokens).start().accept, comma))
+    for given in (None, True):
+        closed = compile_grammar(StructuredOutputsParams(**options, disable_additional_properties=given), tokens)
+        for seed in range(5):
+            assert judge(text_of("bytes", walk(closed.start(), random.Random(seed))))
+        assert not all(map(closed.start().accept, comma))
+    opened = StructuredOutputsParams(**options, disable_additional_properties=False)
+    assert all(map(compile_grammar(opened, tokens).start().accept, comma))
 
 
 def test_the_last_grammars_are_remembered() -> None:

@@ -26,9 +26,10 @@ def object_of(required: str = "", closed: bool = False, **properties: Any) -> di
     return schema | ({"additionalProperties": False} if closed else {})
 
 
-def compiled(schema: Any) -> CompiledGrammar:
+def compiled(schema: Any, *, closed: bool = False) -> CompiledGrammar:
     """The grammar, behind ``normal_schema``, which a schema goes through on its way to the library."""
-    return compile_grammar(StructuredOutputsParams(json=schema), byte_vocabulary())
+    params = StructuredOutputsParams(json=schema, disable_additional_properties=closed)
+    return compile_grammar(params, byte_vocabulary())
 
 
 def follows(grammar: CompiledGrammar, value: Any) -> bool:
@@ -121,13 +122,14 @@ def test_branches_exclude_each_other() -> None:
             branches.append(object_of(required, rng.random() < 0.3, **{name: rng.choice(values) for name in own}))
         schema = {"oneOf": branches}
         try:
-            grammar = compiled(schema)
+            grammar, narrow = compiled(schema), compiled(schema, closed=True)
         except RequestError:
             continue
         num_taken += 1
         for chosen in itertools.product((None, "x", "y", 1), repeat=len(names)):
             value = {name: one for name, one in zip(names, chosen, strict=True) if one is not None}
             assert not follows(grammar, value) or is_valid(schema, value), (schema, value)
+            assert not follows(narrow, value) or follows(grammar, value), (schema, value)
     assert num_taken > 20
 
 
