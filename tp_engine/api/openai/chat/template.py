@@ -13,6 +13,7 @@ A fork for each rendering would cost milliseconds; one that stays costs some ten
 
 import contextlib
 import json
+import re
 import socket
 import threading
 import weakref
@@ -74,8 +75,8 @@ class ChatTemplate:
         return text, took_s
 
     def mentions(self, word: str) -> bool:
-        """Return whether the template's source has the word."""
-        return word in self._text
+        """Return whether the template's source has the word, not as a part of a longer one."""
+        return re.search(rf"\b{re.escape(word)}\b", self._text) is not None
 
 
 class _Fork:
