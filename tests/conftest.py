@@ -142,6 +142,24 @@ def plain_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str
     return make_plain_environment(tmp_path_factory.mktemp("plain") / "venv")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def engines_in_threads() -> Iterator[None]:
+    """Run the engine of an ``LLM`` in this process; ``tests.services.services()`` gives it a process of its own."""
+    from tests.services import services, start_in_thread
+
+    with services(start_in_thread):
+        yield
+
+
+@pytest.fixture(scope="module")
+def own_processes() -> Iterator[None]:
+    """Run the engines of a module as users' are, in processes of their own."""
+    from tests.services import services
+
+    with services():
+        yield
+
+
 @pytest.fixture(scope="module")
 def warm_children() -> Iterator[None]:
     """Fork ranks and HTTP processes of this process's engines, for a module that is not about how they start."""

@@ -106,6 +106,16 @@ def log_warnings_only() -> None:
     os.environ.setdefault(LOG_LEVEL.name, "WARNING")
 
 
+def log_level(otherwise: str) -> str:
+    """``TP_ENGINE_LOG_LEVEL``; ``otherwise`` if it is not set."""
+    return os.environ.get(LOG_LEVEL.name) or otherwise
+
+
+def log_at(level: str) -> None:
+    """Let this process, and those that it starts, log from ``level`` on."""
+    os.environ[LOG_LEVEL.name] = level
+
+
 def silence_advice() -> None:
     """Set ``TRANSFORMERS_NO_ADVISORY_WARNINGS``, so that transformers does not warn about a missing torch."""
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"

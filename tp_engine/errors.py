@@ -30,7 +30,9 @@ class ConfigError(ValueError):
 
 class RequestError(ValueError):
     """A request that can not be served; the engine is unchanged.  ``param`` names the offending field and ``code`` is
-    the OpenAI error code (``context_length_exceeded``), if any."""
+    the OpenAI error code (``context_length_exceeded``), if any; ``row`` is that of a call of many."""
+
+    row: int | None = None
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

@@ -52,7 +52,8 @@ class CompletionOutput:
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
     """A request and its ``n`` sequences; ``outputs`` is ordered by index.  ``pooled`` is what a pooling request asks
-    for.  ``weight_version`` names the weights of the last token after an update of the weights."""
+    for.  ``weight_version`` names the weights of the last token after an update of the weights.  ``row`` is the
+    prompt's place in a call of ``LLM``."""
 
     request_id: str
     prompt: str | None
@@ -64,6 +65,7 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     pooled: FloatArray | None = None
     weight_version: str | None = None
+    row: int | None = field(default=None, compare=False)
 
 
 @dataclass(slots=True, kw_only=True)

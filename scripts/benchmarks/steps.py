@@ -11,6 +11,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.roofline import Ceilings, ModelCost, decode_step_s
-from tp_engine import LLM, SamplingParams
+from tp_engine import SamplingParams
+from tp_engine.api.engine_options import read_options
+from tp_engine.api.input_processor import InputProcessor
 from tp_engine.cpu.kernels.tape import naming_calls
+from tp_engine.engine.engine import Engine
+from tp_engine.engine.start import start_engine
 
 _WARM_UP_PROMPTS, _WARM_UP_STEPS = 4, 16
 _BUDGET = 16384
@@ -31,8 +36,9 @@ _NAME_LENGTH = 80  # a library's kernel name includes template arguments and can
 class Steps:
     """Greedy requests with random prompts of ``prompt_len`` tokens, the same for each engine."""
 
-    def __init__(self, llm: LLM, vocab_size: int, prompt_len: int) -> None:
-        self._llm, self._vocab_size, self._prompt_len = llm, vocab_size, prompt_len
+    def __init__(self, engine: Engine, vocab_size: int, prompt_len: int) -> None:
+        self._engine, self._vocab_size, self._prompt_len = engine, vocab_size, prompt_len
+        self._inputs = InputProcessor(engine.model_info, None)
         self._rng, self._count = np.random.default_rng(0), 0
 
     def alone(self, count: int) -> tuple[float, list[int]]:
@@ -42,8 +48,8 @@ class Steps:
         for _ in range(_WARM_UP_PROMPTS + count):
             started = time.perf_counter()
             self._add(1)
-            while self._llm.engine.has_unfinished:
-                tokens += [token for output in self._llm.engine.step() for token in output.new_token_ids]
+            while self._engine.has_unfinished:
+                tokens += [token for output in self._engine.step() for token in output.new_token_ids]
             times.append(time.perf_counter() - started)
         return statistics.median(times[_WARM_UP_PROMPTS:]), tokens
 
@@ -55,8 +61,8 @@ class Steps:
             self._add(2 * num_prompt_steps + _WARM_UP_STEPS + num_steps + 32)
         num_full = 0
         while num_full < _WARM_UP_STEPS:
-            num_full += len(self._llm.engine.step()) == count
-            if not self._llm.engine.has_unfinished:
+            num_full += len(self._engine.step()) == count
+            if not self._engine.has_unfinished:
                 raise RuntimeError(
                     f"{count} requests do not fit at once; fewer or shorter ones do (--steps ROWSxTOKENS)"
                 )
@@ -67,14 +73,14 @@ class Steps:
         for _ in range(count):
             if with_prompts:
                 self._add(1)
-            self._llm.engine.step()
+            self._engine.step()
         return (time.perf_counter() - started) / count
 
     def _add(self, num_tokens: int) -> None:
         prompt = self._rng.integers(3, self._vocab_size, self._prompt_len).tolist()
         params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=num_tokens)
         self._count += 1
-        self._llm.engine.add_request(self._llm.input_processor.process(prompt, params, request_id=str(self._count)))
+        self._engine.add_request(self._inputs.process(prompt, params, request_id=str(self._count)))
 
 
 def measure_steps(
@@ -107,16 +113,17 @@ def _measure(folder: str, options: Mapping[str, Any], rows: int, prompt_len: int
     num_tokens = 2 * (rows * prompt_len // (_BUDGET - rows)) + 4 * num_steps + 64
     limits = {"max_model_len": prompt_len + num_tokens, "max_num_seqs": rows + 8, "max_num_batched_tokens": _BUDGET}
     started = time.perf_counter()
-    with LLM(folder, **{**limits, "enable_prefix_caching": False, **options}) as llm:
+    config = read_options("steps", folder, {**limits, "enable_prefix_caching": False, **options}).engine
+    with closing(start_engine(config)) as engine:
         start_s = time.perf_counter() - started
-        steps = Steps(llm, vocab_size, prompt_len)
+        steps = Steps(engine, vocab_size, prompt_len)
         first_token_s, first_tokens = steps.alone(num_steps)
         steps.start_decoding(rows, 3 * num_steps)
         step_s = steps.run(num_steps)
         profiled = _profile_gpu if torch.cuda.is_available() else _profile_cpu
         found = profiled(steps, num_steps, step_s * 1e6)
         mixed_s = steps.run(num_steps, with_prompts=True)
-        graph_bytes = llm.engine.report().ranks[0].memory["cuda_graphs"]
+        graph_bytes = engine.report().ranks[0].memory["cuda_graphs"]
     return {
         "sizes": options["cudagraph_prefill_capture_sizes"],
         "ms_to_first_token": round(first_token_s * 1e3, 4),

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from tests.lora_adapters import ADAPTERS, EXPERT_ADAPTERS, greedy_by_peft, make_adapter, merge_adapter, needs_peft
+from tests.services import stepping
 from tests.tiny_models import make_checkpoint
 from tp_engine import LLM, BeamSearchParams, ConfigError, LoRARequest, RequestError, SamplingParams, run_batch
+from tp_engine.engine.admin_commands import act
 from tp_engine.outputs import RequestOutput
 
 pytestmark = [needs_peft, pytest.mark.usefixtures("warm_children")]
@@ -124,21 +126,23 @@ def test_reload_in_place_while_requests_run(files: Files, llm: LLM) -> None:
     assert answer(run(llm, [prompt], ["changing"])[0])[0] == expected[0][0]
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
     running = llm.input_processor.process(prompt, params, request_id="running", adapter="changing")
-    llm.engine.add_request(running)
-    tokens = [token for _ in range(3) for delta in llm.engine.step() for token in delta.new_token_ids]
-    shutil.copytree(files.adapters["patterns"], changing, dirs_exist_ok=True)
-    llm.load_lora_adapter("changing", str(changing), load_inplace=True)
-    while llm.engine.has_unfinished:
-        tokens += [token for delta in llm.engine.step() for token in delta.new_token_ids]
+    with stepping(llm) as engine:
+        engine.add_request(running)
+        tokens = [token for _ in range(3) for delta in engine.step() for token in delta.new_token_ids]
+        shutil.copytree(files.adapters["patterns"], changing, dirs_exist_ok=True)
+        loaded = {"name": "changing", "path": str(changing), "replaces": True}
+        act(engine.operator, "load_lora_adapter", loaded)
+        while engine.has_unfinished:
+            tokens += [token for delta in engine.step() for token in delta.new_token_ids]
     assert tokens == expected[0][0]
     after = [run(llm, [prompt], ["changing"])[0] for _ in range(2)]
     for output in after:
         assert output.outputs[0].token_ids == expected[1][0]
     assert [output.num_cached_tokens for output in after] == [0, 36]
     llm.unload_lora_adapter("changing")
-    for act in (lambda: llm.unload_lora_adapter("changing"), lambda: run(llm, [prompt], ["changing"])):
+    for use in (lambda: llm.unload_lora_adapter("changing"), lambda: run(llm, [prompt], ["changing"])):
         with pytest.raises(RequestError, match="no adapter is loaded under the name 'changing'"):
-            act()
+            use()
 
 
 def test_what_can_not_be_served_changes_nothing(files: Files, llm: LLM) -> None:

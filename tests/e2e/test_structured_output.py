@@ -15,10 +15,12 @@ import llguidance
 import pytest
 import torch
 
+from tests.services import engine_of, stepping
 from tests.text_tokenizers import byte_level_tokenizer
 from tests.tiny_models import make_checkpoint
 from tests.unit.grammar.structured_cases import Case, cases, choice_case, regex_case, schema_case
 from tp_engine import LLM, SamplingParams, StructuredOutputsParams
+from tp_engine.engine.engine import Engine
 from tp_engine.outputs import RequestOutput
 from tp_engine.plan import StepPlan
 from tp_engine.request import EngineRequest, FinishReason, SequenceDelta
@@ -169,7 +171,7 @@ def test_plans_too_large_for_the_ring_wait_for_the_step_in_flight(
     llm: LLM, two_ranks: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: one rank's tokens; every plan with a mask waited while a step was in flight."""
-    engine, held = two_ranks.engine, []
+    engine, held = engine_of(two_ranks), []
     publisher = engine._publisher
     assert publisher is not None
     is_large = publisher.may_block
@@ -222,11 +224,11 @@ def test_log_probabilities_are_the_models_own(llm: LLM, folder: Path) -> None:
         known.append(token_id)
 
 
-def run_until(llm: LLM, is_done: Callable[[list[SequenceDelta]], bool]) -> list[SequenceDelta]:
+def run_until(engine: Engine, is_done: Callable[[list[SequenceDelta]], bool]) -> list[SequenceDelta]:
     deltas: list[SequenceDelta] = []
     while not is_done(deltas):
-        assert llm.engine.has_unfinished
-        deltas += llm.engine.step()
+        assert engine.has_unfinished
+        deltas += engine.step()
     return deltas
 
 
@@ -239,14 +241,14 @@ def test_a_grammar_that_only_the_compiler_refuses(llm: LLM) -> None:
         params = greedy(constraint)
         return EngineRequest(request_id=name, prompt_token_ids=[5, 6], params=params, eos_token_ids=(EOS,))
 
-    engine = llm.engine
-    engine.add_request(request("bad", StructuredOutputsParams(json={"$ref": "#"})))
-    engine.add_request(request("good", StructuredOutputsParams(regex="good|fine")))
-    engine.add_request(request("gone", StructuredOutputsParams(regex="[a-z]{40}")))
-    (gone,) = engine.abort(["gone"])
-    assert gone.finish_reason is FinishReason.ABORT
-    deltas = run_until(llm, lambda found: sum(delta.finish_reason is not None for delta in found) == 2)
+    with stepping(llm) as engine:
+        engine.add_request(request("bad", StructuredOutputsParams(json={"$ref": "#"})))
+        engine.add_request(request("good", StructuredOutputsParams(regex="good|fine")))
+        engine.add_request(request("gone", StructuredOutputsParams(regex="[a-z]{40}")))
+        (gone,) = engine.abort(["gone"])
+        assert gone.finish_reason is FinishReason.ABORT
+        deltas = run_until(engine, lambda found: sum(delta.finish_reason is not None for delta in found) == 2)
     ends = {delta.request_id: delta for delta in deltas if delta.finish_reason is not None}
     assert ends["bad"].finish_reason is FinishReason.ERROR and "no output fits it" in str(ends["bad"].error)
     assert ends["good"].finish_reason is FinishReason.STOP
-    assert not engine.has_unfinished
+    assert not llm.engine.has_unfinished

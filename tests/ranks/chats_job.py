@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from tests.ranks.parity_job import main
+from tests.services import stepping
 from tp_engine import LLM, SamplingParams, StructuredOutputsParams
 from tp_engine.request import EngineRequest, FinishReason
 
@@ -71,17 +72,17 @@ def run_arrivals(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
         for one in waiting
         for index in range(one.params.n)
     }
-    engine = llm.engine
     running: list[str] = []
-    while waiting or engine.has_unfinished:
-        while waiting and (rng.random() < 0.3 or not engine.has_unfinished):
-            running.append(waiting[0].request_id)
-            engine.add_request(waiting.pop(0))
-        deltas = [*engine.abort([rng.choice(running)])] if rng.random() < 0.03 else []
-        for delta in [*deltas, *engine.step()]:
-            one = found[f"{delta.request_id}/{delta.index}"]
-            one["tokens"] += delta.new_token_ids
-            one["aborted"] |= delta.finish_reason is FinishReason.ABORT
+    with stepping(llm) as engine:
+        while waiting or engine.has_unfinished:
+            while waiting and (rng.random() < 0.3 or not engine.has_unfinished):
+                running.append(waiting[0].request_id)
+                engine.add_request(waiting.pop(0))
+            deltas = [*engine.abort([rng.choice(running)])] if rng.random() < 0.03 else []
+            for delta in [*deltas, *engine.step()]:
+                one = found[f"{delta.request_id}/{delta.index}"]
+                one["tokens"] += delta.new_token_ids
+                one["aborted"] |= delta.finish_reason is FinishReason.ABORT
     return found
 
 

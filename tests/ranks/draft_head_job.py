@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from tests.ranks.speculation_job import run_once
+from tests.services import engine_of
 from tp_engine import LLM
 from tp_engine.plan import IntArray
 from tp_engine.sched.sequence import Sequence
@@ -33,7 +34,7 @@ class Watched(DraftHeadProposer):
 
 def watch(llm: LLM) -> Watched | None:
     """Watch the drafts of a head from now on; None if there is no head."""
-    speculation = llm.engine.scheduler.feature(Speculation)
+    speculation = engine_of(llm).scheduler.feature(Speculation)
     if speculation is None or not speculation.sources.has_head:
         return None
     (source,) = speculation.sources.sources

@@ -13,6 +13,7 @@ from typing import Any
 
 from tests.image_models import PixelFiles, Prompt, draw_pixels, pixel_files
 from tests.ranks import draft_head_job, parity_job
+from tests.services import engine_of, stepping
 from tp_engine import LLM, SamplingParams
 from tp_engine.engine.engine import Engine
 from tp_engine.request import EngineRequest
@@ -59,10 +60,11 @@ def run(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
     params = SamplingParams(
         max_tokens=case["max_tokens"], temperature=0.0, ignore_eos=True, logprobs=1, **case.get("params", {})
     )
-    engine, watched = llm.engine, draft_head_job.watch(llm)
+    engine, watched = engine_of(llm), draft_head_job.watch(llm)
     with pixel_files(folder) as files:
         prompts = prompts_of(files, folder, case["prompts"])
-        rounds = [answers(engine, prompts, params) for _ in range(case.get("num_rounds", 2))]
+        with stepping(llm):
+            rounds = [answers(engine, prompts, params) for _ in range(case.get("num_rounds", 2))]
     engine.check_integrity()
     stats = engine.stats()
     assert stats.num_used_blocks == 0 and stats.images is not None

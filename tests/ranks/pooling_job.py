@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.services import run_by_hand
 from tp_engine import LLM, SamplingParams
 from tp_engine.api.pooling import Pooler
 from tp_engine.api.scoring import ScorePairs
-from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest, Pooling
 
 
@@ -51,23 +51,13 @@ def run_classifier(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
             ]
             for pooler in poolers
         }
-        outputs = _run(llm, [request for group in zip(*requests.values(), strict=True) for request in group])
+        outputs = run_by_hand(llm, [request for group in zip(*requests.values(), strict=True) for request in group])
         for pooler in poolers:
             found[pooler.task].append(
                 [pooler.values(outputs[request.request_id]).tolist() for request in requests[pooler.task]]
             )
     llm.engine.check_integrity()
     return found
-
-
-def _run(llm: LLM, requests: list[EngineRequest]) -> dict[str, RequestOutput]:
-    outputs: dict[str, RequestOutput] = {}
-    for request in requests:
-        llm.engine.add_request(request)
-        llm.outputs.add(request)
-    while llm.engine.has_unfinished:
-        outputs |= {output.request_id: output for output in llm.step().finished}
-    return outputs
 
 
 def _mixed(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +69,7 @@ def _mixed(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
         requests.append(processor.process(prompt, greedy, request_id=f"text-{number}"))
         requests.append(processor.process(prompt, one, request_id=f"state-{number}", pooling=Pooling()))
         requests += pairs.requests[number : number + 1]
-    outputs = _run(llm, requests)
+    outputs = run_by_hand(llm, requests)
     numbers = range(len(case["prompts"]))
     states = [outputs[f"state-{number}"].pooled for number in numbers]
     return {

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.services import engine_of
 from tp_engine import LLM, SamplingParams, StructuredOutputsParams
 from tp_engine.plan import IntArray
 from tp_engine.sched.sequence import Sequence
@@ -58,7 +59,7 @@ def _params(case: dict[str, Any]) -> SamplingParams:
 
 def run_kinds(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
     """For each kind, or for ``none``: tokens and log-probabilities, and what was drafted."""
-    speculation = llm.engine.scheduler.feature(Speculation)
+    speculation = engine_of(llm).scheduler.feature(Speculation)
     found: dict[str, Any] = {}
     for kind in KINDS if speculation is not None else ("none",):
         if speculation is not None and kind not in OWN:

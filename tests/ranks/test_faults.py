@@ -15,6 +15,7 @@ import pytest
 from tests.faults.cases import Case, run_case
 from tests.faults.gate import Gate
 from tests.ranks.launch import ROOT, TWO_RANKS, torchrun
+from tests.services import engine_of, stepping
 from tests.tiers import slow_but
 from tp_engine import LLM, SamplingParams
 from tp_engine.errors import PlanError, RankError
@@ -66,9 +67,10 @@ def test_a_rank_whose_state_has_diverged_is_named(folder: Path) -> None:
     """Oracle: the test changes rank 0's own table, as a wrong plan would; the comparison ends the job at that step."""
     with LLM(str(folder), **TWO_RANKS, debug_compare_rank_inputs=True) as llm:
         llm.generate([[5, 9, 13]], PARAMS, use_tqdm=False)
-        llm.engine.worker.runner._batch._token_ids.fill_(3)
-        llm.engine.worker.runner._batch.apply = lambda plan: None  # type: ignore[method-assign]
-        llm.engine.worker.runner._batch.num_computed.fill(1)
+        batch = engine_of(llm).worker.runner._batch
+        batch._token_ids.fill_(3)
+        batch.apply = lambda plan: None  # type: ignore[method-assign]
+        batch.num_computed.fill(1)
         with pytest.raises(PlanError, match=r"step \d+: the ranks have diverged: rank 1 has inputs 0x"):
             llm.generate([[5, 9, 13]], PARAMS, use_tqdm=False)
 
@@ -78,8 +80,9 @@ def test_a_plan_that_is_lost_on_the_way_names_rank_and_steps(folder: Path) -> No
     """Oracle: rank 0 sends a step number five too high; rank 1 refuses it, and rank 0 raises rank 1's error."""
     with LLM(str(folder), **TWO_RANKS) as llm:
         llm.generate([[5, 9, 13]], PARAMS, use_tqdm=False)
-        expected = llm.engine.scheduler.next_step_id
-        llm.engine._publish(StepPlan(step_id=expected + 5))
+        with stepping(llm) as engine:
+            expected = engine.scheduler.next_step_id
+            engine._publish(StepPlan(step_id=expected + 5))
         lost = rf"(?s)rank 1: .*step plan lost: expected step {expected}, received step {expected + 5}"
         with pytest.raises(RankError, match=lost):
             llm.generate([[5, 9, 13]], PARAMS, use_tqdm=False)

@@ -21,6 +21,7 @@ from tests.image_models import VOCAB_SIZE, Oracle, Prompt, draw_pixels, make_ima
 from tests.mtp_heads import ReferenceMtp, make_mtp
 from tests.ranks import image_job
 from tests.ranks.test_images import cuts_images, make_prompts, run_cases, settings_of
+from tests.services import stepping
 from tp_engine import LLM, SamplingParams
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError, RankError
@@ -160,7 +161,8 @@ def encoded(llm: LLM) -> int:
 
 def run(llm: LLM, prompts: list[Prompt]) -> list[Any]:
     """Tokens and log-probabilities."""
-    return [(one["tokens"], one["logprobs"]) for one in image_job.answers(llm.engine, prompts, GREEDY)]
+    with stepping(llm) as engine:
+        return [(one["tokens"], one["logprobs"]) for one in image_job.answers(engine, prompts, GREEDY)]
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("qwen3-vl", 1), ("gemma4-vision", 2)])
@@ -237,7 +239,8 @@ def test_each_turn_of_a_chat_adds_an_image(image_model: Callable[..., Path]) -> 
         for turn in range(4):
             parts += [[20 + turn] * 9, draw_pixels(folder, 64, 64 + 32 * turn, turn), [7] * 6]
             prompt = files.prompt(parts)
-            (one,) = image_job.answers(llm.engine, [prompt], GREEDY)
+            with stepping(llm) as engine:
+                (one,) = image_job.answers(engine, [prompt], GREEDY)
             assert oracle.problem(prompt, one["tokens"][0], one["logprobs"][0]) is None
             parts.append(one["tokens"][0])
             cached.append(one["cached"])

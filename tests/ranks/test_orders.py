@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.ranks.launch import TWO_RANKS
+from tests.services import stepping
 from tests.unit.worker.test_profiling import names_in
 from tp_engine import LLM, RequestError, SamplingParams
+from tp_engine.api.output_streams import Outputs
 from tp_engine.engine.admin_commands import act
 from tp_engine.errors import EngineDeadError, RankError
 
@@ -34,13 +36,13 @@ def test_a_rank_that_can_not_follow_is_named_and_nothing_changes(
     with LLM(str(checkpoint("qwen3")), **options) as llm:
         expected = tokens(llm)
         with pytest.raises(RequestError, match=rf"^rank {rank}: RuntimeError: injected .* rank {rank} in prepare"):
-            act(llm.engine.operator, "start_profile", {})
+            llm.engine.act("start_profile")
         assert tokens(llm) == expected
-        act(llm.engine.operator, "stop_profile", {})
+        llm.engine.act("stop_profile")
         assert not list(tmp_path.iterdir())
-        act(llm.engine.operator, "start_profile", {})
+        llm.engine.act("start_profile")
         assert tokens(llm) == expected
-        act(llm.engine.operator, "stop_profile", {})
+        llm.engine.act("stop_profile")
         traces = [[name for name in names_in(path) if name.startswith("step ")] for path in sorted(tmp_path.iterdir())]
         assert len(traces) == 2 and traces[0] == traces[1] != []
 
@@ -52,11 +54,16 @@ def test_results_of_steps_in_flight_are_kept(checkpoint: Callable[..., Path], tm
     with LLM(str(checkpoint("qwen3")), **options) as llm:
         expected = tokens(llm)
         requests = [llm.input_processor.process(prompt, PARAMS, request_id=str(i)) for i, prompt in enumerate(PROMPTS)]
-        llm._add_all(requests, [None] * len(requests))
+        outputs = Outputs()
         found: dict[str, list[int]] = {}
-        while llm.engine.has_unfinished:
-            found |= {one.request_id: one.outputs[0].token_ids for one in llm.step().finished}
-            act(llm.engine.operator, "stop_profile", {})
+        with stepping(llm) as engine:
+            for request in requests:
+                engine.add_request(request)
+                outputs.add(request)
+            while engine.has_unfinished:
+                ended = outputs.process(engine.step()).finished
+                found |= {one.request_id: one.outputs[0].token_ids for one in ended}
+                act(engine.operator, "stop_profile", {})
         assert [found[request.request_id] for request in requests] == expected
 
 
@@ -69,6 +76,6 @@ def test_a_rank_that_dies_ends_the_job(
     monkeypatch.setenv("TP_ENGINE_FAULT", f"1:{phase}:kill")
     with LLM(str(checkpoint("qwen3")), **TWO_RANKS, profile=str(tmp_path), profile_steps="none") as llm:
         with pytest.raises(RankError, match="rank 1"):
-            act(llm.engine.operator, "start_profile", {})
+            llm.engine.act("start_profile")
         with pytest.raises(EngineDeadError):
             tokens(llm)

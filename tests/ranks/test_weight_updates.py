@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.ranks.launch import TWO_RANKS
+from tests.services import engine_of, stepping
 from tp_engine import LLM, AsyncLLM, RequestError, SamplingParams
+from tp_engine.engine.admin_commands import act
 from tp_engine.errors import EngineDeadError, RankError
 from tp_engine.outputs import RequestOutput
 from tp_engine.worker import weight_update
@@ -153,7 +155,7 @@ def test_an_engine_that_sleeps_has_no_cache_and_wakes_up_unchanged(
         expected, _ = run(llm)
     with LLM(str(folders[0]), **settings) as llm:
         before, _ = run(llm)
-        runner = llm.engine.worker.runner
+        runner = engine_of(llm).worker.runner
         assert runner is not None and resident_bytes(runner.blocks.raw) > 0
         llm.sleep()
         assert resident_bytes(runner.blocks.raw) == 0
@@ -172,17 +174,18 @@ def test_an_engine_that_sleeps_has_no_cache_and_wakes_up_unchanged(
         llm.wake_up()
         assert run(llm) == (expected, [0, 0])
         request = llm.input_processor.process(PROMPTS[0], PARAMS, request_id="kept")
-        llm._add_all([request], [None])
-        for _ in range(6):
-            llm.step()
-        llm._act("reset_prefix_cache", reset_running_requests=True)
-        llm.step()
-        llm.sleep()
-        llm.wake_up()
-        finished = []
-        while llm.engine.has_unfinished:
-            finished += llm.step().finished
-        assert finished[0].outputs[0].token_ids == expected[0][0]
+        tokens: list[int] = []
+        with stepping(llm) as engine:
+            engine.add_request(request)
+            for _ in range(6):
+                tokens += [token for delta in engine.step() for token in delta.new_token_ids]
+            act(engine.operator, "reset_prefix_cache", {"reset_running_requests": True})
+            tokens += [token for delta in engine.step() for token in delta.new_token_ids]
+            act(engine.operator, "sleep", {})
+            act(engine.operator, "wake_up", {})
+            while engine.has_unfinished:
+                tokens += [token for delta in engine.step() for token in delta.new_token_ids]
+        assert tokens == expected[0][0]
 
 
 def test_memory_of_a_gpu_is_dropped_below_all_views() -> None:

@@ -18,6 +18,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TypeAlias
 
+from tests.services import services, start_in_thread
 from tp_engine.distributed.store import host_store
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -99,4 +100,5 @@ def _run(environment: dict[str, str], log: str, target: Callable[..., None], arg
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.environ.update(environment)
-    target(*arguments)
+    with services(start_in_thread):  # of a single rank
+        target(*arguments)

@@ -214,5 +214,4 @@ def _pause(llm: LLM, duration_s: float) -> None:
     """Do what a server does while it has no requests."""
     until_s = time.monotonic() + duration_s
     while time.monotonic() < until_s:
-        llm.engine.run_background_io()
-        time.sleep(0.001)
+        time.sleep(0.01)

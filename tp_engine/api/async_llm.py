@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from concurrent.futures import Future
+from contextlib import aclosing, suppress
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -21,13 +23,15 @@ from tp_engine.api.pooling import Pooler, PoolingLike
 from tp_engine.api.preparing import PreparingThreads
 from tp_engine.api.request_state import SequenceUpdate
 from tp_engine.api.scoring import ScorePairs, paired
-from tp_engine.config import DEMO_MODEL
+from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.engine.client import EngineClient
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.report import EngineReport
+from tp_engine.engine.service_process import Service, spawn_service
 from tp_engine.errors import RankError, RequestError, shown
 from tp_engine.images.sources import has_image_part
 from tp_engine.lora import LoRARequest, load_for
+from tp_engine.off_loop import in_thread, started
 from tp_engine.outputs import (
     BeamSearchOutput,
     ClassificationRequestOutput,
@@ -42,7 +46,6 @@ from tp_engine.sampling_params import BeamSearchParams, RequestOutputKind, Sampl
 from tp_engine.sched.view import ViewLimits
 
 if TYPE_CHECKING:
-    from tp_engine.engine.service_process import ServiceHandle
     from tp_engine.engine.staged_tensors import NamedTensors
 
 _STOP_TIMEOUT_S = 15.0
@@ -59,8 +62,8 @@ class AsyncLLM:
     ``start()``, which ``async with`` and the first request do too; ``AsyncLLM.connect(address)`` uses a running
     ``EngineService``.  Ends with ``await close()``.
 
-    ``engine``, ``input_processor``, ``outputs`` and ``run_search`` are what a server on top of this class needs; they
-    may change in any version.
+    ``engine``, ``input_processor``, ``outputs`` and ``run_search`` are what a server on top of this class needs;
+    ``waits_for_images`` is that of ``InputProcessor``: all may change in any version.
     """
 
     def __init__(
@@ -70,18 +73,19 @@ class AsyncLLM:
         address: str | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
-        self._options = read_options("AsyncLLM", model, options)
-        self._config = None if address is not None else self._options.engine
+        self.options = read_options("AsyncLLM", model, options)
+        self._config = None if address is not None else self.options.engine
         self._default_params: SamplingParams | None = None
         self._address = address
         self._tokenizer_given: Any | None = None
-        self._service: ServiceHandle | None = None
+        self._service: Service | None = None
         self._watching: asyncio.Task[None] | None = None
         self._client: EngineClient | None = None
         self._outputs: Outputs | None = None
         self._input: InputProcessor | None = None
         self._starting = asyncio.Lock()
         self._preparing = PreparingThreads()
+        self.waits_for_images = True
 
     @classmethod
     async def connect(cls, address: str, *, tokenizer: Any | None = None, timeout_s: float = 60.0) -> Self:
@@ -115,7 +119,7 @@ class AsyncLLM:
         await self.start()
         if self._default_params is None:
             info = self.model_info
-            self._default_params = await asyncio.to_thread(self._options.sampling.params, info.model, info.revision)
+            self._default_params = await in_thread(self.options.sampling.params, info.model, info.revision)
         return self._default_params
 
     async def stream(
@@ -289,25 +293,25 @@ class AsyncLLM:
 
     async def load_lora_adapter(self, name: str, path: str, *, load_inplace: bool = False) -> None:
         """Do as ``LLM.load_lora_adapter``."""
-        await self._act("load_lora_adapter", name=name, path=path, replaces=load_inplace)
+        await self.act("load_lora_adapter", name=name, path=path, replaces=load_inplace)
         self.input_processor.adapters[name] = path
 
     async def unload_lora_adapter(self, name: str) -> None:
         """Do as ``LLM.unload_lora_adapter``."""
-        await self._act("unload_lora_adapter", name=name)
+        await self.act("unload_lora_adapter", name=name)
         self.input_processor.adapters.pop(name, None)
 
     async def reset_prefix_cache(self) -> bool:
         """Do as ``LLM.reset_prefix_cache``."""
         try:
-            await self._act("reset_prefix_cache")
+            await self.act("reset_prefix_cache")
         except RequestError:
             return False
         return True
 
     async def reset_mm_cache(self) -> None:
         """Do as ``LLM.reset_mm_cache``."""
-        await self._act("reset_mm_cache")
+        await self.act("reset_mm_cache")
 
     async def update_weights(
         self, tensors: NamedTensors, *, weight_version: str | None = None, flush_cache: bool = False
@@ -316,7 +320,9 @@ class AsyncLLM:
         from tp_engine.engine.staged_tensors import StagedTensors  # torch, which a connected frontend may lack
 
         with await asyncio.to_thread(StagedTensors, tensors) as staged:
-            return await self._update_weights(weight_version, flush_cache, files=staged.files)
+            return await self.update_weights_from(
+                weight_version=weight_version, flush_cache=flush_cache, files=staged.files
+            )
 
     async def update_weights_from_disk(
         self,
@@ -327,9 +333,14 @@ class AsyncLLM:
         abort_running: bool = False,
     ) -> str:
         """Do as ``LLM.update_weights_from_disk``; with ``abort_running``, unfinished requests end first."""
-        return await self._update_weights(
-            weight_version, flush_cache, folder=str(path), abort_all_requests=abort_running
+        return await self.update_weights_from(
+            weight_version=weight_version, flush_cache=flush_cache, folder=str(path), abort_all_requests=abort_running
         )
+
+    async def update_weights_from(self, **source: Any) -> str:
+        """Let the engine take weights from where the arguments of the act ``update_weights`` say."""
+        version: str = (await self.act("update_weights", timeout_s=_UPDATE_S, **source))["weight_version"]
+        return version
 
     async def pause(self, mode: str = "keep", *, timeout_s: float = 600.0) -> None:
         """Run nothing until ``resume``; new requests wait.
@@ -342,27 +353,32 @@ class AsyncLLM:
         await self.start()
         if mode == "wait":
             await self._wait_for_streams(timeout_s)
-        await self._act("pause", mode="abort" if mode == "abort" else "keep")
+        await self.act("pause", mode="abort" if mode == "abort" else "keep")
 
     async def resume(self) -> None:
         """Go on after ``pause``."""
-        await self._act("resume")
+        await self.act("resume")
         self.outputs.release()
 
     async def sleep(self, level: int = 1) -> None:
         """Do as ``LLM.sleep``."""
-        await self._act("sleep", level=level)
+        await self.act("sleep", level=level)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         """Do as ``LLM.wake_up``; returns whether the engine still sleeps."""
-        is_sleeping: bool = (await self._act("wake_up", tags=tags))["is_sleeping"]
+        is_sleeping: bool = (await self.act("wake_up", tags=tags))["is_sleeping"]
         if not is_sleeping and not (await self.weight_info())["is_paused"]:
             self.outputs.release()
         return is_sleeping
 
+    async def act(self, action: str, **arguments: Any) -> dict[str, Any]:
+        """Let the engine do ``action``, a name in ``engine/admin_commands.py``; ``RequestError`` if it refuses."""
+        await self.start()
+        return await self.engine.act(action, **arguments)
+
     async def weight_info(self) -> dict[str, Any]:
         """``weight_version``, ``default`` for the weights of the start, ``is_paused`` and ``is_sleeping``."""
-        return await self._act("weight_info")
+        return await self.act("weight_info")
 
     async def report(self, view: ViewLimits | None = None, *, timeout_s: float = 5.0) -> EngineReport:
         """Return how the scheduler and every rank stand; with ``view`` also the KV pool and the running sequences."""
@@ -382,7 +398,7 @@ class AsyncLLM:
             await asyncio.gather(self._watching, return_exceptions=True)
         if self._service is not None:
             service, self._service = self._service, None
-            await asyncio.to_thread(service.close)
+            await in_thread(service.close)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -437,33 +453,46 @@ class AsyncLLM:
         return self._client is not None and self._client.error is None
 
     async def _start(self, timeout_s: float) -> None:
+        early = None
         if self._config is not None:
-            from tp_engine.engine.service_process import spawn_service  # torch, which no connected frontend needs
-
-            timeout_s = self._config.startup_timeout_s
-            self._service = await asyncio.to_thread(spawn_service, self._config)
+            config, timeout_s = self._config, self._config.startup_timeout_s
+            early, is_over = load_early(config), threading.Event()
+            try:
+                self._service = await in_thread(spawn_service, config, is_over.is_set)
+            finally:
+                is_over.set()
             self._address = self._service.address
+        await self._connect(early, timeout_s)
+
+    async def attach(self, service: Service, early: Future[Any | None]) -> None:
+        """Use ``service``, which this object closes; ``early`` is the tokenizer, from ``load_early``."""
+        self._service, self._address = service, service.address
+        await self._connect(early, self.options.engine.startup_timeout_s)
+
+    async def _connect(self, early: Future[Any | None] | None, timeout_s: float) -> None:
         assert self._address is not None
         outputs = Outputs()
         client = self._client = await EngineClient.connect(self._address, outputs, timeout_s=timeout_s)
         info, tokenizer = client.model_info, self._tokenizer_given
+        if tokenizer is None and early is not None:
+            tokenizer = await asyncio.wrap_future(early)
         if tokenizer is None:
-            tokenizer = await asyncio.to_thread(load_tokenizer, info.tokenizer, info.revision)
+            tokenizer = await in_thread(load_tokenizer, info.tokenizer, info.revision)
         outputs.open(client, tokenizer)
         if self._service is not None:
             self._watching = asyncio.get_running_loop().create_task(self._watch_service(self._service, client))
-        self._input = InputProcessor(info, tokenizer, waits_for_images=True)
-        self._input.chat = ChatFormat(tokenizer, self._options.chats)
+        self._input = InputProcessor(info, tokenizer, waits_for_images=self.waits_for_images)
+        self._input.chat = ChatFormat(tokenizer, self.options.chats)
         self._outputs = outputs
 
-    async def _watch_service(self, service: ServiceHandle, client: EngineClient) -> None:
+    async def _watch_service(self, service: Service, client: EngineClient) -> None:
         """End a rank 0 that hangs: a stopped process can not end itself, and this process is its parent."""
         while not await client.wait_ended(timeout_s=_PULSE_S):
             try:
                 service.check_pulse()
             except RankError as error:
                 client.give_up(str(error))
-                await asyncio.to_thread(service.kill)
+                await in_thread(service.kill)
 
     async def _prepare(
         self,
@@ -491,15 +520,6 @@ class AsyncLLM:
             return await self._preparing.run(size, work, has_images=has_images)
         return self.input_processor.process(prompt, params, **fields)
 
-    async def _act(self, action: str, **arguments: Any) -> dict[str, Any]:
-        await self.start()
-        return await self.engine.act(action, **arguments)
-
-    async def _update_weights(self, weight_version: str | None, flush_cache: bool, **source: Any) -> str:
-        asked = {"weight_version": weight_version, "flush_cache": flush_cache, **source}
-        version: str = (await self._act("update_weights", timeout_s=_UPDATE_S, **asked))["weight_version"]
-        return version
-
     async def _wait_for_streams(self, timeout_s: float) -> None:
         outputs = self.outputs
         outputs.hold()
@@ -517,6 +537,19 @@ class AsyncLLM:
             *_, last = [update async for update in updates]
         assert last.request_output is not None
         return last.request_output
+
+
+def load_early(config: EngineConfig) -> Future[Any | None]:
+    """Read the tokenizer of a local folder while rank 0 starts; None for any other, and for one that can not be read:
+    that is told when rank 0 has checked the rest."""
+
+    def load() -> Any | None:
+        with suppress(Exception):
+            if Path(config.tokenizer_source).is_dir():
+                return load_tokenizer(config.tokenizer_source, config.revision)
+        return None
+
+    return started(load)
 
 
 def new_request_id() -> str:

@@ -84,6 +84,7 @@ class EngineOptions(TypedDict, total=False):
     override_generation_config: Mapping[str, Any] | str | None
     chat_template: str | None
     chat_template_content_format: str
+    reasoning_key: str | None
 
 
 class BatchOptions(EngineOptions, total=False):

@@ -1,6 +1,7 @@
 """From a prompt and its parameters to a checked ``EngineRequest``; all faults of a user are found here."""
 
 import dataclasses
+import operator
 import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -27,6 +28,10 @@ _MAX_REMEMBERED = 16
 # take some 200 bytes of memory for each.
 _MOST_AT_ONCE = 1 << 20
 _PER_TOKEN = 16
+
+# Keys of a prompt that is a mapping.  Others are the caller's own, such as an id, and are left alone, as in vLLM.
+_CONTENTS = {"prompt", "prompt_token_ids"}
+_NOT_SERVED = {"prompt_embeds", "encoder_prompt", "decoder_prompt", "negative_prompt", "data", "multi_modal_uuids"}
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 TruncationSide: TypeAlias = Literal["left", "right"]
@@ -119,6 +124,8 @@ class InputProcessor:
         if names:  # all, as in vLLM
             every: dict[str, Any] = dict.fromkeys(names, self.model.vocab_size)
             params = dataclasses.replace(params, **every)
+        if not isinstance(priority, bool) and is_token_id(priority):
+            priority = operator.index(priority)  # of numpy, too
         if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
             raise RequestError(f"priority is {shown(priority)}; it must be a whole number of 32 bits", param="priority")
         if truncate_prompt_tokens is None:
@@ -134,6 +141,9 @@ class InputProcessor:
                 param = "truncate_prompt_tokens"
                 raise RequestError(f"{param} would cut images; leave it out", param=param)
             prompt, images = self._read_images(prompt, add_special_tokens, prompt_field)
+        if isinstance(prompt, Mapping) and (salt := prompt.get("cache_salt")) is not None:
+            check_text("cache_salt", salt)
+            params = dataclasses.replace(params, cache_salt=salt)
         token_ids = self._token_ids(prompt, add_special_tokens, prompt_field, must_fit)
         if truncate_prompt_tokens is not None:
             num_kept = self._truncation(truncate_prompt_tokens, params, pooling)
@@ -295,6 +305,7 @@ class InputProcessor:
             prompt = _only_entry(prompt)
         if isinstance(prompt, str):
             return self.text_token_ids(prompt, add_special_tokens=add_special_tokens, must_fit=must_fit, param=param)
+        prompt = plain_token_ids(prompt)
         if not isinstance(prompt, (list, tuple)):
             raise RequestError(
                 f"the prompt is of type {type(prompt).__name__}; it must be text or a list of token ids", param=param
@@ -416,6 +427,20 @@ def prompt_text(prompt: Prompt) -> str | None:
     return prompt if isinstance(prompt, str) else None
 
 
+def is_token_id(value: object) -> bool:
+    """Return whether ``value`` is a whole number, of Python, numpy or torch."""
+    return isinstance(value, int) or (hasattr(value, "__index__") and not getattr(value, "ndim", 0))
+
+
+def plain_token_ids(prompt: Any) -> Any:
+    """``prompt``; token ids of numpy or torch, all together or one by one, as Python's."""
+    if hasattr(prompt, "tolist"):
+        prompt = prompt.tolist()
+    if isinstance(prompt, (list, tuple)) and any(type(one) is not int for one in prompt):
+        return [operator.index(one) if not isinstance(one, bool) and is_token_id(one) else one for one in prompt]
+    return prompt
+
+
 def check_text(name: str, text: object) -> None:
     """Refuse values other than text, and lone surrogates: JSON can contain them, but no encoding can write them."""
     try:
@@ -429,10 +454,13 @@ def check_text(name: str, text: object) -> None:
 
 
 def _only_entry(prompt: Mapping[str, Any]) -> Any:
-    given = [name for name, value in prompt.items() if value is not None]
-    if given not in (["prompt"], ["prompt_token_ids"]):
+    given = {name for name, value in prompt.items() if value is not None}
+    if refused := sorted(given & _NOT_SERVED):
+        raise RequestError(f"the prompt has {refused[0]!r}, which is not served; leave it out", param="prompt")
+    chosen = given & _CONTENTS
+    if len(chosen) != 1:
         raise RequestError(
             f"the prompt has the keys {sorted(map(str, prompt))}; give either 'prompt' or 'prompt_token_ids'",
             param="prompt",
         )
-    return prompt[given[0]]
+    return prompt[chosen.pop()]

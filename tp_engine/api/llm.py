@@ -1,44 +1,33 @@
-"""``LLM``: batch inference in this process, under vLLM's names."""
+"""``LLM``: batch inference for a program that waits, under vLLM's names; the model runs in processes of its own."""
 
 from __future__ import annotations
 
-import functools
-import signal
-import threading
+import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, Unpack, cast
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypeVar, Unpack, overload
 
 from tp_engine import env
+from tp_engine.api.async_llm import AsyncLLM, load_early
 from tp_engine.api.beam_search import BeamSearch, beam_search_output, one_token, run_searches
-from tp_engine.api.engine_options import ChatTemplateOptions, EngineOptions, read_options
+from tp_engine.api.calls import Call
+from tp_engine.api.engine_options import ChatTemplateOptions, EngineOptions
+from tp_engine.api.engine_view import EngineView
 from tp_engine.api.input_processor import InputProcessor, Prompt, prompt_text
-from tp_engine.api.openai.chat.prompt import ChatFormat
-from tp_engine.api.output_streams import Outputs, Processed
+from tp_engine.api.output_streams import Outputs
 from tp_engine.api.pooling import Pooler, PoolingLike
+from tp_engine.api.row_runs import OnError, Progress, Result, RowRun
+from tp_engine.api.rows import Rows, as_batch, as_conversations, tokenization_options
 from tp_engine.api.scoring import ScorePairs, paired
-from tp_engine.closing import Closing
-from tp_engine.config import DEMO_MODEL
-from tp_engine.engine.admin_commands import act
-from tp_engine.engine.engine import Engine
-from tp_engine.engine.staged_tensors import NamedTensors, StagedTensors
-from tp_engine.engine.start import (
-    check_config,
-    check_ranks_stay,
-    leave_after_engine,
-    let_ranks_go,
-    serve_rank,
-    start_engine,
-)
-from tp_engine.engine.tokenizer import load_tokenizer
-from tp_engine.errors import RequestError
+from tp_engine.closing import Closing, Ending
+from tp_engine.config import DEMO_MODEL, EngineConfig
+from tp_engine.engine.service_process import Service, spawn_service
+from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.lora import LoRARequest, load_for
+from tp_engine.off_loop import LoopThread, started
 from tp_engine.outputs import (
     BeamSearchOutput,
     ClassificationRequestOutput,
@@ -51,65 +40,74 @@ from tp_engine.outputs import (
 from tp_engine.request import EngineRequest
 from tp_engine.sampling_params import BeamSearchParams, SamplingParams
 from tp_engine.sched.allocation_monitor import AllocationMonitor
-from tp_engine.structured_outputs import PARAM
+
+if TYPE_CHECKING:
+    from tp_engine.engine.staged_tensors import NamedTensors
 
 _MONITOR_S = 0.25
+_WINDOW_PER_SEQUENCE = 4
+_LEAST_WINDOW = 256
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 Sampling: TypeAlias = SamplingParams | Mapping[str, Any] | None
 """How a prompt is sampled: None for the model's defaults."""
-Lora: TypeAlias = LoRARequest | Sequence[LoRARequest | None] | None
+Lora: TypeAlias = LoRARequest | Iterable[LoRARequest | None] | None
 """One adapter for all prompts, or one for each."""
-Prompts: TypeAlias = Prompt | Sequence[Prompt]
+Prompts: TypeAlias = Prompt | Iterable[Prompt]
 """One prompt or many."""
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _one_at_a_time(method: _Method) -> _Method:
-    """Let a call wait until no other thread is in a method of the same ``LLM``."""
-
-    @functools.wraps(method)
-    def call(llm: LLM, *args: Any, **kwargs: Any) -> Any:
-        with llm._lock:
-            return method(llm, *args, **kwargs)
-
-    return cast("_Method", call)
+_Result = TypeVar("_Result")
 
 
 class LLM(Closing):
-    """A model on one or more ranks, driven by the calling thread; calls of several threads wait for each other.
+    """A model on one or more ranks, for threads that wait for their calls; calls of several threads run together.
 
     ``model`` is a folder or a hub name, the demo model by default; ``options`` are those of the server's engine, with
-    vLLM's names (docs/flags_engine.md).  In a plain script this object starts and stops the other ranks.  Under
-    torchrun it adopts those of the job: the script continues on rank 0; on every other rank the constructor serves
-    until rank 0 closes, and then ends the process with exit code 0, so a job has one ``LLM``.  Use it as a context
-    manager, or call ``close()``.
+    vLLM's names (docs/flags_engine.md).  The ranks are processes of their own, which end with this object, and nothing
+    global of the caller's process is touched (docs/python.md).  Under torchrun this object adopts the ranks of the job:
+    the script continues on rank 0; on every other rank the constructor serves until rank 0 closes, and then ends the
+    process with exit code 0, so a job has one ``LLM``.  Use it as a context manager, or call ``close()``.
 
     ``allocation_monitor`` samples the use of the KV pool four times per second while requests run.  ``engine.report()``
-    tells of memory, tiers and ranks.  The rest of ``engine``, ``input_processor``, ``outputs`` and ``step`` are what
-    this class is made of, for programs that drive an engine step by step; they may change in any version.
+    tells of memory, tiers and ranks.  The rest of ``engine``, ``input_processor``, ``outputs`` and ``new_call`` are
+    what this class is made of; they may change in any version.
     """
 
     def __init__(self, model: str | PathLike[str] = str(DEMO_MODEL), **options: Unpack[EngineOptions]) -> None:
-        config, defaults, chats = read_options("LLM", model, options)
-        launched = env.launched_rank()
-        if launched is not None and launched.rank > 0:
-            leave_after_engine()
-            serve_rank(config)
-            raise SystemExit(0)
-        check_ranks_stay()
-        effective = check_config(config).config
-        tokenizer = load_tokenizer(effective.tokenizer_source, effective.revision)
-        self._default_params = defaults.params(effective.model, effective.revision)
-        self.engine: Engine = start_engine(config)
-        let_ranks_go()
-        self._close = weakref.finalize(self, self.engine.close)
-        self.input_processor = InputProcessor(self.engine.model_info, tokenizer)
-        self.input_processor.chat = ChatFormat(tokenizer, chats)
-        self.outputs = Outputs(tokenizer)
+        self._async = AsyncLLM(model, **options)
+        self._async.waits_for_images = False
+        config = self._async.options.engine
+        launch = _launch_for(config)
+        early = load_early(config)
+        self._ending = Ending()
+        service = launch(config)
+        try:
+            self._loop = LoopThread("LLM")
+            self._loop.run(self._async.attach(service, early))
+            self._default_params = self._loop.run(self._async.get_default_sampling_params())
+        except BaseException:
+            service.kill()
+            service.close()
+            raise
+        self._close = weakref.finalize(self, _end, self._ending, self._loop, self._async)
+        self.engine = EngineView(self._async, self._ask)
         self.allocation_monitor = AllocationMonitor(interval_s=_MONITOR_S)
-        self._num_requests = 0
-        self._lock = threading.RLock()
+        self._num_requests = itertools.count()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an LLM belongs to the process that made it, and can not be pickled or copied; create it where it is used, "
+            "such as in each worker"
+        )
+
+    @property
+    def input_processor(self) -> InputProcessor:
+        """Makes requests of prompts."""
+        return self._async.input_processor
+
+    @property
+    def outputs(self) -> Outputs:
+        """The requests that run, and what they have generated."""
+        return self._async.outputs
 
     def get_tokenizer(self) -> Any | None:
         """Return the tokenizer, of the library transformers; None for a model without one."""
@@ -120,54 +118,104 @@ class LLM(Closing):
         otherwise."""
         return self._default_params
 
-    @_one_at_a_time
+    @overload
     def generate(
         self,
-        prompts: Prompts,
-        sampling_params: Sampling | Sequence[Sampling] = None,
-        use_tqdm: bool = True,
+        prompts: Prompts | None = None,
+        sampling_params: Sampling | Iterable[Sampling] = None,
+        use_tqdm: Progress = True,
         lora_request: Lora = None,
-        priority: int | Sequence[int] = 0,
-    ) -> list[RequestOutput]:
+        priority: int | Iterable[int] = 0,
+        *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+        on_error: OnError = "raise",
+        stream: Literal[False] = False,
+        prompt_token_ids: None = None,
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompts | None = None,
+        sampling_params: Sampling | Iterable[Sampling] = None,
+        use_tqdm: Progress = True,
+        lora_request: Lora = None,
+        priority: int | Iterable[int] = 0,
+        *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+        on_error: OnError = "raise",
+        stream: Literal[True],
+        prompt_token_ids: None = None,
+    ) -> Iterator[Result]: ...
+
+    def generate(
+        self,
+        prompts: Prompts | None = None,
+        sampling_params: Sampling | Iterable[Sampling] = None,
+        use_tqdm: Progress = True,
+        lora_request: Lora = None,
+        priority: int | Iterable[int] = 0,
+        *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+        on_error: OnError = "raise",
+        stream: bool = False,
+        prompt_token_ids: None = None,
+    ) -> Any:
         """Complete every prompt; results come in the order of the prompts.
 
-        A prompt is text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; these two may have
-        ``multi_modal_data`` too: ``{"image": image}``, or a list, and ``mm_processor_kwargs`` (docs/images.md).
+        A prompt is text, a list or array of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; these two
+        may have ``multi_modal_data`` too: ``{"image": image}``, or a list, and
+        ``mm_processor_kwargs`` (docs/images.md).
         ``sampling_params`` may be a mapping of fields; None means ``get_default_sampling_params()``.  One serves all
         prompts; a list must have one for each; so with ``lora_request``, the adapter, and ``priority``.  Raises
-        ``RequestError`` for a bad prompt before any prompt runs.
-        """
-        batch = _as_batch(prompts)
-        given = _for_each("sampling_params", sampling_params, len(batch))
-        params = [SamplingParams.of(one, self._default_params) for one in given]
-        priorities = _for_each("priority", priority, len(batch))
-        adapters = self._adapters_of(lora_request, len(batch))
-        arrival_s = time.monotonic()
-        requests = [
-            self.input_processor.process(
-                prompt, one, request_id=self._next_id(), priority=first, arrival_s=arrival_s, adapter=adapter
-            )
-            for prompt, one, first, adapter in zip(batch, params, priorities, adapters, strict=True)
-        ]
-        return self._run(requests, [prompt_text(prompt) for prompt in batch], use_tqdm)
+        ``RequestError``, which names the row, for a bad prompt before any prompt runs; with ``on_error`` "return" the
+        error stands in the row's place, and the others run.  After ``timeout_s`` rows end with what they have, and
+        finish reason ``abort``.
 
-    @_one_at_a_time
+        ``stream`` yields outputs as they end, with their ``row``.  Then, and for a generator of prompts, a window of
+        rows is in the engine at a time, so there may be any number; a bad prompt is found when its turn comes.
+        ``tokenization_kwargs`` are vLLM's: ``truncation`` with ``max_length``, ``add_special_tokens``.
+        """
+        if prompt_token_ids is not None:
+            raise RequestError(
+                "prompt_token_ids is no parameter of generate, as in vLLM: give prompts=[ids, ids], or "
+                'prompts=[{"prompt_token_ids": ids}]',
+                param="prompt_token_ids",
+            )
+        self._check_open()
+        batch, is_one = as_batch(prompts)
+        rows = self._rows("prompts", batch, is_one, sampling_params, lora_request, priority, tokenization_kwargs)
+        run = self._run_of(rows, stream=stream, on_error=on_error, timeout_s=timeout_s, use_tqdm=use_tqdm)
+        return iter(run) if stream else run.results()
+
     def chat(
         self,
-        messages: Messages | Sequence[Messages],
-        sampling_params: Sampling | Sequence[Sampling] = None,
-        use_tqdm: bool = True,
+        messages: Messages | Iterable[Messages],
+        sampling_params: Sampling | Iterable[Sampling] = None,
+        use_tqdm: Progress = True,
         lora_request: Lora = None,
-        priority: int | Sequence[int] = 0,
+        priority: int | Iterable[int] = 0,
+        *,
+        timeout_s: float | None = None,
+        on_error: OnError = "raise",
         **template_options: Unpack[ChatTemplateOptions],
     ) -> list[RequestOutput]:
-        """Complete one conversation, or a list of them, through the model's chat template."""
-        is_one = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: Any = [messages] if is_one else messages
-        prompts = [self.input_processor.chat_prompt(one, **template_options) for one in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm, lora_request, priority)
+        """Complete one conversation, or many, through the model's chat template; the rest is as for ``generate``."""
+        self._check_open()
+        batch, is_one = as_conversations(messages)
 
-    @_one_at_a_time
+        def prompt_of(conversation: Any) -> Prompt:
+            return self.input_processor.chat_prompt(conversation, **template_options)
+
+        rows = self._rows(
+            "conversations", batch, is_one, sampling_params, lora_request, priority, None, prompt_of=prompt_of
+        )
+        run = self._run_of(rows, on_error=on_error, timeout_s=timeout_s, use_tqdm=use_tqdm)
+        return run.results()  # type: ignore[return-value]  # errors are among them if they are asked for
+
     def beam_search(
         self,
         prompts: Prompts,
@@ -185,23 +233,22 @@ class LLM(Closing):
         """
         if concurrency_limit is not None and concurrency_limit < 1:
             raise RequestError(f"concurrency_limit is {concurrency_limit}; it must be at least 1, or None")
-        arrival_s, model = time.monotonic(), self.engine.model_info
-        searches, batch = [], _as_batch(prompts)
-        for prompt, adapter in zip(batch, self._adapters_of(lora_request, len(batch)), strict=True):
-            request = self.input_processor.process(
-                prompt, one_token(params), request_id=self._next_id(), arrival_s=arrival_s, adapter=adapter
-            )
-            searches.append(BeamSearch(request, params, model))
-
-        def generate(requests: list[EngineRequest]) -> list[RequestOutput]:
-            return self._run(requests, [None] * len(requests), use_tqdm=False)
-
-        run_searches(searches, generate, model, max_searches=concurrency_limit or len(searches), use_tqdm=use_tqdm)
+        self._check_open()
+        batch, is_one = as_batch(prompts)
+        rows = self._rows("prompts", list(batch), is_one, one_token(params), lora_request, 0, None)
+        searches, model = [], self.engine.model_info
+        for row in rows:
+            if row.error is not None:
+                raise row.error
+            assert row.request is not None
+            searches.append(BeamSearch(row.request, params, model))
+        run_searches(
+            searches, self._complete, model, max_searches=concurrency_limit or len(searches), use_tqdm=use_tqdm
+        )
         return [beam_search_output(search, self.outputs.decoder) for search in searches]
 
-    @_one_at_a_time
     def embed(
-        self, prompts: Prompts, pooling_params: PoolingLike = None, *, use_tqdm: bool = True
+        self, prompts: Prompts, pooling_params: PoolingLike = None, *, use_tqdm: Progress = True
     ) -> list[EmbeddingRequestOutput]:
         """Return the embedding of every prompt, in their order, by a model for embeddings (docs/embeddings.md).
 
@@ -210,88 +257,70 @@ class LLM(Closing):
         pooler = Pooler.of(self.input_processor, pooling_params, "embed")
         return [pooler.embedding(output) for output in self._run_pooled(pooler, prompts, use_tqdm)]
 
-    @_one_at_a_time
     def classify(
-        self, prompts: Prompts, pooling_params: PoolingLike = None, *, use_tqdm: bool = True
+        self, prompts: Prompts, pooling_params: PoolingLike = None, *, use_tqdm: Progress = True
     ) -> list[ClassificationRequestOutput]:
         """Return how likely each label of a classifier is for every prompt, in their order (docs/classifiers.md)."""
         pooler = Pooler.of(self.input_processor, pooling_params, "classify")
         return [pooler.classification(output) for output in self._run_pooled(pooler, prompts, use_tqdm)]
 
-    @_one_at_a_time
     def reward(
-        self, prompts: Prompts, pooling_params: PoolingLike = None, *, use_tqdm: bool = True
+        self, prompts: Prompts, pooling_params: PoolingLike = None, *, use_tqdm: Progress = True
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Return what a reward model gives every prompt: its score, or, if it judges steps, those of each token."""
         pooler = Pooler.of_rewards(self.input_processor, pooling_params)
         return [pooler.pooled(output) for output in self._run_pooled(pooler, prompts, use_tqdm)]
 
-    @_one_at_a_time
     def encode(
         self,
         prompts: Prompts,
         pooling_params: PoolingLike = None,
         *,
         pooling_task: str | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: Progress = True,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Return what a task (``embed``, ``classify``, ``token_classify``; by default the model's own) gives every
         prompt, as arrays."""
         pooler = Pooler.of(self.input_processor, pooling_params, pooling_task)
         return [pooler.pooled(output) for output in self._run_pooled(pooler, prompts, use_tqdm)]
 
-    @_one_at_a_time
     def score(
         self,
         queries: str | Sequence[str],
         documents: str | Sequence[str],
         *,
         instruction: str | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: Progress = True,
     ) -> list[ScoringRequestOutput]:
         """Return how well each document answers its query, by a reranker or a model for embeddings: one query for all
         documents, or one for each.
 
         ``instruction`` tells a reranker what relevant means.  Raises ``RequestError`` before anything runs.
         """
+        self._check_open()
         pairs = paired(queries, documents)
         scored = ScorePairs.of(self.input_processor, pairs, request_id=self._next_id(), instruction=instruction)
-        return scored.outputs(self._run(scored.requests, [None] * len(scored.requests), use_tqdm))
+        return scored.outputs(self._complete(scored.requests, use_tqdm))
 
-    @_one_at_a_time
-    def step(self) -> Processed:
-        """Return one step of the engine, and what it adds to the requests; those that stop strings ended are
-        aborted."""
-        processed = self.outputs.process(self.engine.step())
-        if processed.aborts:
-            self.engine.abort(processed.aborts)
-        return processed
-
-    @_one_at_a_time
     def load_lora_adapter(self, name: str, path: str, *, load_inplace: bool = False) -> None:
         """Load the PEFT adapter in the folder ``path`` under ``name``.
 
         ``RequestError``, and nothing has changed, if it can not be served, or if the name is taken and not
         ``load_inplace``.
         """
-        self._act("load_lora_adapter", name=name, path=path, replaces=load_inplace)
-        self.input_processor.adapters[name] = path
+        self._ask(self._async.load_lora_adapter(name, path, load_inplace=load_inplace))
 
-    @_one_at_a_time
     def unload_lora_adapter(self, name: str) -> None:
         """Forget an adapter; ``RequestError`` for an unknown name."""
-        self._act("unload_lora_adapter", name=name)
-        self.input_processor.adapters.pop(name, None)
+        self._ask(self._async.unload_lora_adapter(name))
 
-    @_one_at_a_time
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; while requests run, change nothing and return False."""
-        return self.engine.operator.reset_prefix_cache()
+        return self._ask(self._async.reset_prefix_cache())
 
-    @_one_at_a_time
     def reset_mm_cache(self) -> None:
         """Forget all embeddings of images."""
-        self.engine.operator.reset_mm_cache()
+        self._ask(self._async.reset_mm_cache())
 
     def update_weights(
         self, tensors: NamedTensors, *, weight_version: str | None = None, flush_cache: bool = False
@@ -302,27 +331,36 @@ class LLM(Closing):
         nothing has changed.  Returns the ``weight_version``, by default the number of the update; what the prefix cache
         has of other weights is not found any more, and ``flush_cache`` frees it.
         """
+        from tp_engine.engine.staged_tensors import StagedTensors  # torch, which the caller has if it has tensors
+
+        self._check_open()
         with StagedTensors(tensors) as staged:
-            return self._update_weights(weight_version, flush_cache, files=staged.files)
+            return self._ask(
+                self._async.update_weights_from(
+                    weight_version=weight_version, flush_cache=flush_cache, files=staged.files
+                )
+            )
 
     def update_weights_from_disk(
         self, path: str | Path, *, weight_version: str | None = None, flush_cache: bool = False
     ) -> str:
         """Do as ``update_weights``, from the folder of a checkpoint that all ranks can read."""
-        return self._update_weights(weight_version, flush_cache, folder=str(path))
+        return self._ask(
+            self._async.update_weights_from_disk(path, weight_version=weight_version, flush_cache=flush_cache)
+        )
 
     def pause(self, mode: str = "keep") -> None:
-        """Run no step until ``resume``: unfinished requests, of a script that calls ``step``, wait and are computed
-        again (``keep``), or end (``abort``)."""
-        self._act("pause", mode=mode)
+        """Run no step until ``resume``: unfinished requests, of other threads, wait and are computed again (``keep``),
+        end (``abort``), or come to their ends before this returns (``wait``)."""
+        self._ask(self._async.pause(mode))
 
     def resume(self) -> None:
         """Go on after ``pause``."""
-        self._act("resume")
+        self._ask(self._async.resume())
 
     def sleep(self, level: int = 1) -> None:
         """Do as ``pause``; at level 1 all cached prefixes are forgotten, and the memory of the KV cache is free."""
-        self._act("sleep", level=level)
+        self._ask(self._async.sleep(level))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Go on after ``sleep``; ``RequestError``, and the engine still sleeps, if there is no memory for the cache.
@@ -330,157 +368,157 @@ class LLM(Closing):
         With ``tags`` only what they name is awake: ``weights``, which have not slept, or ``kv_cache``, with which the
         engine goes on.
         """
-        self._act("wake_up", tags=tags)
+        self._ask(self._async.wake_up(tags))
 
     @property
     def weight_version(self) -> str:
         """The version of the weights; ``default`` for those of the start."""
-        version: str = self._act("weight_info")["weight_version"]
+        version: str = self._ask(self._async.weight_info())["weight_version"]
         return version
 
-    @_one_at_a_time
     def close(self) -> None:
         """Stop all ranks and free the device; safe to call twice."""
         self._close()
 
-    @_one_at_a_time
-    def _act(self, action: str, **arguments: Any) -> dict[str, Any]:
-        with _interrupts_held():
-            return act(self.engine.operator, action, arguments)
+    def new_call(self, *, wants_all: bool = False) -> Call:
+        """Return an empty call, for programs that add requests as others end."""
+        self._check_open()
+        return Call(self._loop, self.outputs, self._sample, wants_all=wants_all)
 
-    def _update_weights(self, weight_version: str | None, flush_cache: bool, **source: Any) -> str:
-        done = self._act("update_weights", weight_version=weight_version, flush_cache=flush_cache, **source)
-        version: str = done["weight_version"]
-        return version
+    def _check_open(self) -> None:
+        """``EngineDeadError`` if the engine can not be asked any more."""
+        self._ending.check()
+        error = self._async.engine.error
+        if error is not None:
+            raise EngineDeadError(str(error)) from error.__cause__
 
-    def _run_pooled(self, pooler: Pooler, prompts: Prompts, use_tqdm: bool) -> list[RequestOutput]:
-        requests = [pooler.request(prompt, request_id=self._next_id()) for prompt in _as_batch(prompts)]
-        return self._run(requests, [None] * len(requests), use_tqdm)
+    def _ask(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+        try:
+            self._check_open()
+        except BaseException:
+            coroutine.close()
+            raise
+        try:
+            return self._loop.run(coroutine)
+        except EngineDeadError as error:
+            raise error.__cause__ or error from None
 
-    def _adapters_of(self, lora: Lora, num_prompts: int) -> list[str]:
-        """The name of each prompt's adapter, empty for none; those that are not loaded are loaded now."""
-        wanted: list[LoRARequest | None] = _for_each("lora_request", lora, num_prompts)
-        if wrong := next((one for one in wanted if not isinstance(one, (LoRARequest, type(None)))), None):
-            kind = type(wrong).__name__
+    def _rows(
+        self,
+        name: str,
+        items: Iterable[Any],
+        is_one: bool,
+        sampling_params: Sampling | Iterable[Sampling],
+        lora_request: Lora,
+        priority: int | Iterable[int],
+        tokenization_kwargs: Mapping[str, Any] | None,
+        *,
+        prompt_of: Callable[[Any], Prompt] = lambda item: item,
+    ) -> Rows:
+        options, arrival_s = tokenization_options(tokenization_kwargs), time.monotonic()
+
+        def make(item: Any, params: Sampling, first: int, lora: LoRARequest | None) -> tuple[EngineRequest, str | None]:
+            prompt = prompt_of(item)
+            request = self.input_processor.process(
+                prompt,
+                SamplingParams.of(params, self._default_params),
+                request_id=self._next_id(),
+                priority=first,
+                arrival_s=arrival_s,
+                adapter=self._adapter(lora, adapters),
+                **options,
+            )
+            return request, prompt_text(prompt)
+
+        adapters: dict[str, LoRARequest] = {}
+        columns = {"sampling_params": sampling_params, "priority": priority, "lora_request": lora_request}
+        return Rows(name, items, make, columns, is_one=is_one)
+
+    def _run_of(self, rows: Rows, *, stream: bool = False, **options: Any) -> RowRun:
+        window = None
+        if stream or rows.size is None:
+            window = max(_LEAST_WINDOW, _WINDOW_PER_SEQUENCE * self.engine.model_info.max_num_seqs)
+        call = self.new_call(wants_all=window is None and options.get("on_error", "raise") == "raise")
+        return RowRun(call, rows, window=window, **options)
+
+    def _run_pooled(self, pooler: Pooler, prompts: Prompts, use_tqdm: Progress) -> list[RequestOutput]:
+        self._check_open()
+        batch, is_one = as_batch(prompts)
+
+        def make(prompt: Prompt) -> tuple[EngineRequest, str | None]:
+            return pooler.request(prompt, request_id=self._next_id()), None
+
+        run = self._run_of(Rows("prompts", batch, make, {}, is_one=is_one), use_tqdm=use_tqdm)
+        return run.results()  # type: ignore[return-value]  # errors have been raised
+
+    def _complete(self, requests: Sequence[EngineRequest], use_tqdm: Progress = False) -> list[RequestOutput]:
+        """Run requests that have been made."""
+        run = self._run_of(Rows("prompts", requests, lambda request: (request, None), {}), use_tqdm=use_tqdm)
+        return run.results()  # type: ignore[return-value]  # errors have been raised
+
+    def _adapter(self, lora: LoRARequest | None, chosen: dict[str, LoRARequest]) -> str:
+        """The name of a prompt's adapter, empty for none; one that is not loaded is loaded now.  ``chosen`` are those
+        of the call, by name."""
+        if lora is None:
+            return ""
+        if not isinstance(lora, LoRARequest):
+            kind = type(lora).__name__
             raise RequestError(
                 f"lora_request is of type {kind}; it must be a LoRARequest, or one for each prompt",
                 param="lora_request",
             )
-        for one in dict.fromkeys(wanted):
-            load = None if one is None else load_for(one, self.input_processor.adapters)
+        name, loaded = lora.lora_name, self.input_processor.adapters
+        if name not in chosen:
+            load = load_for(lora, loaded)
             if load is not None:
                 self.load_lora_adapter(load["name"], load["path"], load_inplace=True)
-        loaded = self.input_processor.adapters
-        if other := next((one for one in wanted if one and one.lora_path not in ("", loaded[one.lora_name])), None):
+            chosen[name] = lora
+        if lora.lora_path not in ("", loaded[name]):
             raise RequestError(
-                f"lora_request names {other.lora_name!r} with two folders; give each adapter a name of its own",
+                f"lora_request names {name!r} with two folders; give each adapter a name of its own",
                 param="lora_request",
             )
-        return ["" if one is None else one.lora_name for one in wanted]
+        return name
+
+    def _sample(self) -> None:
+        if self.allocation_monitor.is_due(now_s := time.monotonic()):
+            self._loop.spawn(self._observe(now_s))
+
+    async def _observe(self, now_s: float) -> None:
+        report = await self._async.report()
+        self.allocation_monitor.observe(report.stats, now_s)
 
     def _next_id(self) -> str:
-        self._num_requests += 1
-        return f"request-{self._num_requests - 1}"
-
-    def _run(
-        self, requests: Sequence[EngineRequest], texts: Sequence[str | None], use_tqdm: bool
-    ) -> list[RequestOutput]:
-        finished: dict[str, RequestOutput] = {}
-        with _interrupts_held() as take_interrupt:
-            self._add_all(requests, texts)
-            progress = tqdm(total=len(requests), desc="requests", unit="", disable=not use_tqdm)
-            num_tokens, started_s = 0, time.monotonic()
-            try:
-                while self.engine.has_unfinished:
-                    take_interrupt()
-                    processed = self.step()
-                    if self.allocation_monitor.is_due(now_s := time.monotonic()):
-                        self.allocation_monitor.observe(self.engine.stats(), now_s)
-                    num_tokens += processed.num_tokens
-                    if processed.finished:
-                        finished |= {one.request_id: one for one in processed.finished}
-                        rate = num_tokens / (time.monotonic() - started_s)
-                        progress.set_postfix_str(f"{rate:.1f} output tokens/s", refresh=False)
-                        progress.update(len(processed.finished))
-            except BaseException:
-                self._forget(requests)
-                raise
-            finally:
-                progress.close()
-        return [finished[request.request_id] for request in requests]
-
-    def _add_all(self, requests: Sequence[EngineRequest], texts: Sequence[str | None]) -> None:
-        """Add all or none: a request that can never fit is refused before another has run."""
-        if self.engine.operator.is_asleep:
-            raise RequestError("the engine sleeps, and requests would never end; call wake_up() first")
-        if self.engine.operator.is_paused:
-            raise RequestError(
-                "the engine is paused, and requests would never end; call resume() first, or wake_up() after sleep()"
-            )
-        for request, text in zip(requests, texts, strict=True):
-            try:
-                self.engine.add_request(request)
-            except RequestError:
-                self._forget(requests)
-                raise
-            self.outputs.add(request, text)
-        for failed in self.engine.compile_grammars():
-            self._forget(requests)
-            if failed.error_code is None:
-                raise RuntimeError(f"a grammar could not be compiled: {failed.error}")
-            raise RequestError(str(failed.error), param=PARAM, code=failed.error_code)
-
-    def _forget(self, requests: Sequence[EngineRequest]) -> None:
-        """Abort and forget all, after an error or Ctrl-C, so that the next call finds nothing of them."""
-        self.engine.abort([request.request_id for request in requests])
-        for request in requests:
-            self.outputs.forget(request.request_id)
+        return f"request-{next(self._num_requests)}"
 
 
-@contextmanager
-def _interrupts_held() -> Iterator[Callable[[], None]]:
-    """A context in which a first Ctrl-C waits for its end, or for a call of what it yields: a step that is cut short
-    ends the engine.  A second one does not wait."""
-    handler = signal.getsignal(signal.SIGINT)
-    held: list[tuple[Any, ...]] = []
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
-        yield lambda: None
+def _launch_for(config: EngineConfig) -> Callable[[EngineConfig], Service]:
+    """What starts rank 0.  On another rank of a torchrun job this serves rank 0's engine, and ends the process."""
+    launched = env.launched_rank()
+    if launched is None or launched.world_size == 1:
+        return spawn_service
+    from tp_engine.engine import start  # torch, which the caller's process needs only if it is a rank
+    from tp_engine.engine.service_thread import start_service_thread
+
+    if launched.rank > 0:
+        start.leave_after_engine()
+        start.serve_rank(config)
+        raise SystemExit(0)
+    start.check_ranks_stay()
+    start.let_ranks_go()
+    return start_service_thread
+
+
+def _end(ending: Ending, loop: LoopThread, llm: AsyncLLM) -> None:
+    """Stop the engine of an ``LLM`` that is closed, forgotten, or whose program ends."""
+    if not ending.close():
         return
 
-    def hold(*interrupt: Any) -> None:
-        if held:
-            handler(*interrupt)
-        held.append(interrupt)
+    def end() -> None:
+        loop.run(llm.close())
+        loop.close()
 
-    def take() -> None:
-        if held:
-            handler(*held.pop())
-
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield take
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        take()
-
-
-def _as_batch(prompts: Prompts) -> list[Prompt]:
-    """One prompt or many; a flat list of numbers is one prompt of token ids."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
-        kind = type(prompts).__name__
-        raise RequestError(f"prompts is of type {kind}; it must be a prompt, or a list of prompts", param="prompts")
-    batch: list[Any] = list(prompts)
-    return [batch] if batch and isinstance(batch[0], int) else batch  # a flat list of ids is one prompt
-
-
-def _for_each(name: str, given: Any, num_prompts: int) -> list[Any]:
-    """One value for all prompts, or one for each."""
-    if isinstance(given, (str, Mapping)) or not isinstance(given, Sequence):
-        return [given] * num_prompts
-    if len(given) != num_prompts:
-        raise RequestError(
-            f"{len(given)} {name} for {num_prompts} prompts; give one for all, or one for each", param=name
-        )
-    return list(given)
+    if loop.is_here:  # the loop's own thread has found an LLM that was forgotten
+        started(end)
+    else:
+        end()

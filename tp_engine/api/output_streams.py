@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tp_engine.api.request_state import RequestState, SequenceUpdate
 from tp_engine.engine.tokenizer import TokenDecoder
@@ -27,7 +27,7 @@ from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
 
 if TYPE_CHECKING:
-    from tp_engine.engine.client import EngineClient  # sockets, which ``LLM`` does not need
+    from tp_engine.engine.client import EngineClient
 
 SMALL_STEP = 32  # updates; they take about a third of a millisecond
 SLICE = 32
@@ -53,8 +53,8 @@ class Processed:
 class Outputs:
     """The requests in flight: a state for each, and a mailbox for each that is streamed.
 
-    ``LLM`` and the batch job ``add`` requests and ``process`` steps.  ``AsyncLLM`` calls ``open`` and reads ``batches``
-    or ``stream``; the engine's client calls the methods of ``EngineEvents``, in the event loop's thread.  Without a
+    ``AsyncLLM`` calls ``open`` and reads ``batches`` or ``stream``; ``LLM`` and the batch job ``begin`` the requests of
+    a ``Call``; the engine's client calls the methods of ``EngineEvents``, in the event loop's thread.  Without a
     tokenizer texts are empty.
 
     A sequence that a stop string ended still runs in the engine: its further deltas are ignored, and when all sequences
@@ -68,7 +68,7 @@ class Outputs:
         self._weight_version: str | None = None
         self._states: dict[str, RequestState] = {}
         self._lock = threading.Lock()  # ``so_far`` may read a state while the thread processes a step
-        self._mailboxes: dict[str, Mailbox] = {}
+        self._mailboxes: dict[str, Receiver] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="detokenizing")
         self._waiting: deque[StepOutput | EngineDeadError] = deque()
         self._handing_out: asyncio.Task[None] | None = None
@@ -201,7 +201,8 @@ class Outputs:
         if is_aborted:
             self._client.abort([request_id])
         self.add(request, prompt)
-        mailbox = self._mailboxes[request_id] = Mailbox()
+        mailbox = Mailbox()
+        self._mailboxes[request_id] = mailbox
         try:
             while True:
                 updates = await mailbox.take()
@@ -234,7 +235,9 @@ class Outputs:
         self.forget(request_id)
         mailbox = self._mailboxes.get(request_id)
         if mailbox is not None:
-            mailbox.fail(error)
+            mailbox.fail(request_id, error)
+            if mailbox.is_shared:
+                del self._mailboxes[request_id]
 
     def on_ended(self, error: EngineDeadError) -> None:
         """Give every reader an error of its own, behind the updates that came before."""
@@ -272,20 +275,63 @@ class Outputs:
             while len(self._left) > _MAX_LEFT:
                 del self._left[next(iter(self._left))]
 
+    def begin(self, requests: list[EngineRequest], prompts: Sequence[str | None], mailbox: Receiver) -> None:
+        """Send requests that ``mailbox`` receives together; see ``EngineClient.add_call``."""
+        together = mailbox.wants_all
+        for request, prompt in zip(requests, prompts, strict=True):
+            self.add(request, prompt)
+            self._mailboxes[request.request_id] = mailbox
+        try:
+            self._client.add_call(requests, together=together)
+        except EngineDeadError as error:
+            for request in requests:
+                if self.forget(request.request_id):
+                    self._mailboxes.pop(request.request_id).fail(request.request_id, error)
+
+    def leave(self, request_ids: Iterable[str]) -> None:
+        """Abort and forget requests that ``begin`` has sent, as far as they run."""
+        left = [request_id for request_id in request_ids if self.forget(request_id)]
+        for request_id in left:
+            del self._mailboxes[request_id]
+        self._abort(left)
+
     def _deliver(self, updates: Sequence[SequenceUpdate]) -> None:
         mailboxes = self._mailboxes
         for update in updates:
             mailbox = mailboxes.get(update.request_id)
             if mailbox is not None:
                 mailbox.put(update)
+                if update.request_output is not None and mailbox.is_shared:
+                    del mailboxes[update.request_id]
 
     def _fail_all(self, error: EngineDeadError) -> None:
-        for request_id, mailbox in self._mailboxes.items():
+        for request_id, mailbox in list(self._mailboxes.items()):
             if self.forget(request_id):
-                mailbox.fail(EngineDeadError(str(error)))
+                again = EngineDeadError(str(error))
+                again.__cause__ = error.__cause__
+                mailbox.fail(request_id, again)
+                if mailbox.is_shared:
+                    del self._mailboxes[request_id]
 
 
-class Mailbox:
+class Receiver(Protocol):
+    """Where requests' updates go, and the errors that end them; for the event loop's thread only.
+
+    ``is_shared``: it receives several requests, none of them behind its end.  ``wants_all``: it has no use for some of
+    them if others are refused.
+    """
+
+    is_shared: bool
+    wants_all: bool
+
+    def put(self, update: SequenceUpdate) -> None:
+        """Take an update."""
+
+    def fail(self, request_id: str, error: Exception) -> None:
+        """Note that a request has ended with an error."""
+
+
+class Mailbox(Receiver):
     """One request's updates that its reader has not taken, and the error behind them; for the event loop's thread only.
 
     ::
@@ -293,6 +339,8 @@ class Mailbox:
         put                     [u u u u ...]   each update stays as it is, so that it becomes its own chunk
         from MAX_WAITING on     an update is folded into the last one of its sequence, up to MAX_FOLDED_TOKENS tokens
     """
+
+    is_shared = wants_all = False
 
     def __init__(self) -> None:
         self._updates: list[SequenceUpdate] = []
@@ -307,7 +355,7 @@ class Mailbox:
             self._updates.append(update)
         self._wake()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, request_id: str, error: Exception) -> None:
         """Raise ``error`` in ``take``, behind the updates."""
         self._error = error
         self._wake()

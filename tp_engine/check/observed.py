@@ -67,7 +67,7 @@ def observe(
     observed = Observed(prompts)
     note("the engine as it is served")
     with LLM(**options) as llm:
-        observed.configuration, observed.device = llm.engine.operator.configuration(), llm.engine.model_info.device
+        observed.configuration, observed.device = llm.engine.act("describe"), llm.engine.model_info.device
         params = _params(max_tokens, prompt_logprobs=ALTERNATIVES)
         observed.set_ups[ALONE] = [
             answer_of_output(one, llm.generate([list(one.token_ids)], params, use_tqdm=False)[0]) for one in prompts
@@ -85,7 +85,7 @@ def observe(
         note("layers")
         longest = max(prompts, key=lambda one: len(one.token_ids))
         observed.watched = watch(
-            llm.engine.operator.order,
+            lambda kind, arguments: llm.engine.act(kind, **arguments),
             lambda: answer_of_output(longest, llm.generate([list(longest.token_ids)], params, use_tqdm=False)[0]),
             llm.engine.model_info.tensor_parallel_size,
         )

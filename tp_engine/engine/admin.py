@@ -104,6 +104,14 @@ class EngineAdmin:
         """Forget all embeddings of images."""
         self._scheduler.reset_mm_cache()
 
+    def check_integrity(self) -> None:
+        """Assert that all blocks are accounted for."""
+        self._scheduler.check_integrity()
+
+    def memory_growth_bytes(self) -> int:
+        """Bytes of device memory that rank 0 has taken since it became ready, without the KV cache."""
+        return self._worker.memory_growth_bytes()
+
     def take_drained(self) -> list[StepOutput]:
         """Return the output of steps that an act waited for."""
         outputs = [*self.drained]

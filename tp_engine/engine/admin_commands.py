@@ -191,11 +191,28 @@ def _adapters(engine: EngineAdmin) -> LoRASlots:
     return engine.adapters
 
 
+def check_integrity(engine: EngineAdmin) -> dict[str, Any]:
+    """Assert that all blocks of the KV pool are accounted for."""
+    engine.check_integrity()
+    return {}
+
+
+def memory_growth(engine: EngineAdmin) -> dict[str, Any]:
+    """Return the ``num_bytes`` of device memory that rank 0 has taken since it became ready, without the KV cache."""
+    return {"num_bytes": engine.memory_growth_bytes()}
+
+
+def watch_layers(engine: EngineAdmin, folder: str | None = None) -> dict[str, Any]:
+    """Let all ranks keep what their layers compute from now on; with ``folder``, write what they have kept there."""
+    return engine.order("watch_layers", {} if folder is None else {"folder": folder})
+
+
 ADMIN_COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     act.__name__: act
     for act in (
         describe, pause, resume, sleep, wake_up, update_weights, weight_info, reset_prefix_cache, reset_mm_cache,
-        start_profile, stop_profile, load_lora_adapter, unload_lora_adapter,
+        start_profile, stop_profile, load_lora_adapter, unload_lora_adapter, check_integrity, memory_growth,
+        watch_layers,
     )
 }  # fmt: skip
 

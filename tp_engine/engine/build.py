@@ -57,7 +57,9 @@ def build_engine(
             undo.callback(kv_events.close)
         compiler = make_compiler(effective)  # holds the GIL for a while, so not between steps
         note_inputs = job.slot.note_inputs if effective.config.debug_compare_rank_inputs else None
-        worker = Worker(effective, groups, job.slot.tier_progress(), note_inputs=note_inputs)
+        worker = Worker(
+            effective, groups, job.slot.tier_progress(), owns_process=job.owns_process, note_inputs=note_inputs
+        )
         undo.callback(worker.close)
         num_blocks = worker.start()
         contents = journal = None

@@ -11,8 +11,9 @@ import zmq.asyncio
 from tp_engine.engine import messages
 from tp_engine.engine.messages import ModelInfo, ToEngine
 from tp_engine.engine.report import EngineReport
-from tp_engine.errors import EngineDeadError, RequestError
+from tp_engine.errors import EngineDeadError, RequestError, shown
 from tp_engine.log import get_logger
+from tp_engine.off_loop import started
 from tp_engine.request import EngineRequest, StepOutput
 from tp_engine.sched.view import ViewLimits
 
@@ -82,6 +83,13 @@ class EngineClient:
             raise self.error
         self._send(messages.AddRequest(request=request))
 
+    def add_call(self, requests: list[EngineRequest], *, together: bool) -> None:
+        """Send requests of which only the ends are wanted (``messages.AddCall``); ``EngineDeadError`` if the engine has
+        ended."""
+        if self.error is not None:
+            raise self.error
+        self._send(messages.AddCall(requests=requests, together=together))
+
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests; ignores unknown ids, and does nothing if the engine has ended."""
         self._send(messages.AbortRequests(request_ids=list(request_ids)))
@@ -97,7 +105,10 @@ class EngineClient:
 
     async def act(self, action: str, *, timeout_s: float = 150.0, **arguments: Any) -> dict[str, Any]:
         """Let the engine do ``action``, a name in ``admin_commands.py``; ``RequestError`` if it refuses."""
-        done: messages.CommandDone = await self._ask(messages.Act(action=action, arguments=arguments), timeout_s)
+        try:
+            done: messages.CommandDone = await self._ask(messages.Act(action=action, arguments=arguments), timeout_s)
+        except UnicodeEncodeError as error:
+            raise RequestError(f"{action}: {shown(error.object)} has half a surrogate pair; use Unicode") from error
         if done.refusal is not None:
             raise RequestError(done.refusal)
         return done.result
@@ -124,14 +135,14 @@ class EngineClient:
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close()
-        await asyncio.to_thread(self._context.term)
+        await asyncio.shield(asyncio.wrap_future(started(self._context.term)))
 
     async def _ask(self, question: ToEngine, timeout_s: float) -> Any:
         if self.error is not None:
             raise self.error
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._answers.append(answer)
         self._send(question)
+        self._answers.append(answer)
         try:
             return await asyncio.wait_for(answer, timeout_s)
         except TimeoutError as error:
@@ -182,18 +193,19 @@ class EngineClient:
                     self._ready.set_result(model_info)
             case messages.Stopped():
                 self._end("the engine has stopped", stopped=True)
-            case messages.EngineDead(reason=reason):
-                self._end(f"the engine stopped after an error: {reason}", stopped=False)
+            case messages.EngineDead(error=error):
+                self._end(f"the engine stopped after an error: {error}", stopped=False, cause=error.rebuilt())
 
     def _answer(self, content: object) -> None:
         answer = self._answers.popleft()
         if not answer.done():
             answer.set_result(content)
 
-    def _end(self, reason: str, *, stopped: bool) -> None:
+    def _end(self, reason: str, *, stopped: bool, cause: Exception | None = None) -> None:
         if self.error is not None:
             return
         self.error, self.stopped = EngineDeadError(reason), stopped
+        self.error.__cause__ = cause
         waiters: list[asyncio.Future[Any]] = [self._ready, *self._answers]
         for waiting in waiters:
             if not waiting.done():

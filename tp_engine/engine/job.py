@@ -52,7 +52,7 @@ class Job:
         same_parent: bool,
         pulse: Pulse | None = None,
     ) -> None:
-        self.board, self.rank = board, rank
+        self.board, self.rank, self.owns_process = board, rank, ends_process
         self.slot = board.slots[rank]
         self.progress = progress
         progress.show_on(self.slot.words, PHASE_WORD, COLLECTIVE_WORD)

@@ -2,7 +2,7 @@
 
 ::
 
-    frontend -> rank 0    Hello, AddRequest, AbortRequests, ExpectSession, GetReport, Act, Stop
+    frontend -> rank 0    Hello, AddRequest, AddCall, AbortRequests, ExpectSession, GetReport, Act, Stop
     rank 0 -> frontend    Ready, Added, Rejected, Report, CommandDone, Stopped, EngineDead
 """
 
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tp_engine.engine.report import EngineReport
+from tp_engine.engine.told_errors import ToldError
 from tp_engine.images.settings import ImageSettings
 from tp_engine.model_config.classifier import ClassifierSpec
 from tp_engine.request import EngineRequest, StepOutput
@@ -71,6 +72,15 @@ class AddRequest(_Message, frozen=True, kw_only=True):
     """Queue a request."""
 
     request: EngineRequest
+
+
+class AddCall(_Message, frozen=True, kw_only=True):
+    """Queue requests that nobody reads before their ends: what they generate comes with their first tokens and their
+    ends alone, unless they have stop strings, which the frontend looks for.  They are refused while the engine is
+    paused, because a caller waits.  ``together``: all are queued or none, and only the first refusal is told."""
+
+    requests: list[EngineRequest]
+    together: bool
 
 
 class AbortRequests(_Message, frozen=True, kw_only=True):
@@ -142,12 +152,12 @@ class Stopped(_Message, frozen=True, kw_only=True):
 
 
 class EngineDead(_Message, frozen=True, kw_only=True):
-    """The last message of an engine that failed; every request in flight ends with ``reason``."""
+    """The last message of an engine that failed; every request in flight ends with ``error``."""
 
-    reason: str
+    error: ToldError
 
 
-ToEngine: TypeAlias = Hello | AddRequest | AbortRequests | ExpectSession | GetReport | Act | Stop
+ToEngine: TypeAlias = Hello | AddRequest | AddCall | AbortRequests | ExpectSession | GetReport | Act | Stop
 ToFrontend: TypeAlias = Ready | Added | Rejected | Report | CommandDone | Stopped | EngineDead
 
 # Both ends are on one host, so arrays keep its byte order.

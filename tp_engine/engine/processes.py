@@ -81,12 +81,14 @@ class ChildRanks:
     module's main begins with ``ignore_stop_signals``.  The first of ``inputs`` is for ``first_rank``, the others for
     the ranks after it."""
 
-    def __init__(self, module: str, inputs: Sequence[bytes], *, first_rank: int = 1) -> None:
+    def __init__(
+        self, module: str, inputs: Sequence[bytes], *, first_rank: int = 1, pass_fds: Sequence[int] = ()
+    ) -> None:
         self._first_rank = first_rank
         self._children: list[subprocess.Popen[bytes]] = []
         try:
             for text in inputs:
-                self._children.append(start_child(module, text))
+                self._children.append(start_child(module, text, pass_fds=pass_fds))
         except BaseException:
             self.kill()
             raise

@@ -54,7 +54,9 @@ def run_worker(effective: EffectiveConfig, groups: RankGroups, job: Job, hosts: 
         stack.callback(groups.close)
         stack.push(job.on_exit)  # reports before the groups close: a closed group looks like a death
         note_inputs = job.slot.note_inputs if effective.config.debug_compare_rank_inputs else None
-        worker = Worker(effective, groups, job.slot.tier_progress(), note_inputs=note_inputs)
+        worker = Worker(
+            effective, groups, job.slot.tier_progress(), owns_process=job.owns_process, note_inputs=note_inputs
+        )
         stack.callback(worker.close)
         worker.start()
         job.slot.note_memory(worker.memory)

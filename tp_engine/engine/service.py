@@ -19,7 +19,9 @@ import msgspec
 
 from tp_engine.engine import messages
 from tp_engine.engine.admin_commands import act
+from tp_engine.engine.held_tokens import HeldTokens
 from tp_engine.engine.service_socket import ServiceSocket
+from tp_engine.engine.told_errors import ToldError
 from tp_engine.errors import CODE_UNAVAILABLE, RequestError
 from tp_engine.log import get_logger
 from tp_engine.request import EngineRequest, StepOutput
@@ -47,6 +49,7 @@ class EngineService:
         self._stop_requested = False
         self._deadline_s: float | None = None
         self._has_idle_work = True  # until the engine says otherwise
+        self._held = HeldTokens()
         self._unfinished: dict[str, int] = {}  # request id -> number of its sequences that still run
 
     def drain(self, timeout_s: float) -> None:
@@ -100,7 +103,7 @@ class EngineService:
                 self._engine.check_health()
                 self._has_idle_work = self._engine.run_background_io()
         except Exception as error:
-            self._socket.send(messages.EngineDead(reason=f"{type(error).__name__}: {error}"))
+            self._socket.send(messages.EngineDead(error=ToldError.of(error)))
             raise
 
     def _handle(self, data: bytes) -> None:
@@ -112,6 +115,8 @@ class EngineService:
         match message:
             case messages.AddRequest(request=request):
                 self._add(request)
+            case messages.AddCall(requests=requests, together=together):
+                self._add_call(requests, together=together)
             case messages.AbortRequests(request_ids=request_ids):
                 self._abort(request_ids)
             case messages.ExpectSession(session=session, salt=salt):
@@ -127,15 +132,35 @@ class EngineService:
             case messages.Stop():
                 self._stop_requested = True
 
-    def _add(self, request: EngineRequest) -> None:
+    def _add_call(self, requests: list[EngineRequest], *, together: bool) -> None:
+        for number, request in enumerate(requests):
+            if not request.params.stop:
+                self._held.expect(request.request_id, request.params.n)
+            if not self._add(request, waits=False) and together:
+                self._forget([before.request_id for before in requests[:number]])
+                return
+
+    def _forget(self, request_ids: list[str]) -> None:
+        """End requests of which nobody wants to hear."""
+        self._engine.abort(request_ids)
+        for request_id in request_ids:
+            self._unfinished.pop(request_id, None)
+            self._held.forget(request_id)
+
+    def _add(self, request: EngineRequest, *, waits: bool = True) -> bool:
+        """Queue a request; False if it was refused.  ``waits``: a paused engine takes it."""
         try:
             if self._stop_requested:
                 raise RequestError("the engine is shutting down; send the request elsewhere", code=CODE_UNAVAILABLE)
+            if not waits and self._engine.operator.is_paused:
+                raise RequestError(_asleep(self._engine.operator.is_asleep))
             self._engine.add_request(request)
         except RequestError as error:
+            self._held.forget(request.request_id)
             self._reject(request.request_id, error)
-        else:
-            self._unfinished[request.request_id] = request.params.n
+            return False
+        self._unfinished[request.request_id] = request.params.n
+        return True
 
     def _act(self, action: str, arguments: dict[str, Any]) -> None:
         """Do ``action`` before anything else; the output of steps in flight is sent first."""
@@ -157,8 +182,15 @@ class EngineService:
     def _reject_malformed(self, data: bytes, error: msgspec.ValidationError) -> None:
         """A request with a value of the wrong type is the user's fault; any other malformed message is ours."""
         match msgspec.msgpack.decode(data):
-            case ["AddRequest", {"request_id": str(request_id)}]:
+            case ["AddRequest", {"request_id": str(request_id)}] | [
+                "AddCall",
+                [{"request_id": str(request_id)}],
+                bool(),
+            ]:
                 self._reject(request_id, RequestError(f"the request is malformed: {error}"))
+            case ["AddCall", [*requests], bool(together)]:
+                for request in requests:
+                    self._handle(msgspec.msgpack.encode(["AddCall", [request], together]))
             case _:
                 raise error
 
@@ -173,7 +205,17 @@ class EngineService:
                 num_running = self._unfinished.pop(delta.request_id, 1) - 1
                 if num_running:
                     self._unfinished[delta.request_id] = num_running
+        if self._held:
+            output = self._held.fold(output)
+            if not output:
+                return
         self._socket.send(messages.Added(output=output))
 
     def _abort_all(self) -> None:
         self._abort(list(self._unfinished))
+
+
+def _asleep(is_asleep: bool) -> str:
+    if is_asleep:
+        return "the engine sleeps, and requests would never end; call wake_up() first"
+    return "the engine is paused, and requests would never end; call resume() first, or wake_up() after sleep()"

@@ -1,13 +1,25 @@
-"""Rank 0 as a service in a process of its own, so that a program's event loop is not disturbed (``AsyncLLM``).
+"""Rank 0 as a service in a process of its own, so that nothing of the caller's process is touched (``LLM``,
+``AsyncLLM``).
 
-``spawn_service`` starts a process that calls ``main``, which reads its ``ServiceSpec`` from standard input.
+``spawn_service`` starts a process that calls ``main``, which reads its ``ServiceSpec`` from standard input::
+
+    caller                              rank 0
+      spawn_service   -- the spec -->     main: import torch, start the engine
+                      <-- a line ---      ready, or the error of the start
+      its one client  <-- socket -->      EngineService, until the client says stop or has gone
 """
 
+from __future__ import annotations
+
+import contextlib
 import dataclasses
+import logging
 import os
+import select
 import sys
 import time
-from pathlib import Path
+from collections.abc import Callable
+from typing import BinaryIO, Protocol
 
 import msgspec
 
@@ -15,9 +27,8 @@ from tp_engine import env
 from tp_engine.child_process import ignore_stop_signals
 from tp_engine.config import EngineConfig
 from tp_engine.engine.processes import ChildRanks, die_with_parent
-from tp_engine.engine.service import EngineService
 from tp_engine.engine.service_socket import new_address, remove_address
-from tp_engine.engine.start import check_config, start_engine
+from tp_engine.engine.told_errors import ToldError
 from tp_engine.errors import ConfigError, RankError
 from tp_engine.ipc.pulse import Pulse
 from tp_engine.log import configure_logging, get_logger
@@ -25,7 +36,8 @@ from tp_engine.log import configure_logging, get_logger
 logger = get_logger(__name__)
 
 _STOP_TIMEOUT_S = 15.0
-_POLL_S = 0.01
+_LOOK_S = 0.2
+_READY = b"null\n"
 
 
 class ServiceSpec(msgspec.Struct, kw_only=True):
@@ -34,10 +46,27 @@ class ServiceSpec(msgspec.Struct, kw_only=True):
     config: dict[str, str | int | float | bool | tuple[str, ...] | None]
     address: str
     parent_pid: int
+    told_fd: int
     pulse: str
+    log_level: str
 
 
-class ServiceHandle:
+class Service(Protocol):
+    """A running ``EngineService``, whose one client connects to ``address``."""
+
+    address: str
+
+    def check_pulse(self) -> None:
+        """``RankError`` if rank 0 hangs."""
+
+    def kill(self) -> None:
+        """End rank 0 now; the other ranks end with it."""
+
+    def close(self) -> None:
+        """Wait for its end, after its client has told it to stop."""
+
+
+class ServiceHandle(Service):
     """A running service; its one client connects to ``address``.  Rank 0 counts as hung if it gives no sign of life for
     ``hard_limit_s``."""
 
@@ -54,45 +83,70 @@ class ServiceHandle:
         if silence_s > self._hard_limit_s:
             raise RankError(0, f"its process has shown no sign of life for {silence_s:.1f} s")
 
+    def wait_ready(self, told: BinaryIO, timeout_s: float, is_over: Callable[[], bool]) -> None:
+        """Wait for the line that ends the start; raises the error that it tells, ``RankError`` if rank 0 ends without a
+        line, and ``TimeoutError`` after ``timeout_s`` or when nobody waits any more (``is_over``)."""
+        deadline_s = time.monotonic() + timeout_s
+        while not select.select([told], [], [], _LOOK_S)[0]:
+            self.check_pulse()
+            if is_over() or time.monotonic() > deadline_s:
+                raise TimeoutError(f"waited {timeout_s:g} s for rank 0 to be ready")
+        line = told.readline()
+        if not line:
+            self._process.wait(timeout_s=_STOP_TIMEOUT_S)
+            self._process.check()
+        error = msgspec.json.decode(line, type=ToldError | None)
+        if error is not None:
+            raise error.rebuilt()
+
     def kill(self) -> None:
         """End rank 0 now; the other ranks end with it."""
         self._process.kill()
 
-    def close(self, timeout_s: float = _STOP_TIMEOUT_S) -> None:
-        """Wait for the process to end, after its client has told it to stop; kill it after ``timeout_s``."""
-        self._process.wait(timeout_s=timeout_s)
+    def close(self) -> None:
+        """Wait for the process to end, after its client has told it to stop; kill it after some seconds."""
+        self._process.wait(timeout_s=_STOP_TIMEOUT_S)
         self._pulse.stop_sharing()
         remove_address(self.address)
 
 
-def spawn_service(config: EngineConfig) -> ServiceHandle:
-    """Start rank 0, which starts the other ranks; returns when rank 0 is ready for its client.  Raises ``ConfigError``
-    before a process is started, under torchrun too, whose other ranks could not take part, and ``RankError`` if rank 0
-    ends during its start."""
+def spawn_service(config: EngineConfig, is_over: Callable[[], bool] = lambda: False) -> ServiceHandle:
+    """Start rank 0, which starts the other ranks; returns when rank 0 is ready for its client.  Raises what the start
+    raised; ``ConfigError`` under torchrun, whose other ranks could not take part.  The start ends when ``is_over``."""
     launched = env.launched_rank()
     if launched is not None and launched.world_size > 1:
         raise ConfigError(
             f"AsyncLLM starts its own ranks, but torchrun has started {launched.world_size}; start the script without "
             f"torchrun, with tensor_parallel_size={launched.world_size}, or use LLM"
         )
-    check_config(config)
     address, pulse = new_address(), Pulse.create()
-    spec = ServiceSpec(config=dataclasses.asdict(config), address=address, parent_pid=os.getpid(), pulse=pulse.address)
-    process = ChildRanks("tp_engine.engine.service_process", [msgspec.json.encode(spec)], first_rank=0)
-    service = ServiceHandle(process, address, pulse, config.watchdog_timeout_s)
-    socket_path, deadline_s = Path(address.removeprefix("ipc://")), time.monotonic() + config.startup_timeout_s
-    try:
-        while not socket_path.exists():
-            service.check_pulse()
-            process.check()
-            if time.monotonic() > deadline_s:
-                raise TimeoutError(f"waited {config.startup_timeout_s:g} s for rank 0 to be ready")
-            time.sleep(_POLL_S)
-    except BaseException:
-        service.kill()
-        service.close()
-        raise
+    ours, theirs = os.pipe()
+    with open(ours, "rb") as told:
+        try:
+            spec = ServiceSpec(
+                config=dataclasses.asdict(config),
+                address=address,
+                parent_pid=os.getpid(),
+                told_fd=theirs,
+                pulse=pulse.address,
+                log_level=_log_level(),
+            )
+            process = ChildRanks(__name__, [msgspec.json.encode(spec)], first_rank=0, pass_fds=(theirs,))
+        finally:
+            os.close(theirs)
+        service = ServiceHandle(process, address, pulse, config.watchdog_timeout_s)
+        try:
+            service.wait_ready(told, config.startup_timeout_s, is_over)
+        except BaseException:
+            service.kill()
+            service.close()
+            raise
     return service
+
+
+def _log_level() -> str:
+    """What the ranks log: what the program lets this library log, which is warnings unless it says otherwise."""
+    return env.log_level(logging.getLevelName(get_logger("tp_engine").getEffectiveLevel()))
 
 
 def main() -> int:
@@ -100,19 +154,32 @@ def main() -> int:
     ignore_stop_signals()
     spec = msgspec.json.decode(sys.stdin.buffer.read(), type=ServiceSpec)
     die_with_parent(spec.parent_pid)
+    env.leave_launch()
+    env.log_at(spec.log_level)
     config = EngineConfig(**spec.config)  # type: ignore[arg-type]  # checked by EngineConfig itself
     configure_logging("rank 0", config.log_format)
+    is_ready = False
     try:
-        engine = start_engine(config, ends_process=True, pulse=Pulse.open(spec.pulse))
-        try:
+        from tp_engine.engine.service import EngineService  # torch, which the caller's process need not import
+        from tp_engine.engine.start import start_engine
+
+        with contextlib.ExitStack() as stack:
+            engine = start_engine(config, ends_process=True, pulse=Pulse.open(spec.pulse))
+            stack.callback(engine.close)
             service = EngineService(engine, spec.address)
-            try:
-                service.run()
-            finally:
-                service.close()
-        finally:
-            engine.close()
-    except Exception:
-        logger.exception("the engine failed")
+            stack.callback(service.close)
+            _tell(spec.told_fd, _READY)
+            is_ready = True
+            service.run()
+    except Exception as error:
+        if is_ready:
+            logger.exception("the engine failed")
+        else:
+            _tell(spec.told_fd, msgspec.json.encode(ToldError.of(error)) + b"\n")
         return 1
     return 0
+
+
+def _tell(descriptor: int, line: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError), open(descriptor, "wb") as told:
+        told.write(line)

@@ -4,7 +4,6 @@ import dataclasses
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +56,6 @@ from tp_engine.worker.trial_steps import (
 )
 from tp_engine.worker.weight_update import update_weights
 
-_MANY_OBJECTS = 10_000  # some versions of Python exclude a few hundred from garbage collection themselves
-
-
-@cache
-def _program_excludes_garbage() -> bool:
-    """Return whether the program called ``gc.freeze`` before its first engine: its objects then stay excluded from
-    garbage collection, and each further engine does not search them."""
-    return gc.get_freeze_count() > _MANY_OBJECTS
-
 
 class Worker:
     """One rank's weights, KV cache and persistent batch on its device.
@@ -81,9 +71,12 @@ class Worker:
         groups: RankGroups,
         channels: Mapping[str, TierProgress],
         *,
+        owns_process: bool,
         note_inputs: NoteInputs | None = None,
     ) -> None:
-        """``channels``: where this rank says what of the tiers' work has ended, by name."""
+        """``channels``: where this rank says what of the tiers' work has ended, by name.  ``owns_process``: nothing
+        else runs in this process, so its garbage collector may be changed."""
+        self._owns_process = owns_process
         self.effective, self.groups = effective, groups
         self._channels, self._note_inputs = channels, note_inputs
         self._start_up = StartUp(groups.host, groups.progress)
@@ -125,7 +118,7 @@ class Worker:
         meter = start_up.run_agreed_phase(
             "first snapshot", lambda: MemoryMeter(device, utilization=effective.gpu_memory_utilization)
         )
-        if not _program_excludes_garbage():
+        if self._owns_process:
             gc.freeze()  # garbage collections skip the libraries' objects from now on
         of_sums = all_reduce.ReduceDevice(
             torch_device=device.torch_device, largest_bytes=effective.largest_sum_bytes, wait=device.synchronize
@@ -278,16 +271,14 @@ class Worker:
             orders["stop_profile"] = lambda _arguments: Prepared(profiler.stop)
         return orders
 
-    @staticmethod
-    def _keep_out_of_garbage_collection() -> None:
+    def _keep_out_of_garbage_collection(self) -> None:
         """Exclude all present objects, which live as long as the engine: collections would interrupt steps."""
-        gc.collect()
-        if not _program_excludes_garbage():
+        if self._owns_process:
+            gc.collect()
             gc.freeze()
 
-    @staticmethod
-    def _release_to_garbage_collection() -> None:
-        if not _program_excludes_garbage():
+    def _release_to_garbage_collection(self) -> None:
+        if self._owns_process:
             gc.unfreeze()
 
     def _open_device(self) -> Device:

@@ -36,7 +36,7 @@ def test_a_quick_reader_gets_each_update_by_itself() -> None:
         mailbox = Mailbox()
         for number in range(3):
             mailbox.put(update(0, number))
-        mailbox.fail(RuntimeError("over"))
+        mailbox.fail("a", RuntimeError("over"))
         assert [one.token_ids for one in await mailbox.take()] == [[0], [1], [2]]
         with pytest.raises(RuntimeError, match="over"):
             await mailbox.take()

@@ -13,6 +13,7 @@ import pytest
 
 import tp_engine
 from tests.e2e.frontend import new_engine
+from tests.services import FakeLLM
 from tp_engine import (
     LLM,
     AsyncLLM,
@@ -22,7 +23,6 @@ from tp_engine import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from tp_engine.api import llm as llm_module
 from tp_engine.api.batch_job.config import BatchConfig
 from tp_engine.api.engine_options import BatchOptions, EngineOptions, read_options
 from tp_engine.api.openai.chat.options import TemplateOptions
@@ -92,7 +92,10 @@ def test_wrong_keywords_are_named(model: Any, options: dict[str, Any], words: st
 
 
 # What only one of the two has: ``LLM`` runs many prompts to their end, ``AsyncLLM`` one as a stream.
-OF_MANY = {"prompts", "use_tqdm", "concurrency_limit"}
+OF_MANY = {
+    "prompts", "use_tqdm", "concurrency_limit", "on_error", "timeout_s", "stream", "tokenization_kwargs",
+    "prompt_token_ids",
+}  # fmt: skip
 OF_ONE = {"prompt", "request_id", "address", "abort_running", "timeout_s"}
 POOLED = ("embed", "classify", "reward", "encode", "score", "beam_search")
 
@@ -170,22 +173,21 @@ def test_from_optional_and_clone() -> None:
     )
 
 
-def test_llm_takes_the_defaults_of_the_models_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llm_takes_the_defaults_of_the_models_file() -> None:
     """Oracle: the demo model's generation_config.json, which says do_sample false, and the parameters that arrive."""
-    engines = [new_engine(), new_engine(), new_engine()]
-    monkeypatch.setattr(llm_module, "start_engine", lambda config: engines[-1])
-    with LLM(device="cpu") as llm:
+    engine = new_engine()
+    with FakeLLM(engine) as llm:
         assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0)
         llm.generate(["12+3"] * 2, use_tqdm=False)
         llm.generate("12+3", [None], use_tqdm=False)
         llm.generate("12+3", {"max_tokens": 2}, use_tqdm=False)
-        params = [request.params for request in engines.pop().added]
+        params = [request.params for request in engine.added]
         assert params == [SamplingParams(temperature=0.0)] * 3 + [SamplingParams(max_tokens=2)]
         assert llm.get_tokenizer() is not None
         for wrong, words in (
-            ({"prompts": None}, "prompts is of type NoneType"),
+            ({"prompts": None}, "prompts is missing"),
             ({"prompts": "a", "lora_request": "x"}, "lora_request is of type str; it must be a LoRARequest"),
-            ({"prompts": {"prompt": "a", "other": 1}}, "give either 'prompt' or 'prompt_token_ids'"),
+            ({"prompts": {"prompt": "a", "prompt_token_ids": [1]}}, "give either 'prompt' or 'prompt_token_ids'"),
             ({"prompts": {"prompt": "a", "multi_modal_data": 1}}, "is served as text alone; leave multi_modal_data"),
         ):
             with pytest.raises(RequestError, match=words):
@@ -194,10 +196,9 @@ def test_llm_takes_the_defaults_of_the_models_file(monkeypatch: pytest.MonkeyPat
             with pytest.raises(RequestError, match="chat_template_"):
                 llm.chat([{"role": "user", "content": "x"}], **options)
         assert llm.generate("12+3", {"detokenize": False, "max_tokens": 3}, use_tqdm=False)[0].outputs[0].text == ""
-    with LLM(device="cpu", generation_config="vllm", trust_remote_code=True) as llm:  # type: ignore[call-arg]
+    with FakeLLM(new_engine(), generation_config="vllm", trust_remote_code=True) as llm:
         assert llm.get_default_sampling_params() == SamplingParams()
-        engines.pop()
-    with LLM(device="cpu", override_generation_config={"max_new_tokens": 3, "top_k": 5}) as llm:
+    with FakeLLM(new_engine(), override_generation_config={"max_new_tokens": 3, "top_k": 5}) as llm:
         assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0, max_tokens=3, top_k=5)
 
 

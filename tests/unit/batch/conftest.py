@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.batch_fake import FakeLLM
+from tests.e2e.frontend import new_engine
+from tests.services import FakeLLM
 from tests.unit.batch.jobs import NUM_LINES, completion
 from tp_engine.api.batch_job import run as batch_run
 
 
 @pytest.fixture(autouse=True)
-def llm(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
+def llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeLLM]:
     """An engine for each job in turn: every job gets a fresh one."""
-    first = FakeLLM()
+    first = FakeLLM(new_engine())
     unused = [first]
-    monkeypatch.setattr(batch_run, "LLM", lambda **_: unused.pop() if unused else FakeLLM())
-    return first
+    monkeypatch.setattr(batch_run, "LLM", lambda **_: unused.pop() if unused else FakeLLM(new_engine()))
+    yield first
+    first.close()
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 import tp_engine
-from tests.e2e.batch_fake import FakeLLM
 from tests.e2e.frontend import INFO
 from tests.fake_engine import FakeEngine
 from tests.panicking import PANIC_TEXT, panicking_model
+from tests.services import FakeLLM
 from tests.unit.batch.jobs import ENGINE, ERRORS, NUM_LINES, check_all_there, completion, results_of, run
 from tp_engine.api.batch_job import endpoints
 from tp_engine.api.batch_job import run as batch_run
@@ -57,7 +57,7 @@ def test_every_line_gets_its_result(
 
 def test_a_line_that_the_tokenizer_fails_over_is_an_error(llm: FakeLLM, tmp_path: Path) -> None:
     """Oracle: the other lines; a library's panic passes every ``except Exception``."""
-    llm.input_processor = InputProcessor(INFO, load_tokenizer(str(panicking_model(tmp_path / "model"))))
+    llm._async._input = InputProcessor(INFO, load_tokenizer(str(panicking_model(tmp_path / "model"))))
     lines = [completion(name, text) for name, text in (("a", "ab"), ("panic", PANIC_TEXT), ("b", "cd"))]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
     summary = run(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
@@ -210,11 +210,11 @@ def test_strict_jobs_refuse_bad_files(llm: FakeLLM, source: Path, tmp_path: Path
 
 def test_few_lines_are_in_flight(llm: FakeLLM, source: Path, tmp_path: Path) -> None:
     """Oracle: the bound on prompts; the last line may exceed it by its own prompts."""
-    most, step = 0, llm.engine.step
+    most, step, outputs = 0, llm.engine.step, llm.outputs
 
     def counting_step() -> Any:
         nonlocal most
-        most = max(most, len(llm.outputs))
+        most = max(most, len(outputs))
         return step()
 
     llm.engine.step = counting_step  # type: ignore[method-assign]
@@ -225,12 +225,13 @@ def test_few_lines_are_in_flight(llm: FakeLLM, source: Path, tmp_path: Path) -> 
 def test_lines_in_flight_take_few_bytes(llm: FakeLLM, tmp_path: Path) -> None:
     """Oracle: the bound, which pixels of images count against too; a line that is longer runs alone."""
     source, most, step = tmp_path / "in.jsonl", set[int](), llm.engine.step
+    outputs = llm.outputs
     sizes = [16_000] * 12 + [90_000] + [16_000] * 3
     texts = [completion(f"id-{number}", "x", user="p" * size) for number, size in enumerate(sizes)]
     source.write_text("\n".join(texts) + "\n")
 
     def counting_step() -> Any:
-        most.add(len(llm.outputs))
+        most.add(len(outputs))
         return step()
 
     llm.engine.step = counting_step  # type: ignore[method-assign]

@@ -13,9 +13,9 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.e2e.batch_fake import FakeLLM
-from tests.e2e.frontend import wait_until
+from tests.e2e.frontend import new_engine, wait_until
 from tests.fake_engine import FakeEngine
+from tests.services import FakeLLM
 from tests.unit.batch.jobs import NUM_LINES, check_all_there, completion, results_of, run
 from tp_engine.api.batch_job import run as batch_run
 from tp_engine.api.batch_job.summary import BatchStatus
@@ -26,7 +26,7 @@ def in_a_child(source: Path, target: Path, options: dict[str, Any]) -> BaseProce
     """The job in a forked process, slow enough to be killed at any moment."""
 
     def job() -> None:
-        with patch.object(batch_run, "LLM", lambda **_: FakeLLM(step_delay_s=0.001)):
+        with patch.object(batch_run, "LLM", lambda **_: FakeLLM(new_engine(0.001))):
             run(source, target, progress_bar=False, **options)
 
     process = multiprocessing.get_context("fork").Process(target=job)

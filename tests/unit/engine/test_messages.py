@@ -12,6 +12,7 @@ import pytest
 from tests.fake_engine import MODEL_INFO, FakeEngine
 from tp_engine.engine import messages
 from tp_engine.engine.messages import ToEngine, ToFrontend, decode_to_engine, decode_to_frontend, encode
+from tp_engine.engine.told_errors import ToldError
 from tp_engine.errors import RequestError
 from tp_engine.images.image_input import ImageInput
 from tp_engine.plan import TokenLogprobs
@@ -107,6 +108,7 @@ TO_ENGINE: list[ToEngine] = [
             ),
         )
     ),
+    messages.AddCall(requests=[], together=True),
     messages.AbortRequests(request_ids=["a", "b"]),
     messages.ExpectSession(session="agent 7", salt="a"),
     messages.GetReport(),
@@ -142,7 +144,7 @@ TO_FRONTEND: list[ToFrontend] = [
     messages.Rejected(request_id="a", message="no"),
     messages.Report(report=FakeEngine().report()),
     messages.Stopped(),
-    messages.EngineDead(reason="rank 1: gone"),
+    messages.EngineDead(error=ToldError(kind="RankError", text="rank 1: gone", rank=1)),
 ]
 
 

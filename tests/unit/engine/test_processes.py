@@ -107,7 +107,7 @@ def test_ranks_that_end(
 ) -> None:
     """By hand: 10 s of a rank that does not work, or 10 s of the processor; time is made up."""
     child = _Clock(runs_s)
-    monkeypatch.setattr(processes, "start_child", lambda module, text: child)
+    monkeypatch.setattr(processes, "start_child", lambda module, text, pass_fds: child)
     monkeypatch.setattr(processes, "process_vitals", lambda pid: ("R", share * child.now_s * processes._TICKS_PER_S))
     monkeypatch.setattr(time, "monotonic", lambda: child.now_s)
     ChildRanks("module", [b""]).wait(timeout_s=10.0)

@@ -1,8 +1,8 @@
-"""The second pass over the input: lines into the engine of this process, their results out of it.
+"""The second pass over the input: lines into the engine, their results out of it.
 
 ::
 
-    BatchInput -> open_lines: read, prepare -> ReadAhead -> LineRunner: add requests, step, finish lines -> Outcomes
+    BatchInput -> open_lines: read, prepare -> ReadAhead -> LineRunner: send requests, take ends -> Outcomes
                   (in a thread of its own)                  (in the caller's thread)
 """
 
@@ -38,7 +38,7 @@ from tp_engine.api.openai.errors import sequence_error
 from tp_engine.api.openai.requests import PreparedBody
 from tp_engine.closing import Closing
 from tp_engine.engine.tokenizer import TokenDecoder
-from tp_engine.errors import RequestError
+from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.log import get_logger
 from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest
@@ -46,6 +46,7 @@ from tp_engine.request import EngineRequest
 logger = get_logger(__name__)
 
 _IDLE_S = 0.1
+_LOOK_S = 0.01  # for further lines, while there is room for some
 _JOIN_S = 10.0
 _LOG_PERIOD_S = 30.0
 _RATE_PERIOD_S = 2.0
@@ -88,7 +89,7 @@ class LineRunner:
     line's complete result goes to ``outcomes``."""
 
     def __init__(self, llm: LLM, lines: ReadAhead, outcomes: Outcomes, *, max_in_flight: int, max_bytes: int) -> None:
-        self._llm = llm
+        self._decoder, self._call = llm.outputs.decoder, llm.new_call()
         self._lines = lines
         self._outcomes = outcomes
         self._max_in_flight, self._max_bytes = max_in_flight, max_bytes
@@ -98,12 +99,13 @@ class LineRunner:
 
     def run(self, stop_requested: Callable[[], bool]) -> bool:
         """Run all lines; False if a stop was requested before the end."""
-        while not stop_requested():
-            self._admit()
-            if self._prompts:
-                self._step()
-            elif self._next is None and self._lines.exhausted:
-                return True
+        with self._call:
+            while not stop_requested():
+                self._admit()
+                if self._prompts:
+                    self._take()
+                elif self._next is None and self._lines.exhausted:
+                    return True
         return False
 
     def _admit(self) -> None:
@@ -125,13 +127,7 @@ class LineRunner:
         self._num_bytes += work.num_bytes
         prompts: list[EngineRequest | BeamSearch] = [*work.prepared.requests, *work.prepared.searches]
         for number, prompt in enumerate(prompts):
-            self._submit(_LinePrompt(work, number, _rounds(prompt, self._llm.outputs.decoder)))
-        if work.failure is not None:
-            started = [request_id for request_id, prompt in self._prompts.items() if prompt.work is work]
-            self._llm.outputs.process(self._llm.engine.abort(started))
-            for request_id in started:
-                del self._prompts[request_id]
-            self._end(work)
+            self._submit(_LinePrompt(work, number, _rounds(prompt, self._decoder)))
 
     def _submit(self, prompt: _LinePrompt) -> None:
         """Add the next requests of ``prompt`` to the engine, unless it or its line has ended."""
@@ -145,35 +141,37 @@ class LineRunner:
             work.outputs[prompt.number] = end.value
             return
         prompt.outputs = dict.fromkeys(request.request_id for request in requests)
-        for request in requests:
-            try:
-                self._llm.engine.add_request(request)
-            except RequestError as error:
-                self._fail(work, error)
-                return
-            self._llm.outputs.add(request)
-            self._prompts[request.request_id] = prompt
-            work.num_running += 1
+        self._call.add(requests)
+        self._prompts |= dict.fromkeys(prompt.outputs, prompt)
+        work.num_running += len(requests)
 
-    def _step(self) -> None:
-        """Make one step of the engine and write the lines that it completes."""
-        processed = self._llm.step()
-        self._outcomes.step(processed.num_tokens)
-        for update in processed.updates:
-            if update.error is not None:
-                self._fail(self._prompts[update.request_id].work, sequence_error(update.error, update.error_code))
-        for output in processed.finished:
-            prompt = self._prompts.pop(output.request_id)
-            prompt.outputs[output.request_id] = output
-            prompt.work.num_running -= 1
-            if None not in prompt.outputs.values():
-                self._submit(prompt)
-            if prompt.work.num_running == 0:
-                self._end(prompt.work)
+    def _take(self) -> None:
+        """Wait a moment for ends, and write the lines that they complete."""
+        num_tokens = 0
+        for ended in self._call.take(_IDLE_S if len(self._prompts) >= self._max_in_flight else _LOOK_S):
+            prompt = self._prompts.pop(ended.request_id)
+            work, output = prompt.work, ended.output
+            work.num_running -= 1
+            if isinstance(ended.error, EngineDeadError):
+                raise ended.error.__cause__ or ended.error
+            if ended.error is not None:
+                self._fail(work, ended.error)
+            elif ended.failure is not None:
+                self._fail(work, sequence_error(ended.failure, ended.failure_code))
+            elif output is not None:
+                num_tokens += sum(len(one.token_ids) for one in output.outputs)
+                prompt.outputs[ended.request_id] = output
+                if None not in prompt.outputs.values():
+                    self._submit(prompt)
+            if work.num_running == 0:
+                self._end(work)
+        self._outcomes.step(num_tokens)
 
     def _fail(self, work: Work, error: Exception) -> None:
         assert work.prepared is not None
-        work.failure = work.prepared.named(error) if isinstance(error, RequestError) else error
+        if work.failure is None:
+            work.failure = work.prepared.named(error) if isinstance(error, RequestError) else error
+            self._call.abort([request_id for request_id, prompt in self._prompts.items() if prompt.work is work])
 
     def _end(self, work: Work) -> None:
         assert work.request is not None and work.prepared is not None

@@ -1,0 +1,146 @@
+"""Rows through the engine, for a thread that waits: all at once, or a window of them where there may be very many."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeAlias
+
+from tqdm import tqdm
+
+from tp_engine.api.calls import Call, RequestEnd
+from tp_engine.api.rows import Row, Rows
+from tp_engine.errors import RequestError
+from tp_engine.outputs import RequestOutput
+from tp_engine.structured_outputs import PARAM
+
+_ENDING_S = 60.0
+
+OnError: TypeAlias = Literal["raise", "return"]
+Progress: TypeAlias = bool | Callable[..., Any]
+"""Whether a bar is shown, or what makes it, with the keywords of ``tqdm``."""
+Result: TypeAlias = RequestOutput | RequestError
+
+
+class RowRun:
+    """One run of ``rows``: iterating gives their results as they end.
+
+    At most ``window`` rows are in the engine at a time; None: all are made before one runs, and with ``on_error``
+    raise none runs if one is bad.  After ``timeout_s`` those that run end with what they have, and rows that were not
+    made yet are left out.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        rows: Rows,
+        *,
+        window: int | None = None,
+        on_error: OnError = "raise",
+        timeout_s: float | None = None,
+        use_tqdm: Progress = True,
+    ) -> None:
+        if on_error not in ("raise", "return"):
+            raise RequestError(f"on_error is {on_error!r}; it must be raise or return", param="on_error")
+        self._deadline_s = None if timeout_s is None else time.monotonic() + _seconds(timeout_s)
+        self._call, self._rows, self._window, self._on_error = call, rows, window, on_error
+        self._numbers: dict[str, int] = {}  # of the rows that run, by the ids of their requests
+        make_bar = tqdm if isinstance(use_tqdm, bool) else use_tqdm
+        self._bar = make_bar(total=rows.size, desc="requests", unit="", dynamic_ncols=True) if use_tqdm else None
+        self._num_tokens, self._started_s = 0, time.monotonic()
+
+    def results(self) -> list[Result]:
+        """Return all results in the order of the rows."""
+        found = sorted(((result.row or 0, result) for result in self), key=lambda both: both[0])
+        return [result for _, result in found]
+
+    def __iter__(self) -> Iterator[Result]:
+        try:
+            with self._call:
+                yield from self._run()
+        finally:
+            if self._bar is not None:
+                self._bar.close()
+
+    def _run(self) -> Iterator[Result]:
+        left = iter(self._rows)
+        if self._window is None:
+            left = iter(list(self._checked(left)))
+        is_late = False
+        while True:
+            if not is_late:
+                yield from self._fill(left)
+            if not self._call.running:
+                return
+            wait_s = None
+            if self._deadline_s is not None:
+                wait_s = _ENDING_S if is_late else max(0.0, self._deadline_s - time.monotonic())
+            for one in self._call.take(wait_s):
+                yield self._result(one)
+            if self._deadline_s is not None and time.monotonic() >= self._deadline_s:
+                if is_late and time.monotonic() > self._deadline_s + _ENDING_S:
+                    raise TimeoutError(f"the engine has not ended requests {_ENDING_S:g} s after the call's timeout_s")
+                if not is_late:
+                    self._call.abort(self._call.running)
+                is_late = True
+
+    def _checked(self, rows: Iterator[Row]) -> Iterator[Row]:
+        for row in rows:
+            if row.error is not None and self._on_error == "raise":
+                raise row.error
+            yield row
+
+    def _fill(self, left: Iterator[Row]) -> Iterator[Result]:
+        """Send rows while there is room; the results of those that can not be sent."""
+        chosen: list[Row] = []
+        while self._window is None or len(self._call.running) + len(chosen) < self._window:
+            row = next(left, None)
+            if row is None:
+                break
+            if row.error is not None:
+                yield self._failed(row.error)
+            else:
+                chosen.append(row)
+            if self._window is not None and self._is_late():
+                break
+        requests = [row.request for row in chosen if row.request is not None]
+        for row, request in zip(chosen, requests, strict=True):
+            self._numbers[request.request_id] = row.number
+        self._call.add(requests, [row.text for row in chosen])
+
+    def _is_late(self) -> bool:
+        return self._deadline_s is not None and time.monotonic() >= self._deadline_s
+
+    def _result(self, ended: RequestEnd) -> Result:
+        number = self._numbers.pop(ended.request_id)
+        if ended.failure is not None and ended.failure_code is not None:
+            error: Exception | None = RequestError(ended.failure, param=PARAM, code=ended.failure_code)
+        else:
+            error = ended.error
+        if isinstance(error, RequestError):
+            return self._failed(self._rows.naming(error, number))
+        if error is not None:
+            raise error.__cause__ or error
+        assert ended.output is not None
+        ended.output.row = number
+        self._num_tokens += sum(len(one.token_ids) for one in ended.output.outputs)
+        self._show()
+        return ended.output
+
+    def _failed(self, error: RequestError) -> RequestError:
+        if self._on_error == "raise":
+            raise error
+        self._show()
+        return error
+
+    def _show(self) -> None:
+        if self._bar is not None:
+            rate = self._num_tokens / max(1e-9, time.monotonic() - self._started_s)
+            self._bar.set_postfix_str(f"{rate:.1f} output tokens/s", refresh=False)
+            self._bar.update(1)
+
+
+def _seconds(timeout_s: float) -> float:
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s >= 0:
+        raise RequestError(f"timeout_s is {timeout_s!r}; it must be seconds, at least 0, or None", param="timeout_s")
+    return timeout_s
