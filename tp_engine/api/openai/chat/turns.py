@@ -53,7 +53,8 @@ def _rename(
     number = 0
     for message in messages:
         for call in message.get("tool_calls", ()):
-            call["id"] = ids[str(call.get("id"))] = new_id(call, number)
+            ids[str(call.get("id"))] = made = new_id(call, number)
+            call["id"] = made
             number += 1
         if "tool_call_id" in message:
             given = message["tool_call_id"]
