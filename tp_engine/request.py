@@ -91,7 +91,10 @@ class EngineRequest:
         told = {
             "allowed_token_ids": (params.allowed_token_ids is not None, shown(list(params.allowed_token_ids or ()))),
             "bad_words": (not banned.isdisjoint(allowed), shown(list(params.bad_words))),
-            "min_tokens": (not stops.isdisjoint(allowed), f"{params.min_tokens}, before which no stop token comes"),
+            "min_tokens": (
+                not stops.isdisjoint(allowed),
+                f"{params.min_tokens}, before which no EOS and none of stop_token_ids comes",
+            ),
         }
         fields = {name: text for name, (takes_part, text) in told.items() if takes_part}
         named = " and ".join(f"{name} ({text})" for name, text in fields.items())

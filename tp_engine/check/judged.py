@@ -275,8 +275,8 @@ class Judge:
         of_rank = f"rank {rank}" if differs else "all ranks" if len(watched.arrays) > 1 else "rank 0"
         if fault is not None:
             of_rank = f"rank {fault.rank} ({fault.module})"
-        elif not differs and (apart := rank_apart(watched, self.exact.reads, index, in_mlp=part != "attention")):
-            of_rank = f"rank {apart[0]} (what {apart[1]} reads)"
+        elif not differs and (apart := self._apart(index, part)):
+            of_rank = f"rank {apart[0]} ({apart[1]})"
         of_answer = " (answer)" if rows.start else ""
         return CheckFinding.wrong(
             "hidden states",
@@ -288,6 +288,9 @@ class Judge:
             remedy=_FIRST_REMEDIES if fault is None else "compare the weights' files with the original",
             numbers={"layer": float(layer), "ratio": errors.excess},
         )
+
+    def _apart(self, index: int, part: str) -> tuple[str, str] | None:
+        return rank_apart(self._watched, self.exact.reads, self.exact.experts, index, in_mlp=part != "attention")
 
     def _part(self, index: int, rows: slice) -> str:
         """Which part of a layer is wrong: attention if what the MLP reads is wrong already."""

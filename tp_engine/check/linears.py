@@ -110,7 +110,7 @@ class Linears:
         if len(parts) > 1 and not layout["is_activated"]:
             module = self._worst_part(y - exact, parts)
         position = int(positions[worst]) if len(errors) == len(positions) else worst
-        return LinearFault(_layer_of(name), module, rank, position, error, bound, is_quantised)
+        return LinearFault(layer_of(name), module, rank, position, error, bound, is_quantised)
 
     def _product(
         self,
@@ -165,11 +165,12 @@ def _short(name: str) -> str:
     return below_layers(name).partition(".")[2]
 
 
-def _layer_of(name: str) -> int:
+def layer_of(name: str) -> int:
+    """Return the number of the layer that a module is in; -1 for others."""
     found = _LAYER.search(name)
     return -1 if found is None else int(found[1])
 
 
 def _order(name: str) -> tuple[int, bool, str]:
     """Layers in order, and attention before the MLP."""
-    return _layer_of(name), "mlp" in name, name
+    return layer_of(name), "mlp" in name, name

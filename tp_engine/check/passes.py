@@ -18,11 +18,12 @@ import numpy as np
 import torch
 
 from tp_engine.check.answers import Answer, Floats, Ids
-from tp_engine.check.linears import MLPS, below_layers
+from tp_engine.check.linears import MLPS, below_layers, layer_of
 from tp_engine.check.observed import Observed
 from tp_engine.check.oracle import Oracle, Query, Scores
 from tp_engine.check.watched import Watched
 
+_MOST_PART_BYTES = 1 << 30  # of second weights that are copied, for each rank in turn
 Sequence_ = tuple[int, ...]
 
 
@@ -37,6 +38,7 @@ class Passed:
         inner       of the watched answer: layer -> what its MLP reads (n, hidden)
         head        of the watched answer: log-probabilities after the engine's last states
         reads       of the watched answer: linear layer -> what it reads (n, in), at ``Watched.linear_positions``
+        experts     of the watched answer: layer -> of each rank its part of the experts' output (n, hidden), likewise
         logits      after the prompt of the draws, and after each token of their greedy answer (n, vocabulary)
         wide        last names of modules whose outputs are float32 in any type, such as routers
 
@@ -48,6 +50,7 @@ class Passed:
     inner: dict[int, Floats] = field(default_factory=dict)
     head: Scores | None = None
     reads: dict[str, Floats] = field(default_factory=dict)
+    experts: dict[int, list[Floats]] = field(default_factory=dict)
     logits: Floats | None = None
     wide: set[str] = field(default_factory=set)
     quantization: Mapping[str, Any] | None = None
@@ -104,6 +107,8 @@ class _Recorder:
         for name, module in layer.named_modules():
             if f"{index}.{name}" in self._split:
                 yield module.register_forward_pre_hook(partial(self._read, f"{index}.{name}"))
+            if isinstance(getattr(module, "down_proj", None), torch.nn.Parameter):
+                yield module.register_forward_hook(partial(self._part_experts, index), with_kwargs=True)
             if name.endswith(("gate", "router")):
                 yield module.register_forward_hook(partial(self._note_type, name))
 
@@ -123,10 +128,53 @@ class _Recorder:
         if rows is not None and self._watched is not None:
             self._passed.reads[name] = _array(rows[torch.from_numpy(np.maximum(self._watched.linear_positions, 0))])
 
+    def _part_experts(self, index: int, experts: Any, inputs: tuple[Any, ...], named: Any, _output: object) -> None:
+        """Run the watched rows again with each rank's part of the experts' second weights alone."""
+        watched = self._watched
+        whole = {name: one for name, one in experts.named_parameters(recurse=False) if name.startswith("down_proj")}
+        is_large = sum(one.nbytes for one in whole.values()) > _MOST_PART_BYTES
+        if watched is None or self._num_begun <= self._num_free or len(watched.arrays) == 1 or is_large:
+            return
+        num_rows, rows = len(watched.sequence), torch.from_numpy(np.maximum(watched.linear_positions, 0))
+
+        def own_rows(value: Any) -> Any:
+            return value[rows] if isinstance(value, torch.Tensor) and len(value) == num_rows else value
+
+        arguments, options = [own_rows(one) for one in inputs], {name: own_rows(one) for name, one in named.items()}
+        layouts = [one for of_rank in watched.experts for name, one in of_rank.items() if layer_of(name) == index]
+        parts = list[Floats]()
+        try:
+            for layout in layouts:
+                for name, weight in whole.items():
+                    own = torch.nn.Parameter(_own_part(weight, layout, experts), requires_grad=False)
+                    setattr(experts, name, own)
+                found = _array(experts.forward(*arguments, **options))
+                parts.append(found.reshape(-1, found.shape[-1]))
+            self._passed.experts[index] = parts
+        except (RuntimeError, ValueError, TypeError, LookupError):
+            pass  # experts of another form: they are judged as any layer, but no rank is named
+        finally:
+            for name, weight in whole.items():
+                setattr(experts, name, weight)
+
     def _note_type(self, name: str, _module: object, _inputs: object, output: object) -> None:
         first = output[0] if isinstance(output, tuple) else output
         if isinstance(first, torch.Tensor) and first.dtype is torch.float32:
             self._passed.wide.add(name.rpartition(".")[2])
+
+
+def _own_part(weight: torch.Tensor, layout: Mapping[str, Any], experts: Any) -> torch.Tensor:
+    """``weight`` (experts, hidden, inner), or with inner elements before hidden, or (experts, hidden) of a bias, with
+    zeros for all that a rank does not have."""
+    own = torch.zeros_like(weight)
+    here, inner = slice(*layout["experts"]), slice(*layout["inner"])
+    if weight.dim() == 2:
+        own[here] = weight[here] if layout["adds_bias"] else 0.0
+    elif getattr(experts, "is_transposed", weight.shape[2] != layout["inner_size"]):
+        own[here, inner] = weight[here, inner]
+    else:
+        own[here, :, inner] = weight[here, :, inner]
+    return own
 
 
 def run_pass(oracle: Oracle, observed: Observed, note_layer: Callable[[], None]) -> Passed:

@@ -19,18 +19,20 @@ import numpy.typing as npt
 from tp_engine.check.answers import Answer, Floats, Ids
 
 Order: TypeAlias = Callable[[str, Mapping[str, Any]], object]
-_LINEARS = "linears."
+_LINEARS, _EXPERTS = "linears.", "experts."
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """What every rank recorded of ``answer``, by the names of ``LayerWatch``: streams and inner by position, linears as
-    they were recorded, at ``linear_positions`` (-1: of a draft token); ``layouts`` are those of the linears."""
+    """What every rank recorded of ``answer``, by the names of ``LayerWatch``: streams and inner by position, linears
+    and experts as they were recorded, at ``linear_positions`` (-1: of a draft token); ``layouts`` are those of the
+    linears, ``experts`` those of the experts."""
 
     answer: Answer
     arrays: Sequence[Mapping[str, Floats]]
     layouts: Sequence[Mapping[str, Any]]
     linear_positions: Ids
+    experts: Sequence[Mapping[str, Any]] = ()
 
     @property
     def sequence(self) -> tuple[int, ...]:
@@ -61,6 +63,11 @@ class Watched:
             if _is_split(one)
         }
 
+    def expert_outputs(self, rank: int) -> dict[str, Floats]:
+        """Return a rank's part of the output of each layer's experts, a row for each of ``linear_positions``."""
+        found = {name: self.arrays[rank][f"{_EXPERTS}{name}.y"] for name in self.experts[rank]}
+        return {name: one for name, one in found.items() if len(one) == len(self.linear_positions)}
+
 
 def _is_split(layout: Mapping[str, Any]) -> bool:
     begin, end = layout["columns"]
@@ -73,23 +80,24 @@ def watch(order: Order, ask: Callable[[], Answer], num_ranks: int) -> Watched:
         order("watch_layers", {})
         answer = ask()
         order("watch_layers", {"folder": folder})
-        arrays, layouts = [], []
+        arrays, layouts, experts = [], [], []
         for rank in range(num_ranks):
             with np.load(Path(folder) / f"rank{rank}.npz") as file:
                 layouts.append(json.loads(str(file["layout"])))
-                arrays.append({name: file[name] for name in file.files if name != "layout"})
+                experts.append(json.loads(str(file["experts_layout"])))
+                arrays.append({name: file[name] for name in file.files if not name.endswith("layout")})
     positions = positions_of(answer.sequence, *(arrays[0][f"rows.{name}"] for name in ("steps", "tokens", "places")))
     known = np.flatnonzero(positions >= 0)
     rows = known[np.argsort(positions[known], kind="stable")]
     assert np.array_equal(positions[rows], np.arange(len(rows))), "each position is read once, from the first on"
     by_position = [
-        {name: one if name.startswith((_LINEARS, "rows.")) else one[rows] for name, one in of_rank.items()}
+        {name: one if name.startswith((_LINEARS, _EXPERTS, "rows.")) else one[rows] for name, one in of_rank.items()}
         for of_rank in arrays
     ]
     num_kept = max((len(one) for name, one in arrays[0].items() if name.startswith(_LINEARS)), default=0)
     of_prompt = min(num_kept, int(arrays[0]["rows.most"][0]), len(answer.prompt.token_ids))
     of_linears = np.concatenate((positions[:of_prompt], positions[len(answer.prompt.token_ids) :]))[:num_kept]
-    return Watched(answer, by_position, layouts, of_linears)
+    return Watched(answer, by_position, layouts, of_linears, experts)
 
 
 def positions_of(

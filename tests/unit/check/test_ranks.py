@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 from tp_engine.check.answers import Answer
 from tp_engine.check.linears import Linears
 from tp_engine.check.oracle import EXACT
+from tp_engine.check.passes import _own_part
 from tp_engine.check.prompts import CheckPrompt
 from tp_engine.check.ranks import rank_apart, rank_of_slice
 from tp_engine.check.stored import StoredWeights
@@ -79,10 +81,35 @@ def test_the_rank_whose_input_is_another_is_named(wrong: tuple[int, ...]) -> Non
         layout = {"parts": [{"name": name}], "columns": [begin, end], "stored_columns": 4 * INNER}
         layouts.append({"a": layout})
     watched, reads = watched_of(arrays, layouts), {"1.mlp.down_proj": exact}
-    found = rank_apart(watched, reads, 1, in_mlp=True)
+    found = rank_apart(watched, reads, {}, 1, in_mlp=True)
     named = " and ".join(map(str, wrong)) if 0 < len(wrong) < 4 else None
-    assert found == (None if named is None else (named, "mlp.down_proj"))
-    assert rank_apart(watched, reads, 1, in_mlp=False) is rank_apart(watched, reads, 0, in_mlp=True) is None
+    assert found == (None if named is None else (named, "what mlp.down_proj reads"))
+    assert rank_apart(watched, reads, {}, 1, in_mlp=False) is rank_apart(watched, reads, {}, 0, in_mlp=True) is None
+
+
+@pytest.mark.parametrize("splits", [True, False])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_the_rank_whose_experts_are_others_is_named(splits: bool, is_transposed: bool) -> None:
+    """Oracle: by hand: parts of second weights, of all experts or of some, sum up to the whole; the rank whose part of
+    the output was changed is named."""
+    weight, bias = torch.from_numpy(values(4, HIDDEN, INNER)), torch.from_numpy(values(4, HIDDEN))
+    if is_transposed:
+        weight = weight.transpose(1, 2)
+    halves = [[0, INNER // 2], [INNER // 2, INNER]] if splits else [[0, INNER]] * 2
+    some = [[0, 4]] * 2 if splits else [[0, 2], [2, 4]]
+    layouts = [
+        {"experts": here, "inner": inner, "inner_size": INNER, "adds_bias": not splits or not rank}
+        for rank, (here, inner) in enumerate(zip(some, halves, strict=True))
+    ]
+    module = torch.nn.Module()
+    parts = [_own_part(weight, one, module) for one in layouts]
+    assert torch.equal(parts[0] + parts[1], weight) and all((weight - one).abs().max() > 0 for one in parts)
+    assert torch.equal(torch.stack([_own_part(bias, one, module) for one in layouts]).sum(0), bias)
+    exact, name = [values(ROWS, HIDDEN) for _ in range(2)], "layers.1.mlp.experts"
+    arrays = [{f"experts.{name}.y": exact[0]}, {f"experts.{name}.y": exact[1] + 0.1}]
+    watched = replace(watched_of(arrays, [{}, {}]), experts=[{name: layouts[0]}, {name: layouts[1]}])
+    assert rank_apart(watched, {}, {1: exact}, 1, in_mlp=True) == ("1", "its part of the experts' output")
+    assert rank_apart(watched, {}, {1: exact}, 1, in_mlp=False) is rank_apart(watched, {}, {}, 1, in_mlp=True) is None
 
 
 def test_the_rank_of_a_wrong_slice_is_named() -> None:

@@ -5,6 +5,7 @@
     streams   for each layer, the residual stream (N, hidden) that it reads; then the one behind the last layer
     inner     for each layer with an MLP, what that reads (N, hidden), normalised
     linears   for each linear layer of a rank (LocalLinear), its first rows x (n, in) and its products y (n, out)
+    experts   for each layer's experts the first rows y (n, hidden) of this rank's part of their output
     rows      of each row of the streams (N,) the number of its step, its token and its position
 
 Steps of several requests, or of parts of a prompt, follow one another.  Of linear layers, ``NUM_ROWS`` rows of prompts
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 
 from tp_engine.layers.attention import Attention
+from tp_engine.layers.experts import Experts
 from tp_engine.layers.linear import LocalLinear
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import StepPlan
@@ -69,14 +71,21 @@ class LayerWatch(RunnerFeature):
         return self._recording()
 
     def write(self, path: Path) -> None:
-        """Write all that was recorded as float32, and ``layout``: which stored rows each linear layer has, as JSON."""
+        """Write all that was recorded as float32, and as JSON ``layout``: which stored rows each linear layer has, and
+        ``experts_layout``: which experts, and which of their inner elements, are here."""
         arrays: dict[str, Any] = {name: torch.cat(parts).numpy() for name, parts in self._found.items()}
         layout = {name: _layout_of(linear) for name, linear in self._linears() if f"linears.{name}.x" in arrays}
         arrays["rows.most"] = np.array([NUM_ROWS])
-        np.savez(path, layout=np.array(json.dumps(layout)), **arrays)
+        experts = {name: _experts_of(one) for name, one in self._experts() if f"experts.{name}.y" in arrays}
+        np.savez(path, layout=np.array(json.dumps(layout)), experts_layout=np.array(json.dumps(experts)), **arrays)
 
     def _linears(self) -> list[tuple[str, LocalLinear]]:
         return [(name, one) for name, one in self._model.named_modules() if isinstance(one, LocalLinear)]
+
+    def _experts(self) -> list[tuple[str, Experts]]:
+        """Those whose parts are summed over the ranks, and not before."""
+        found = [(name, one) for name, one in self._model.named_modules() if isinstance(one, Experts)]
+        return [(name, one) for name, one in found if not one.shape.num_shards]
 
     def _keep(self, name: str, values: object) -> None:
         if isinstance(values, torch.Tensor):  # not codes of 8 bits
@@ -102,11 +111,17 @@ class LayerWatch(RunnerFeature):
                 if (mlp := getattr(layer, "mlp", None)) is not None:  # there is none in some layers of one block
                     hooks.enter_context(mlp.register_forward_pre_hook(partial(on_mlp, f"inner.{index}")))
             hooks.enter_context(layers[last - 1].register_forward_hook(on_last))
+            for name, experts in self._experts():
+                hooks.enter_context(experts.register_forward_hook(partial(self._on_experts, f"experts.{name}.y")))
             for name, linear in self._linears():
                 linear.product = self._recorded(name, linear.product)  # type: ignore[method-assign]
                 hooks.callback(linear.__dict__.pop, "product")
             yield
             self._keep(f"streams.{last}", behind[0])
+
+    def _on_experts(self, name: str, _experts: torch.nn.Module, _inputs: object, output: torch.Tensor) -> None:
+        if (room := self._most_rows - sum(map(len, self._found.get(name, ())))) > 0:
+            self._keep(name, output[:room])
 
     def _recorded(self, name: str, product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def recorded(x: object, bias: torch.Tensor | None) -> torch.Tensor:
@@ -135,6 +150,14 @@ def _layout_of(linear: LocalLinear) -> dict[str, Any]:
         "stored_columns": linear.shape.stored_columns,
         "is_activated": activation is not None,
     }
+
+
+def _experts_of(experts: Experts) -> dict[str, Any]:
+    """Which experts are here, and which of the inner elements of each."""
+    shape = experts.shape
+    spans = {"experts": shape.experts, "inner": shape.inner}
+    found: dict[str, Any] = {name: [span.start, span.start + span.size] for name, span in spans.items()}
+    return {**found, "inner_size": shape.spec.inner_size, "adds_bias": shape.adds_down_bias}
 
 
 def watch_layers(runner: ModelRunner, rank: int, arguments: Any) -> Prepared:
