@@ -4,6 +4,7 @@ client choose what the model writes, and the event loop reads it."""
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,3 +52,17 @@ def test_marks_that_repeat(name: str) -> None:
         at_once = number % 2 == 0
         once = _num_calls(how, head, part, _COUNT // 3, at_once=at_once)
         assert _num_calls(how, head, part, _COUNT, at_once=at_once) < 4.5 * once + 60 * _COUNT, (head, part)
+
+
+@pytest.mark.parametrize("head", ['{"name": "add", "arguments": ', '{"arguments": ', "text "])
+def test_a_long_text_at_once(head: str) -> None:
+    """Oracle: processor time: four times as many pieces, which are joined once, take about four times as long."""
+    how = ChatParsing(tools=TOOLS, tool_format=TOOL_FORMATS["hermes"])
+    times = []
+    for count in (50_000, 200_000):
+        text = f'<tool_call>{head}{"[" * count}{"]" * count}, "name": "add"}}</tool_call>'
+        began_s = time.process_time()
+        parsed = how.parse(text, (), "stop")
+        times.append(time.process_time() - began_s)
+        assert len(parsed.content) + sum(len(arguments) for *_, arguments in parsed.calls) >= 2 * count
+    assert times[1] < 8 * times[0]

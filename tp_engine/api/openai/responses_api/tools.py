@@ -15,6 +15,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from pydantic_core import from_json
@@ -53,7 +54,7 @@ class CallableTool:
         return replace(self, function={**self.function, "name": flat_name(namespace, self.name)}, namespace=namespace)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ResponseTools:
     """``tools`` may be called; ``left_out`` are the kinds of those that only another server could run."""
 
@@ -84,10 +85,13 @@ class ResponseTools:
                     )
         return cls(tuple(found), tuple(left_out))
 
+    @cached_property
+    def _by_name(self) -> Mapping[Any, CallableTool]:
+        return {tool.function["name"]: tool for tool in reversed(self.tools)}
+
     def called(self, name: str) -> CallableTool:
         """Return the tool that the model calls by ``name``; one that the body lacks is a function of that name."""
-        found = next((tool for tool in self.tools if tool.function["name"] == name), None)
-        return found or CallableTool(function={"name": name}, name=name)
+        return self._by_name.get(name) or CallableTool(function={"name": name}, name=name)
 
     def for_chat(self, choice: str | Mapping[str, Any] | None) -> tuple[list[dict[str, Any]] | None, Any]:
         """``tools`` and ``tool_choice`` of the chat, None for none.  Raises ``RequestError``."""

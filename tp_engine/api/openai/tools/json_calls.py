@@ -83,7 +83,7 @@ class ObjectsParser(TextParser):
     _checks_arguments = False
     _limit: int | None = None  # how many characters may be read before a call is sure
     _name = ""
-    _waiting = ""  # arguments that came before the name
+    _waiting: list[str]  # arguments that came before the name, in pieces
     _has_arguments = False
 
     def _more(self) -> Reading[None]:
@@ -103,7 +103,7 @@ class ObjectsParser(TextParser):
         """
         self._names, self._checks_arguments, self._is_unsure = names, checks_arguments, True
         self._limit = None if names is None else self._at + _MAX_STRICT_CHARS
-        self._name, self._waiting, self._has_arguments = "", "", False
+        self._name, self._waiting, self._has_arguments = "", [], False
         has_key = False
         while (yield from self._next(_BETWEEN_PAIRS)) != "}":
             key = yield from self._read_string()
@@ -141,7 +141,7 @@ class ObjectsParser(TextParser):
             self._check_limit()
             self._limit, self._is_unsure = None, False
             self._sink.start_call(self._name)
-            self._sink.arguments(self._waiting)
+            self._sink.arguments("".join(self._waiting))
 
     def _give_arguments(self, text: str) -> None:
         self._has_arguments = True
@@ -149,7 +149,7 @@ class ObjectsParser(TextParser):
             self._start_call()
             self._sink.arguments(text)
         else:
-            self._waiting += text
+            self._waiting.append(text)
 
     def _read_arguments(self) -> Reading[None]:
         """Read the value of arguments and pass it on; null stands for none."""

@@ -27,6 +27,7 @@ from tp_engine.api.openai.tools.events import (
     openai_call_id,
 )
 
+TextEvent: TypeAlias = ContentText | ReasoningText | CallArguments
 _Found = TypeVar("_Found")
 # What reads pending text: it yields where it needs more.
 Reading: TypeAlias = Generator[None, None, _Found]
@@ -49,6 +50,8 @@ class EventSink:
     def __init__(self, new_call_id: NewCallId = openai_call_id) -> None:
         self._new_call_id = new_call_id
         self._events: list[ChatEvent] = []
+        self._last: TextEvent | None = None  # the first of the pieces that are not yet joined
+        self._pieces: list[str] = []
         self.num_calls = 0
 
     def content(self, text: str) -> None:
@@ -61,7 +64,7 @@ class EventSink:
 
     def start_call(self, name: str) -> None:
         """Begin the next call."""
-        self._events.append(CallStarted(self.num_calls, self._new_call_id(name), name))
+        self.add(CallStarted(self.num_calls, self._new_call_id(name), name))
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
@@ -70,18 +73,25 @@ class EventSink:
 
     def add(self, event: ChatEvent) -> None:
         """Add an event."""
-        last = self._events[-1] if self._events else None
         if isinstance(event, CallStarted):
+            self._join()
             self._events.append(event)
-        elif isinstance(last, type(event)):
-            self._events[-1] = replace(last, text=last.text + event.text)
         elif event.text:
-            self._events.append(event)
+            if not isinstance(event, type(self._last)):
+                self._join()
+                self._last = event
+            self._pieces.append(event.text)
 
     def take(self) -> list[ChatEvent]:
         """Return the events since the last time."""
+        self._join()
         given, self._events = self._events, []
         return given
+
+    def _join(self) -> None:
+        if self._last is not None:
+            self._events.append(replace(self._last, text="".join(self._pieces)))
+            self._last, self._pieces = None, []
 
 
 class TextParser:
