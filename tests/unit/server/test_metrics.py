@@ -233,7 +233,7 @@ def test_those_who_leave_and_those_who_are_refused() -> None:
         await until(lambda: bool(exchange.parts), "the first event")
         exchange.leave()
         await exchange.ended()
-        await app.post("/v1/completions", completion(prompt=list(range(3, 500)), max_tokens=900))
+        await app.post("/v1/completions", completion(prompt=list(range(3, 500)) * 3))
         families = await scrape(app)
         assert value(families["request_success"], "_total", finished_reason="abort") == 2
         assert value(families["request_success"], "_total") == 2
