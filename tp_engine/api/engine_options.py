@@ -84,7 +84,6 @@ class EngineOptions(TypedDict, total=False):
     override_generation_config: Mapping[str, Any] | str | None
     chat_template: str | None
     chat_template_content_format: str
-    reasoning_key: str | None
 
 
 class BatchOptions(EngineOptions, total=False):
@@ -92,6 +91,7 @@ class BatchOptions(EngineOptions, total=False):
 
     enable_auto_tool_choice: bool
     tool_call_parser: str
+    reasoning_key: str | None
     reasoning_parser: str
     error_file: str | None
     output_order: str

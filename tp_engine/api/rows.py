@@ -76,9 +76,9 @@ def as_batch(prompts: Any) -> tuple[Iterable[Prompt], bool]:
     generator stays one."""
     if prompts is None:
         raise RequestError("prompts is missing; give a prompt, or a list of prompts", param="prompts")
+    prompts = plain(prompts)
     if isinstance(prompts, (str, Mapping)):
         return [prompts], True
-    prompts = plain(prompts)
     if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
         kind = type(prompts).__name__
         raise RequestError(f"prompts is of type {kind}; it must be a prompt, or a list of prompts", param="prompts")
