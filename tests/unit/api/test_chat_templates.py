@@ -251,7 +251,12 @@ def test_a_process_that_has_ended_is_replaced(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_variables_of_python_that_json_does_not_know_are_texts() -> None:
-    """Oracle: ``str``."""
+    """Oracle: ``str``; keys that are none, and lists in themselves, are refused."""
+    circle: list[Any] = []
+    circle.append(circle)
+    for wrong in ({(1, 2): 3}, circle):
+        with pytest.raises(TemplateRefusal, match="can not be written as JSON"):
+            ChatTemplate("{{ a }}").render({"a": wrong})
     assert ChatTemplate("{{ a }} {{ b[0] }} {{ c }}").render({"a": Path("/x"), "b": (1, 2), "c": "\ud800"}) == (
         "/x 1 \ud800"
     )

@@ -58,7 +58,10 @@ class ChatTemplate:
         """Do as ``render``, within ``cpu_s`` seconds of processor time, and return how many it took, too; a refusal has
         them as its ``cpu_s``.  ``now`` is an ISO time for templates that ask for it."""
         limits = {"cpu_s": cpu_s, "dies_s": cpu_s + _DIES_LATER_S, "max_characters": MAX_PROMPT_CHARACTERS}
-        data = json.dumps({"variables": variables, "now": now, **limits}, default=str).encode()
+        try:
+            data = json.dumps({"variables": variables, "now": now, **limits}, default=str).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TemplateRefusal(f"what it gets can not be written as JSON ({error})") from error
         with self._places:
             fork = self._idle.pop() if self._idle else _Fork(self._text)
             try:
