@@ -51,14 +51,16 @@ def activation_bytes(model: ModelSpec, world_size: int, *, dtype: str, num_token
 
 
 def image_bytes(model: ModelSpec, *, dtype: str, num_tokens: int, max_model_len: int) -> tuple[int, int]:
-    """Bytes of the encoder cache, and an estimate of what the tower makes of the largest image that fits into a prompt;
-    0 for models that are served as text."""
+    """Bytes of the encoder cache with an image between two of the tower's layers, and an estimate of what the tower
+    makes of the largest image that fits into a prompt; 0 for models that are served as text."""
     vision = model.vision
     if vision is None or not vision.is_served:
         return 0, 0
     most = min(vision.most_rows, max_model_len)
     cache = max(num_tokens, most) * vision.hidden_size * (1 + vision.deep_layers) * ITEMSIZES[dtype]
     hidden, inner = (vision.config.get(name) or 0 for name in ("hidden_size", "intermediate_size"))
+    between = vision.merge**2 * hidden + vision.deep_layers * vision.hidden_size
+    cache += most * (3 * vision.cell**2 + between * ITEMSIZES[dtype])
     per_patch = (9 * hidden + 3 * inner) * ITEMSIZES[dtype]  # what the products of one layer read and write
     per_patch += 3 * vision.patch**2 * (ITEMSIZES["float32"] * 3 + vision.temporal_patch * ITEMSIZES[dtype])
     return cache, most * vision.merge**2 * per_patch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -21,10 +22,12 @@ from tp_engine.advice.question import GPU_GIB, WORKLOADS, Workload
 from tp_engine.cli.main import main
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
+from tp_engine.images.settings import image_settings
 from tp_engine.kv_layout import KvKind, lay_out
 from tp_engine.layers.embedding import VocabSlice
 from tp_engine.model_config import load_model_config, read_model
 from tp_engine.model_config.spec import ModelSpec
+from tp_engine.models.vision_tower import build_tower
 from tp_engine.models.weight_sizes import local_parameters
 from tp_engine.topology import RankInfo
 from tp_engine.units import GIB
@@ -301,7 +304,8 @@ TOWERS = ("qwen3-vl", "qwen2.5-vl", "mistral3-vision", "gemma4-vision", "kimi-k2
 @pytest.mark.parametrize("name", slow_but(["qwen3-vl"], TOWERS))
 def test_a_tower_and_the_embeddings_of_images(name: str, tmp_path: Path) -> None:
     """Oracle: the tensors in the checkpoint; without them the tower has the same size, and without a processor's
-    settings there is none.  The encoder cache is the engine's: so many rows as a step has tokens, DeepStack's too."""
+    settings there is none.  The encoder cache is the engine's: so many rows as a step has tokens, DeepStack's too; and
+    what the engine's own tower keeps of the largest image between two layers."""
     from safetensors import safe_open
 
     folder = make_image_model(tmp_path / "model", name)
@@ -315,7 +319,13 @@ def test_a_tower_and_the_embeddings_of_images(name: str, tmp_path: Path) -> None
         names = [one for one in tensors.keys() if re.search("visual|vision|multi_modal|mm_projector", one)]  # noqa: SIM118
         stored = sum(tensors.get_tensor(one).nbytes for one in names)
     width = {"qwen3-vl": 4 * 64, "qwen2.5-vl": 128}.get(name, 64)
-    assert found.fits and found.image_bytes == found.max_num_batched_tokens * width * 4
+    vision = load_model_config(str(folder))[0].vision
+    images = image_settings(EngineConfig(), vision, folder)
+    assert vision is not None and images is not None
+    vision = dataclasses.replace(vision, largest=images.rules().largest)
+    between = build_tower(vision, dtype=torch.float32, device=torch.device("cpu")).unfinished_bytes
+    between = between // vision.most_rows * min(vision.most_rows, 300)
+    assert found.fits and found.image_bytes == found.max_num_batched_tokens * width * 4 + between
     assert "embeddings of images" in found.explain()
     settings = folder / "preprocessor_config.json"
     for file in (None, folder / "model.safetensors"):
