@@ -76,8 +76,9 @@ class ConfigJson:
         others'.  Raises ``ConfigError`` if its ``model_type`` is none of ``kinds``, unless there are none.
 
         transformers 4.52 to 4.57 saved keys of the text part both there and beside it, and read the inner ones: an
-        outer key is judged only where the inner object lacks it.  Embeddings are tied if either of the whole and the
-        text part says so; false in the text part alone means the default of the whole, as in transformers.
+        outer key is judged only where the inner object lacks it, and no other part has the same.  Embeddings are tied
+        if either of the whole and the text part says so; false in the text part alone means the default of the whole,
+        as in transformers.
         """
         found = self._find_text_part()
         if kinds:
@@ -89,7 +90,13 @@ class ConfigJson:
         inner = self._values.get("text_config")
         if isinstance(inner, dict):
             outer, copies = self._beside_text_part(), self.copies_of_text_part
-            self.below({name: value for name, value in outer.items() if name not in copies}).finish()
+            others = [one for name, one in self._values.items() if _OTHER_PARTS.match(name) and isinstance(one, dict)]
+            judged = {
+                name: value
+                for name, value in outer.items()
+                if name not in copies and not any(name in one and one[name] == value for one in others)
+            }
+            self.below(judged).finish()
             if inner.get("tie_word_embeddings") is True:
                 whole["tie_word_embeddings"] = True
             elif "tie_word_embeddings" not in whole:

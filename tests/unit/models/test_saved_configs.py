@@ -42,6 +42,12 @@ def test_keys_of_the_text_part_beside_it_count_for_nothing(family: str) -> None:
         assert kind.from_dict(json.loads(json.dumps(both))).get_text_config().to_dict() == theirs
     with pytest.raises(ConfigError, match="use_foo=1"):
         read_model({**inner, **config, "use_foo": 1})
+    vision = {**config["vision_config"], "use_foo": 1}
+    assert read_model({**vision, **inner, **config, "vision_config": vision}) == read_model(
+        {**config, "vision_config": vision}
+    )
+    with pytest.raises(ConfigError, match="use_foo=2"):
+        read_model({**vision, **inner, **config, "vision_config": vision, "use_foo": 2})
 
 
 @pytest.mark.parametrize("family", WRAPPED)
