@@ -35,6 +35,13 @@ class RequestEnd:
     failure: str | None = None
     failure_code: str | None = None
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether the request itself is wrong: none of its sequences has a token.  One that ended with a failure later
+        has the ``finish_reason`` error beside the others' own."""
+        outputs = () if self.output is None else self.output.outputs
+        return self.failure_code is not None and not any(one.token_ids for one in outputs)
+
 
 class Call(Receiver, Closing):
     """Requests that end together with their caller: ``close`` aborts and forgets those that run.

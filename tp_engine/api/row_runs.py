@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from tp_engine.api.calls import Call, RequestEnd
 from tp_engine.api.rows import Row, Rows
-from tp_engine.errors import RequestError
+from tp_engine.errors import NO_TOKEN_LEFT, RequestError
 from tp_engine.outputs import RequestOutput
 from tp_engine.structured_outputs import PARAM
 
@@ -113,8 +113,9 @@ class RowRun:
 
     def _result(self, ended: RequestEnd) -> Result:
         number = self._numbers.pop(ended.request_id)
-        if ended.failure is not None and ended.failure_code is not None:
-            error: Exception | None = RequestError(ended.failure, param=PARAM, code=ended.failure_code)
+        if ended.is_refused:
+            param = None if ended.failure_code == NO_TOKEN_LEFT else PARAM
+            error: Exception | None = RequestError(str(ended.failure), param=param, code=ended.failure_code)
         else:
             error = ended.error
         if isinstance(error, RequestError):

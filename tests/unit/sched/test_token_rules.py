@@ -14,6 +14,7 @@ import pytest
 from tests.asgi import App, Reply, run_served
 from tests.fake_engine import MODEL_INFO
 from tests.tiny_server import assert_nothing_in_use, chat_tokenizer, tiny_engine
+from tp_engine import LLM
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.engine.engine import Engine
 from tp_engine.errors import NO_TOKEN_LEFT, RequestError
@@ -194,3 +195,20 @@ def _judged(reply: Reply, fields: dict[str, Any], tokenizer: Any) -> str:
         if len(ids) < fields.get("min_tokens", 0):
             assert "structured_outputs" in fields and choice["finish_reason"] == "stop", (fields, choice)
     return "answered"
+
+
+def test_in_python_one_output_ends_with_an_error_and_the_others_go_on() -> None:
+    """Oracle: by hand: the third "4" would complete a word; what has no first token is refused, with the row."""
+    with LLM(device="cpu", max_model_len=64, num_gpu_blocks_override=40) as llm:
+        tokenizer: Any = llm.get_tokenizer()
+        (four,) = tokenizer.encode("4", add_special_tokens=False)
+        stuck = SamplingParams(temperature=0.0, max_tokens=8, allowed_token_ids=[four], bad_words=["444"])
+        free = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+        outputs = llm.generate(["12+34="] * 3, [free, stuck, free], use_tqdm=False)
+        ended = [one.outputs[0] for one in outputs]
+        assert [one.finish_reason for one in ended] == ["length", "error", "length"]
+        assert list(ended[1].token_ids) == [four, four] and ended[0].token_ids == ended[2].token_ids
+        refused = stuck.clone(bad_words=["4"])
+        with pytest.raises(RequestError, match="leave no token that may come first") as caught:
+            llm.generate(["12+34="] * 2, [free, refused], use_tqdm=False)
+    assert caught.value.code == NO_TOKEN_LEFT
