@@ -174,8 +174,8 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **fields: Any) -> Self:
-        """Do as the constructor; None leaves a field at its default, but ``max_tokens`` None is as it says.  The keys
-        of ``logit_bias`` may be texts, as in JSON."""
+        """Return parameters with the defaults for fields that are None, except ``max_tokens``, for which None means no
+        limit of its own.  The keys of ``logit_bias`` may be texts, as in JSON."""
         given = {name: value for name, value in fields.items() if value is not None or name == "max_tokens"}
         if isinstance(bias := given.get("logit_bias"), Mapping):
             is_id = {key: isinstance(key, str) and key.isdecimal() for key in bias}  # other keys are left for the check

@@ -110,12 +110,13 @@ class AsyncLLM:
                 raise
 
     async def get_tokenizer(self) -> Any | None:
-        """Do as ``LLM.get_tokenizer``."""
+        """Return the model's tokenizer, of the library transformers; None for a model without one."""
         await self.start()
         return self.tokenizer
 
     async def get_default_sampling_params(self) -> SamplingParams:
-        """Do as ``LLM.get_default_sampling_params``; raises ``ConfigError`` if the model's file can not be used."""
+        """Return the parameters of requests that give none: those of the model's generation_config.json, unless options
+        say otherwise.  ``ConfigError`` if that file can not be used."""
         await self.start()
         if self._default_params is None:
             info = self.model_info
@@ -174,7 +175,7 @@ class AsyncLLM:
         lora_request: LoRARequest | None = None,
         **template_options: Unpack[ChatTemplateOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Do as ``generate``, for a conversation, through the model's chat template."""
+        """Answer a conversation, through the model's chat template; yields what ``generate`` yields."""
         prompt = await self.chat_prompt(messages, **template_options)
         outputs = self.generate(prompt, sampling_params, request_id, priority=priority, lora_request=lora_request)
         async with aclosing(outputs):
@@ -184,7 +185,7 @@ class AsyncLLM:
     async def embed(
         self, prompt: Prompt, pooling_params: PoolingLike = None, request_id: str | None = None, *, priority: int = 0
     ) -> EmbeddingRequestOutput:
-        """Do as ``LLM.embed``, for one prompt."""
+        """Return the embedding of a prompt, by a model for embeddings."""
         await self.start()
         pooler = Pooler.of(self.input_processor, pooling_params, "embed")
         return pooler.embedding(await self._pool(pooler, prompt, request_id, priority))
@@ -192,7 +193,7 @@ class AsyncLLM:
     async def classify(
         self, prompt: Prompt, pooling_params: PoolingLike = None, request_id: str | None = None, *, priority: int = 0
     ) -> ClassificationRequestOutput:
-        """Do as ``LLM.classify``, for one prompt."""
+        """Return how likely each label of a classifier is for a prompt."""
         await self.start()
         pooler = Pooler.of(self.input_processor, pooling_params, "classify")
         return pooler.classification(await self._pool(pooler, prompt, request_id, priority))
@@ -200,7 +201,7 @@ class AsyncLLM:
     async def reward(
         self, prompt: Prompt, pooling_params: PoolingLike = None, request_id: str | None = None, *, priority: int = 0
     ) -> PoolingRequestOutput[PoolingOutput]:
-        """Do as ``LLM.reward``, for one prompt."""
+        """Return a reward model's score of a prompt, or of each of its tokens if the model judges steps."""
         await self.start()
         pooler = Pooler.of_rewards(self.input_processor, pooling_params)
         return pooler.pooled(await self._pool(pooler, prompt, request_id, priority))
@@ -214,7 +215,8 @@ class AsyncLLM:
         pooling_task: str | None = None,
         priority: int = 0,
     ) -> PoolingRequestOutput[PoolingOutput]:
-        """Do as ``LLM.encode``, for one prompt."""
+        """Return what ``pooling_task`` gives a prompt, as an array: ``embed``, ``classify`` or ``token_classify``; by
+        default the model's own."""
         await self.start()
         pooler = Pooler.of(self.input_processor, pooling_params, pooling_task)
         return pooler.pooled(await self._pool(pooler, prompt, request_id, priority))
@@ -228,7 +230,8 @@ class AsyncLLM:
         instruction: str | None = None,
         priority: int = 0,
     ) -> list[ScoringRequestOutput]:
-        """Do as ``LLM.score``."""
+        """Return how well each document answers its query, by a reranker or a model for embeddings: one query for all
+        documents, or one for each.  ``instruction`` tells a reranker what relevant means."""
         await self.start()
         pairs = paired(queries, documents)
         scored = await self._preparing.run(
@@ -251,7 +254,8 @@ class AsyncLLM:
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> BeamSearchOutput:
-        """Do as ``LLM.beam_search``, for one prompt.  Cancelling the task ends the search in the engine too."""
+        """Return the ``beam_width`` best continuations of a prompt.  Cancelling the task ends the search in the engine
+        too."""
         request = await self._prepare(prompt, one_token(params), request_id, priority, lora_request)
         search = BeamSearch(request, params, self.model_info)
         await self.run_search(search)
@@ -292,17 +296,18 @@ class AsyncLLM:
         return await self._preparing.run(size, work, has_images=has_images)
 
     async def load_lora_adapter(self, name: str, path: str, *, load_inplace: bool = False) -> None:
-        """Do as ``LLM.load_lora_adapter``."""
+        """Load the PEFT adapter in the folder ``path`` under ``name``; ``RequestError`` if it can not be served, or if
+        the name is taken and not ``load_inplace``."""
         await self.act("load_lora_adapter", name=name, path=path, replaces=load_inplace)
         self.input_processor.adapters[name] = path
 
     async def unload_lora_adapter(self, name: str) -> None:
-        """Do as ``LLM.unload_lora_adapter``."""
+        """Forget an adapter; ``RequestError`` for an unknown name."""
         await self.act("unload_lora_adapter", name=name)
         self.input_processor.adapters.pop(name, None)
 
     async def reset_prefix_cache(self) -> bool:
-        """Do as ``LLM.reset_prefix_cache``."""
+        """Forget all cached prefixes; while requests run, change nothing and return False."""
         try:
             await self.act("reset_prefix_cache")
         except RequestError:
@@ -310,13 +315,17 @@ class AsyncLLM:
         return True
 
     async def reset_mm_cache(self) -> None:
-        """Do as ``LLM.reset_mm_cache``."""
+        """Forget all embeddings of images."""
         await self.act("reset_mm_cache")
 
     async def update_weights(
         self, tensors: NamedTensors, *, weight_version: str | None = None, flush_cache: bool = False
     ) -> str:
-        """Do as ``LLM.update_weights``; ``RequestError`` while requests run, unless the engine is paused."""
+        """Replace the weights by the tensors of a checkpoint of this model, by their names in it; returns the version.
+
+        All ranks take them or none.  ``RequestError`` names a tensor that is missing, unexpected or misshapen; it is
+        raised too while requests run, unless the engine is paused.
+        """
         from tp_engine.engine.staged_tensors import StagedTensors  # torch, which a connected frontend may lack
 
         with await asyncio.to_thread(StagedTensors, tensors) as staged:
@@ -332,13 +341,14 @@ class AsyncLLM:
         flush_cache: bool = False,
         abort_running: bool = False,
     ) -> str:
-        """Do as ``LLM.update_weights_from_disk``; with ``abort_running``, unfinished requests end first."""
+        """Replace the weights by a checkpoint in a folder that all ranks can read; returns the version.  With
+        ``abort_running``, unfinished requests end first."""
         return await self.update_weights_from(
             weight_version=weight_version, flush_cache=flush_cache, folder=str(path), abort_all_requests=abort_running
         )
 
     async def update_weights_from(self, **source: Any) -> str:
-        """Let the engine take weights from where the arguments of the act ``update_weights`` say."""
+        """Replace the weights; ``source`` are the arguments of the act ``update_weights``."""
         version: str = (await self.act("update_weights", timeout_s=_UPDATE_S, **source))["weight_version"]
         return version
 
@@ -361,11 +371,12 @@ class AsyncLLM:
         self.outputs.release()
 
     async def sleep(self, level: int = 1) -> None:
-        """Do as ``LLM.sleep``."""
+        """Pause, and free memory: at level 1 the KV cache's, whose prefixes are all forgotten."""
         await self.act("sleep", level=level)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
-        """Do as ``LLM.wake_up``; returns whether the engine still sleeps."""
+        """Go on after ``sleep``, or wake only what ``tags`` name (``weights``, ``kv_cache``).  Returns whether the
+        engine still sleeps."""
         is_sleeping: bool = (await self.act("wake_up", tags=tags))["is_sleeping"]
         if not is_sleeping and not (await self.weight_info())["is_paused"]:
             self.outputs.release()

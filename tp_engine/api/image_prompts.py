@@ -74,7 +74,7 @@ class ImagePrompts:
         return self.reader.pages(source) if isinstance(source, DocumentSource) else [source]
 
     def of_prompt(self, prompt: Mapping[str, Any], *, add_special_tokens: bool, param: str) -> dict[str, Any]:
-        """Do as ``read``, for a prompt of ``LLM``, whose text or tokens have a mark for each image."""
+        """Read the images of a prompt given to ``LLM``, whose text or tokens have a mark for each."""
         given = {name for name, value in prompt.items() if value is not None}
         if wrong := given - _KEYS:
             raise RequestError(

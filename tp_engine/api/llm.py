@@ -114,8 +114,8 @@ class LLM(Closing):
         return self.input_processor.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return those of requests that give none: of the model's generation_config.json, unless options say
-        otherwise."""
+        """Return the parameters of requests that give none: those of the model's generation_config.json, unless options
+        say otherwise."""
         return self._default_params
 
     @overload
@@ -344,7 +344,8 @@ class LLM(Closing):
     def update_weights_from_disk(
         self, path: str | Path, *, weight_version: str | None = None, flush_cache: bool = False
     ) -> str:
-        """Do as ``update_weights``, from the folder of a checkpoint that all ranks can read."""
+        """Replace the weights by a checkpoint in a folder that all ranks can read; the rest is as for
+        ``update_weights``."""
         return self._ask(
             self._async.update_weights_from_disk(path, weight_version=weight_version, flush_cache=flush_cache)
         )
@@ -359,7 +360,7 @@ class LLM(Closing):
         self._ask(self._async.resume())
 
     def sleep(self, level: int = 1) -> None:
-        """Do as ``pause``; at level 1 all cached prefixes are forgotten, and the memory of the KV cache is free."""
+        """Pause, and at level 1 free the memory of the KV cache, whose prefixes are all forgotten."""
         self._ask(self._async.sleep(level))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:

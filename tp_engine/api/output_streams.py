@@ -187,8 +187,7 @@ class Outputs:
     async def batches(
         self, request: EngineRequest, prompt: str | None = None
     ) -> AsyncGenerator[list[SequenceUpdate], None]:
-        """Do as ``stream``, with all updates together that came since the last time; a quick reader gets one at a
-        time."""
+        """Send the request and yield all updates that came since the last time together; leaving early aborts it."""
         request_id = request.request_id
         if request_id in self._left:  # what the engine still says of its namesake comes before this answer
             del self._left[request_id]
@@ -224,7 +223,7 @@ class Outputs:
             self._hand_out_later(output)
 
     async def wait_delivered(self) -> None:
-        """Return when all has been handed out and other tasks have had a turn; raises what went wrong."""
+        """Wait until all has been handed out and other tasks have had a turn; raises what went wrong."""
         if self._handing_out is None:
             await asyncio.sleep(0)
         else:

@@ -134,7 +134,8 @@ class Pooler:
 
     @staticmethod
     def of_rewards(processor: InputProcessor, params: object = None) -> Pooler:
-        """Return that of a reward model: for each text or, if it judges steps, each token; a single score as it is."""
+        """Return the pooler of a reward model: for each text or, if it judges steps, each token; a single score as it
+        is."""
         found, classifier = PoolingParams.of(params), processor.model.classifier
         if classifier is None or not classifier.linears:
             raise RequestError(

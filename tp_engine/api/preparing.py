@@ -86,7 +86,7 @@ class PreparingThreads:
         return await self._small.run(size, partial(self._timed, work))
 
     async def parse(self, size: int, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Do as ``run``, for a function that keeps the GIL and a large body of ``size`` bytes."""
+        """Call a ``function`` that keeps the GIL, for a large body of ``size`` bytes."""
         return await self._bodies.run(size, partial(self._paused, partial(_call, partial(function, *arguments))))
 
     def busy_s(self) -> float:

@@ -108,7 +108,7 @@ class ScorePairs:
         return [float(values[place][0]) for (place,) in self._places]
 
     def outputs(self, outputs: Sequence[RequestOutput]) -> list[ScoringRequestOutput]:
-        """Do as ``scores``, with what was read for each pair."""
+        """Return the score of each pair, with the tokens that were read for it."""
         found = []
         for places, score in zip(self._places, self.scores(outputs), strict=True):
             read = [outputs[place] for place in places]

@@ -64,7 +64,6 @@ class TritonMLABackend:
     def forward_chosen(
         self, query: torch.Tensor, new: KeyValue | None, kv: LayerKv, chosen: ChosenKeys | None, shape: AttentionShape
     ) -> torch.Tensor:
-        """Do as ``forward``, for a step of decodes that attend to ``chosen`` keys; see ``AttendsToChosen``."""
         step = self._step
         assert step is not None and step.num_decodes == len(query), "prepared for these decodes"
         if new is not None:

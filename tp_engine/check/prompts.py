@@ -154,7 +154,7 @@ def _ids(ids: Sequence[int], most: int) -> tuple[int, ...]:
 def differing_prompt(
     check: str, name: str, found: Sequence[int], expected: Sequence[int], tokenizer: Any
 ) -> CheckFinding:
-    """Return that a prompt has the tokens ``found`` instead of transformers', with the first place that differs."""
+    """Return the finding that a prompt's tokens differ from transformers', with the first place where they do."""
     pairs = zip(found, expected, strict=False)
     position = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(found), len(expected)))
     window = slice(max(0, position - 2), position + 4)

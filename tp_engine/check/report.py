@@ -49,25 +49,25 @@ class CheckFinding:
 
     @classmethod
     def right(cls, name: str, detail: str, **more: Any) -> CheckFinding:
-        """Return that what was compared is right; ``more`` are other fields."""
+        """A finding that what was compared is right; ``more`` are other fields."""
         return cls(name=name, status=CheckStatus.RIGHT, detail=detail, **more)
 
     @classmethod
     def wrong(
         cls, name: str, detail: str, place: str = "", meaning: str = "", remedy: str = "", **more: Any
     ) -> CheckFinding:
-        """Return what is wrong; ``more`` are the other fields."""
+        """A finding of what is wrong; ``more`` are the other fields."""
         more |= {"place": place, "meaning": meaning, "remedy": remedy}
         return cls(name=name, status=CheckStatus.WRONG, detail=detail, **more)
 
     @classmethod
     def not_checked(cls, name: str, detail: str, **more: Any) -> CheckFinding:
-        """Return why what should have been compared was not."""
+        """A finding of why something that should have been compared was not."""
         return cls(name=name, status=CheckStatus.NOT_CHECKED, detail=detail, **more)
 
     @classmethod
     def skipped(cls, name: str, detail: str, **more: Any) -> CheckFinding:
-        """Return why this was not compared."""
+        """A finding of why this need not be compared."""
         return cls(name=name, status=CheckStatus.SKIPPED, detail=detail, **more)
 
 

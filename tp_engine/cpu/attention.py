@@ -57,7 +57,7 @@ class NativeBackend:
         chosen: ChosenKeys | None,
         shape: AttentionShape,
     ) -> torch.Tensor:
-        """Do the same for decodes that attend to ``chosen`` keys; None: to all."""
+        """Attend with decodes to ``chosen`` keys; None: to all."""
         query, size = _with_dense_tokens(query), shape.value_dim or shape.head_dim
         if new is not None:
             key = _with_dense_tokens(new.key)

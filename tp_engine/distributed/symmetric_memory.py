@@ -194,8 +194,7 @@ class SymmetricCommunicator(Communicator):
         return tensor
 
     def why_not_capture(self, sizes: RecordedSizes) -> str | None:
-        """Do as ``Communicator``.  Those in symmetric memory can be captured; if the library's can not, all must
-        fit."""
+        """All-reduces in symmetric memory can be captured; if the library's can not, all tensors must fit into it."""
         obstacle = None if self.can_capture else self.plan.why_not_all(sizes)
         if obstacle is None:
             return None

@@ -48,7 +48,7 @@ class EngineAdmin:
 
     @property
     def has_requests(self) -> bool:
-        """Whether a request waits or runs, be the engine paused or not."""
+        """Whether a request waits or runs, also while the engine is paused."""
         return self._scheduler.has_unfinished
 
     @property
@@ -61,7 +61,7 @@ class EngineAdmin:
         return self._worker.configuration
 
     def order(self, kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Let all ranks follow an order (``worker/orders.py``) when nothing is in flight; what rank 0 made of it.
+        """Let all ranks follow an order (``worker/orders.py``) when nothing is in flight; returns rank 0's result.
         ``RequestError`` if a rank can not: then nothing has changed on any."""
         try:
             order = msgspec.json.encode(Order(kind, dict(arguments)))

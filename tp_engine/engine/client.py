@@ -32,7 +32,7 @@ class EngineEvents(Protocol):
         """Take the error of a request that the engine refused."""
 
     async def wait_delivered(self) -> None:
-        """Return when the owner can take the next message; until then messages wait in the socket."""
+        """Wait until the owner can take the next message; until then messages wait in the socket."""
 
     def on_ended(self, error: EngineDeadError) -> None:
         """Learn that no output follows.  Called once."""

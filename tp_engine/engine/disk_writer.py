@@ -44,9 +44,9 @@ class JournalFile:
         self._queue.put(partial(self._append, records))
 
     def rewrite(self, data: bytes) -> None:
-        """Do as ``JournalSink``.  The first call, at the start, returns when the journal is on disk.  Serials go on
-        behind those that slots have, which may be less than those of the old journal, if slots have been cleared since.
-        So the old one has to be gone before the first write."""
+        """Replace the journal.  The first call, at the start, returns when the new one is on disk: serials continue
+        after those that slots have, which may be less than the old journal's if slots have been cleared since, so the
+        old one has to be gone before the first write."""
         if self._thread.ident is not None:
             self._queue.put(partial(self._replace, data))
             return

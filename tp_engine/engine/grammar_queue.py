@@ -138,7 +138,7 @@ class GrammarQueue:
         return failed
 
     def settle_all(self, scheduler: Scheduler, check: Callable[[], object]) -> list[SequenceDelta]:
-        """Do as ``settle``, when no request waits any more; ``check`` raises if that is in vain."""
+        """Wait until no request waits any more, and settle all; ``check`` raises if waiting is in vain."""
         failed: list[SequenceDelta] = []
         while self._waiting:
             self.wait(_CHECK_S)

@@ -82,7 +82,7 @@ class HangWatch:
         return next((hang for hang in found if hang.is_hard), found[0] if found else None)
 
     def acting_rank(self, hang: Hang) -> int:
-        """Return the rank of this host that ends the job: the lowest one that is present and no culprit, or else the
+        """Return the rank of this host that ends the job: the lowest that is present and not to blame, else the
         first."""
         slots = self._board.local_slots
         able = [slot.rank for slot in slots if slot.state in _PRESENT and slot.rank not in hang.culprits]

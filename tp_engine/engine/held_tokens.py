@@ -39,7 +39,7 @@ class HeldTokens:
         self._requests.pop(request_id, None)
 
     def fold(self, output: StepOutput) -> StepOutput:
-        """Return what goes on of ``output``: other requests' part, and first and last records."""
+        """Return what of ``output`` is passed on: other requests' part, and first and last records."""
         requests = self._requests
         passed = StepOutput(weight_version=output.weight_version)
         for request_id, index, token_id in zip(output.request_ids, output.indices, output.token_ids, strict=True):

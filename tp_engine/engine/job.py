@@ -85,8 +85,7 @@ class Job:
             self.watchdog.adopt(rank, pid)
 
     def connect(self) -> HostLinks:
-        """Return the connections of this first rank to other hosts, which keep their boards alike; ``close`` ends
-        them."""
+        """Connect this first rank with other hosts, to keep their boards alike; ``close`` ends the connections."""
         if self.links is None:
             self.links = HostLinks(self.board, self.rank)
             self.links.wake = self.watchdog.wake
@@ -126,8 +125,8 @@ class Job:
             self.slot.state = State.STOPPING
 
     def on_exit(self, _kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
-        """Do as ``__exit__``, for ``ExitStack.push``: write an error to the board before any clean-up, so that it
-        precedes its consequences."""
+        """Write an error to the board before any clean-up (``ExitStack.push``), so that it precedes its
+        consequences."""
         if error is not None:
             self.report(error)
 

@@ -20,7 +20,7 @@ from tp_engine.worker.worker import Worker
 
 
 def serve_own_rank(rank: int, store_address: tuple[str, int], config: EngineConfig, job: Job) -> None:
-    """Be a rank that rank 0 started: run rank 0's plans until the stop plan.  ``store_address``: host and port of the
+    """Run rank 0's plans until the stop plan, as a rank that rank 0 started.  ``store_address``: host and port of the
     store that rank 0 keeps."""
     effective = resolve(config)
     world_size = config.tensor_parallel_size

@@ -31,7 +31,7 @@ class ServiceThread(Service):
         self.started: Future[Engine] = Future()
 
     def check_pulse(self) -> None:
-        """Do nothing: the watchdog of this very process looks after rank 0."""
+        """The watchdog of this very process looks after rank 0."""
 
     def kill(self) -> None:
         """Abort everything and stop."""

@@ -125,7 +125,7 @@ def _log_model(asked: EngineConfig, effective: EffectiveConfig) -> None:
 
 
 def serve_rank(config: EngineConfig) -> None:
-    """Be a rank other than 0 of a torchrun job: run rank 0's plans until the stop plan."""
+    """Run rank 0's plans until the stop plan, as another rank of a torchrun job."""
     launched, effective = env.launched_rank(), check_config(config)
     assert launched is not None and launched.rank > 0
     die_with_launcher(grace_s=_LAST_WORDS_S)
@@ -140,7 +140,7 @@ def serve_rank(config: EngineConfig) -> None:
 
 @contextlib.contextmanager
 def joined_ranks(config: EngineConfig) -> Iterator[RankGroups]:
-    """Be a rank of a torchrun job without an engine: yield its process groups, on one host, and leave the job.
+    """Join a torchrun job without an engine: yield the rank's process groups, on one host, and leave the job.
 
     ``config`` names the device and the limits of time: ranks that make no progress for ``startup_timeout_s`` end the
     job, and ``RankError`` names the one that the others wait for.

@@ -41,7 +41,8 @@ class TokenSpellings:
 
     @classmethod
     def of(cls, vocabulary: GrammarVocabulary) -> TokenSpellings:
-        """Return those of a model's vocabulary; with the tables below a second for 150,000 tokens."""
+        """Return the spellings of a model's vocabulary; they take less than a second for 150,000 tokens, tables
+        included."""
         library, ids = vocabulary.tokens, range(min(vocabulary.tokens.vocab_size, vocabulary.num_words * MASK_TOKENS))
         return cls([library.decode_bytes([one]) for one in ids], [one for one in ids if library.is_special_token(one)])
 
@@ -127,7 +128,8 @@ class WordRulesMaker:
         self._lock = threading.Lock()
 
     def rules(self, request: EngineRequest) -> SpelledWords | TokenWords:
-        """Return those of ``request``; with words this takes up to a second, and a second more at the first call."""
+        """Return the rules of ``request``; with words this takes up to a second, and a second more at the first
+        call."""
         if self._vocabulary is None or not request.banned_words:
             return TokenWords(request.banned_words)
         with self._lock:

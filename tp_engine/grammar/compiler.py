@@ -217,7 +217,7 @@ class _Queue:
         return True
 
     def try_out(self, params: StructuredOutputsParams) -> TriedGrammar:
-        """Do as ``CompilerProcess``; for a job."""
+        """Compile a grammar in the compiler's process, within the limits of these threads; a job calls it."""
         return self._trial.try_out(params, cpu_s=self._cpu_s, niceness=self._niceness)
 
     def close(self) -> None:

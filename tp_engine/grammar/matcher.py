@@ -110,7 +110,7 @@ class GrammarMatcher:
         return bool((mask & self._vocabulary.end_mask).any()) or self._matcher.is_accepting()
 
     def copy(self) -> GrammarMatcher:
-        """Return the same place, which goes its own way from here; takes microseconds."""
+        """Return a copy, which accepts its own tokens from here; takes microseconds."""
         with self._pace.timed():
             matcher = self._matcher.deep_copy() if self._is_sound() else None
         other = GrammarMatcher(matcher, self._vocabulary, self._pace, ignore_eos=self._ignore_eos)

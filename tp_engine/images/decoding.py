@@ -74,7 +74,7 @@ def call_data(what: dict[str, Any], file: bytes) -> bytes:
 
 
 def read_header(data: bytes) -> bytes:
-    """Return ``[height, width, orientation]`` as JSON: the sides as a viewer shows them, who turns the image by EXIF's
+    """Return ``[height, width, orientation]`` as JSON: the sides as shown by a viewer that turns the image by EXIF's
     ``orientation``.  ``RequestError`` for a file that is no image, or has more pixels than ``max_pixels``."""
     what, file = call_parts(data)
     with refusing():

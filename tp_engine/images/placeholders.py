@@ -96,7 +96,8 @@ class Placeholders:
         return self._filled(token_ids, [place for place, is_image in zip(places, ours, strict=True) if is_image], grids)
 
     def expand_ids(self, token_ids: Sequence[int], grids: Sequence[Grid]) -> tuple[list[int], list[int]]:
-        """Do as ``expand``, for a prompt of token ids that has one mark per image, or the images' tokens already."""
+        """Return the tokens of a prompt with those of all images in place, and where each image begins.  ``token_ids``
+        have one mark per image, or the images' tokens already."""
         if (starts := self._expanded(token_ids, grids)) is not None:
             return list(token_ids), starts
         mark = self._ids(self.marker)

@@ -166,7 +166,6 @@ class FixedRules(ImageRules):
         return cls(height=height, width=width, **common)
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """Return the one size."""
         return self.height, self.width
 
     @property
@@ -327,7 +326,7 @@ class Settings:
         self._origin = origin
 
     def refusal(self, name: str, value: object, rule: str) -> ConfigError:
-        """Return the error for a value against a rule."""
+        """Return the error for a value that breaks a rule."""
         return ConfigError(f"{self._origin}: {name} is {shown(value)}; it must be {rule}")
 
     def whole(self, name: str, default: int, most: int = _MOST_CELLS) -> int:
@@ -342,7 +341,7 @@ class Settings:
         return self.whole(name, default, _MOST_PIXELS)
 
     def size(self, *names: str) -> dict[str, int]:
-        """Return what ``size`` has of ``names``, each a number of pixels."""
+        """Return the members ``names`` of ``size`` that are there, each a number of pixels."""
         found = self._values.get("size", {})
         if type(found) is int:
             found = {names[0]: found}
@@ -352,7 +351,7 @@ class Settings:
         return {name: inner.pixels(name, 1) for name in names if found.get(name) is not None}
 
     def common(self, cell: int) -> dict[str, Any]:
-        """Return what all families have, after a check of what none may have."""
+        """Return the settings of all families; ``ConfigError`` for what none may have."""
         for name, only in _FIXED.items():
             if (value := self._values.get(name, only)) != only:
                 raise self.refusal(name, value, f"{only}: this engine supports nothing else")

@@ -53,5 +53,5 @@ def cancelled_by(cancellation: Cancellation) -> Iterator[None]:
 
 
 def current_cancellation() -> Cancellation:
-    """Return that of this thread's or task's work; one that never comes if it has none."""
+    """Return the cancellation of this thread's or task's work; one that never comes if it has none."""
     return _CURRENT.get() or Cancellation()

@@ -75,8 +75,8 @@ class Join:
         return joined
 
     def for_readers(self, part: torch.Tensor | None, residual: torch.Tensor) -> Rows:
-        """Do the same, but return only the codes of many rows if all readers multiply codes and no ``stream_scale``
-        comes before them.  Adapters multiply rows."""
+        """Add and normalise, but return only the codes of many rows if all readers multiply codes and no
+        ``stream_scale`` comes before them.  Adapters multiply rows."""
         wanted, norm = self._wanted, self._next_norm
         if norm is None or wanted is None or len(residual) <= wanted.more_than or has_adapters():
             return self(part, residual)

@@ -290,7 +290,8 @@ class ConfigJson:
         self._refuse(self.unread.sort(self._untaken, self._path))
 
     def finish_strictly(self, *ignored: str) -> None:
-        """Do the same for an object in which every key matters, but for ``ignored``: a rotation, or a quantisation."""
+        """Refuse all keys that were not taken, but for ``ignored``: for a rotation, or a quantisation, where every key
+        matters."""
         self._refuse(
             {name: one for name, one in self._untaken.items() if name not in ignored and not is_nothing(name, one)}
         )

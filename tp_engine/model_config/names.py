@@ -21,8 +21,8 @@ class CheckpointNames:
     skipped: tuple[str, ...] = ()
 
     def mtp_names(self, names: Collection[str], num_layers: int) -> set[str]:
-        """Return those of ``names``, a checkpoint's tensors, that are of multi-token prediction: they begin with
-        ``mtp``, or are in a layer behind the last of ``num_layers`` that has tensors which no other layer has.
+        """Return the tensors of multi-token prediction among ``names``: they begin with ``mtp``, or are in a layer
+        behind the last of ``num_layers`` that has tensors which no other layer has.
 
         A further layer like the others is not of multi-token prediction: config.json is another model's.
         """

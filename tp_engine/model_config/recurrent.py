@@ -19,7 +19,7 @@ class RecurrentSpec(ABC):
     @property
     @abstractmethod
     def heads(self) -> tuple[tuple[str, int], tuple[str, int]]:
-        """Do as ``AttentionSpec.heads``."""
+        """Name and number of those that are divided among the ranks, and of those that are divided or repeated."""
 
     @property
     @abstractmethod

@@ -134,8 +134,8 @@ def require_rope(config: ConfigJson) -> None:
 
 
 def take_ropes(config: ConfigJson) -> tuple[ConfigJson, ConfigJson]:
-    """Return those of layers without a window, and of layers with one: ``rope_parameters`` has both, by kind of layer;
-    ``rope_scaling`` is of the first alone."""
+    """Return the rotations of layers without a window, and of layers with one: ``rope_parameters`` has both, by kind of
+    layer; ``rope_scaling`` is of the first alone."""
     scaling, parameters = config.take_object("rope_scaling"), config.take_object("rope_parameters")
     by_kind = parameters or config.below({}, "rope_parameters")
     full, windowed = (by_kind.take_object(kind) or by_kind.below({}, kind) for kind in LAYER_TYPES)

@@ -322,7 +322,7 @@ class ModelSpec:
         return self.vision is not None and self.vision.turns_by_place
 
     def mtp_names(self, names: Collection[str]) -> set[str]:
-        """Return those of ``names``, a checkpoint's tensors, that are of multi-token prediction."""
+        """Return the tensors of multi-token prediction among ``names``, a checkpoint's tensors."""
         return self.names.mtp_names(names, self.num_layers)
 
     @property

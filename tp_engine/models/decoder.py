@@ -194,7 +194,7 @@ class DecoderLayer(MixerLayer):
         wanted: torch.Tensor | None,
         embedding: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the ``readers`` read ``x`` (N, hidden); ``residual`` is the stream, which changes in place.
+        """Run the layer: its ``readers`` read ``x`` (N, hidden); ``residual`` is the stream, which changes in place.
 
         Returns this rank's part of the layer's last output, not yet added, or if it ``returns_sum`` all of the output;
         and the stream.  With ``wanted`` (n,) int64, both are of these tokens only:

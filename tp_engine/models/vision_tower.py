@@ -329,7 +329,7 @@ class KimiTower(VisionTower):
         return rows
 
     def stored(self, attribute: str, name: str, shape: tuple[int, ...]) -> list[Source]:
-        """Return those of transformers, then the hub's."""
+        """Return the names that transformers gives, then the hub's."""
         words = "|".join(map(re.escape, self._of_hub))
         of_hub = re.sub(rf"\b({words})(?=\.|$)", lambda found: self._of_hub[found[0]], name)
         usual = super().stored(attribute, name, shape)

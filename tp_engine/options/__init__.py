@@ -71,7 +71,7 @@ def parse_options(
 
 
 def fields_of(kind: type[Any], taken: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the options ``taken`` that are fields of the dataclass ``kind``."""
+    """Return the options among ``taken`` that are fields of the dataclass ``kind``."""
     return {spec.name: taken[spec.name] for spec in dataclasses.fields(kind) if spec.name in taken}
 
 

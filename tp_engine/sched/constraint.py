@@ -61,7 +61,7 @@ class TokenConstraint(Protocol):
         """Return whether the output is complete here, by the ``mask`` (words,) of the next token."""
 
     def copy(self) -> TokenConstraint:
-        """Return the same place, which goes its own way from here."""
+        """Return a copy, which accepts its own tokens from here."""
 
 
 class Grammar(Protocol):
@@ -103,7 +103,7 @@ class TokenRules:
 
     @property
     def no_token_left(self) -> str:
-        """Say that these rules leave no token, and what to change."""
+        """The error: these rules leave no token; and what to change."""
         names = " and ".join(self.fields)
         return f"{names} leave no token that may come next; allow more tokens, or leave one of them out"
 
@@ -160,7 +160,6 @@ class TokenGuard:
         return accepted
 
     def forced(self) -> list[int]:
-        """Return those of the grammar."""
         return [] if self.inner is None else self.inner.forced()
 
     def may_end(self, mask: IntArray) -> bool:

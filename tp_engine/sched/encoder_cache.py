@@ -33,8 +33,8 @@ class EncoderCache:
         return place[0]
 
     def add(self, image: int, count: int, kept: Collection[int]) -> int | None:
-        """Return the first of ``count`` rows for an image that is not there; None, and nothing has changed, if there
-        is no room beside the images ``kept``."""
+        """Give ``count`` rows to an image that is not there, and return the first; None, and nothing has changed, if
+        there is no room beside the images ``kept``."""
         assert image not in self._places, "an image is encoded once"
         if self._gap(count, (self._places[one] for one in kept)) is None:
             return None

@@ -211,7 +211,7 @@ class Images(SchedulerFeature):
         return plan, result
 
     def on_request_end(self, group: RequestGroup) -> None:
-        """Let the pixels of a request go, once no step in flight reads them."""
+        """Release the pixels of a request, once no step in flight reads them."""
         prompt = self._prompts.pop(group.request.request_id, None)
         if prompt is None:
             return
@@ -286,7 +286,7 @@ class Images(SchedulerFeature):
 
 
 def row_places(image: ImageInput) -> IntArray:
-    """Return where its rows of embeddings are among the places of an image (num_rows,): each row of its grid may end
+    """Return the places of an image's rows of embeddings among its tokens (num_rows,): each row of its grid may end
     with tokens of the text."""
     rows, columns = image.grid
     places = np.arange(rows)[:, None] * (image.num_tokens // rows) + np.arange(columns)

@@ -147,7 +147,7 @@ class KVEvents(SchedulerFeature):
         self._put(Cleared())
 
     def on_new_weights(self) -> None:
-        """Tell that what is cached is not found any more."""
+        """Tell the sink that what is cached is not found any more."""
         self._first_serial = self._last_serial + 1
         self._put(Cleared())
 

@@ -81,7 +81,7 @@ class LoRASlots(SchedulerFeature):
         return name in self._named
 
     def new_generation(self) -> int:
-        """Return the number of a load."""
+        """Return a new number, for one load."""
         self._last_generation += 1
         return self._last_generation
 
@@ -93,7 +93,7 @@ class LoRASlots(SchedulerFeature):
         self._named[name], self._num_requests[generation] = generation, 0
 
     def retire(self, name: str) -> None:
-        """Let no new request have it."""
+        """Refuse the adapter to new requests; those that have it end with it."""
         generation = self._named.pop(name)
         self._retired.add(generation)
         self._forget_unused(generation)

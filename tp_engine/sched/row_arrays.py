@@ -113,7 +113,7 @@ class RowArrays:
         return ends
 
     def left_behind(self, rows: npt.NDArray[np.integer], first: Counts) -> BlockIds:
-        """Return each of ``rows`` (n,), distinct, gives back its blocks before ``first`` (n, G); these, with
+        """Drop the blocks before ``first`` (n, G) from the tables of ``rows`` (n,), distinct; returns them, with
         repetitions.  Notes need not be entered for that: no window leaves a block behind that is only noted."""
         old = self.first_block[rows]
         counts = first - old

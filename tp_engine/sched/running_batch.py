@@ -94,7 +94,7 @@ class RunningBatch(RowArrays):
         self.end_run()
 
     def at_block_end(self, chosen: RowSet) -> IntArray:
-        """Return those of the rows ``chosen`` whose next token needs a new block."""
+        """Return the rows of ``chosen`` whose next token needs a new block."""
         if self.run is not None and chosen.epoch == self.run.rows.epoch:
             return self.run.growing()
         rows = chosen.rows

@@ -30,7 +30,7 @@ async def answer(state: ServerState, request: Request, kind: type[Body]) -> Resp
 
 
 async def answer_body(state: ServerState, request: Request, body: Body) -> Response:
-    """Do as ``answer``, for a body that has been read."""
+    """Answer a request whose body has been read."""
     model, receive = state.model_name(body.model), request.receive
     if isinstance(body, GenerationBody) and body.prompt_cache_key is not None:
         await state.llm.prefetch(body.prompt_cache_key, body.cache_salt)  # while the prompt is tokenized

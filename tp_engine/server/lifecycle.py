@@ -79,10 +79,8 @@ def serve(config: EngineConfig, server_config: ServerConfig) -> int:
 
 
 def start_engine(config: EngineConfig, *, ends_process: bool, pulse: Pulse) -> Engine:
-    """Do as ``start.start_engine``, which is imported here and not above: it imports torch, which takes seconds.
-
-    The frontend process imports its own modules meanwhile.
-    """
+    """Start the engine.  Its module is imported here and not above: that imports torch, which takes seconds, while the
+    frontend process imports its own modules."""
     from tp_engine.engine import start
 
     return start.start_engine(config, ends_process=ends_process, pulse=pulse)

@@ -139,7 +139,7 @@ class Frontend:
         await self._await_end(llm)
 
     async def _await_end(self, llm: AsyncLLM) -> None:
-        """Return when the engine has ended, or was silent for so long that it counts as ended."""
+        """Wait until the engine has ended, or was silent for so long that it counts as ended."""
         pulse = self._state.pulse
         while not await llm.engine.wait_ended(timeout_s=_PULSE_S):
             if pulse is not None and pulse.silence_s() > self._settings.hard_limit_s:

@@ -213,5 +213,5 @@ def name_request(state: dict[str, str | None], of_body: str | None) -> str:
 
 
 def trace_carrier() -> Mapping[str, str]:
-    """Return those of the headers ``traceparent`` and ``tracestate`` that the request of this task has."""
+    """Return the headers ``traceparent`` and ``tracestate`` of this task's request, as far as it has them."""
     return _CARRIER.get()

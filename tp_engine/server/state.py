@@ -231,7 +231,8 @@ class RunningRequests:
         return sorted(engine_id for engine_id, owner in owners if caller is None or caller.may_end(owner))
 
     def of(self, names: Iterable[str], caller: Caller) -> list[str]:
-        """Return those of answers, by their ``id`` (``cmpl-ID``, ``resp_ID``) or the clients' request ids (``ID``)."""
+        """Return the engine ids of answers, by their ``id`` (``cmpl-ID``, ``resp_ID``) or the clients' request ids
+        (``ID``)."""
         wanted, found = {name.removeprefix("resp_") for name in names}, []
         for engine_id in self.all(caller):
             answer_id = engine_id.rsplit("-", 2)[0]

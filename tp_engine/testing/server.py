@@ -78,7 +78,7 @@ def started(options: Mapping[str, Any], log_file: Path) -> Iterator[TpServer]:
 
 
 def llm_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of ``options`` that an ``LLM`` has, as its keywords; ``ConfigError`` for an unknown one."""
+    """Return the ``options`` that an ``LLM`` has, as its keywords; ``ConfigError`` for an unknown one."""
     from tp_engine.api.openai.chat.options import TemplateOptions
     from tp_engine.api.sampling_defaults import SamplingDefaultOptions
     from tp_engine.config import EngineConfig

@@ -33,7 +33,8 @@ _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "
 def prepare_message(
     body: MessagesBody, processor: InputProcessor, model: str, defaults: Mapping[str, Any] | None = None
 ) -> PreparedFromChat:
-    """Do as ``openai.requests.prepare``; raises ``RequestError`` that names a field of ``body``."""
+    """Return the engine requests of a message, and what makes answers of their outputs; ``RequestError`` names a field
+    of ``body``."""
     try:
         seal = processor.chat.seal
         body_of_chat = chat_body(body, takes_images=processor.images is not None, seal=seal)

@@ -77,7 +77,7 @@ def run_batch(
 def run_job(
     config: EngineConfig, batch_config: BatchConfig, *, stop_requested: Callable[[], bool] = lambda: False
 ) -> BatchSummary:
-    """Do as ``run_batch``; the job stops between two steps when ``stop_requested`` returns True."""
+    """Run a batch job, as ``run_batch`` does; it stops between two steps when ``stop_requested`` returns True."""
     _serve_if_follower(config, batch_config)
     run = BatchRun(config, batch_config, stop_requested)
     try:

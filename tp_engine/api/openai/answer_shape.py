@@ -164,8 +164,7 @@ class AnswerShape:
         return self._choice(number, part, content, text_offset)
 
     def event_choices(self, number: int, part: CompletionOutput, events: Sequence[ChatEvent]) -> list[JsonObject]:
-        """Do as ``chunk_choice`` for parsed texts: a choice per event; the last has the tokens and the end of
-        ``part``."""
+        """Return a choice for each event of a parsed text; the last has the tokens of ``part``, and its end."""
         shows_tokens = self.return_token_ids or (self.num_top_logprobs is not None and part.logprobs)
         deltas = [delta_json(event) for event in events]
         if not deltas and (part.finish_reason or shows_tokens):
@@ -188,8 +187,8 @@ class AnswerShape:
     def echoed_logprobs(
         self, number: int, token_ids: Sequence[int], positions: Sequence[Position | None], echo: str
     ) -> JsonObject:
-        """Return those of a prompt that is repeated as ``echo``, which lacks special tokens that the tokenizer
-        added."""
+        """Return the log-probabilities of a prompt repeated as ``echo``, which lacks the special tokens that the
+        tokenizer added."""
         return completion_logprobs(
             token_ids,
             positions,

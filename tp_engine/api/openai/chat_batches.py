@@ -20,13 +20,14 @@ _NOT_HERE = ("stream", "tools", "functions", "use_beam_search")
 class ChatBatchBody(ChatBody):
     """A chat whose ``messages`` are lists of messages, one for each conversation."""
 
-    messages: list[Annotated[list[dict[str, Any]], Field(min_length=1)]] = Field(min_length=1)  # type: ignore[assignment]
+    messages: list[Annotated[list[dict[str, Any]], Field(min_length=1)]] = Field(min_length=1)  # type:
+    ignore[assignment]
 
 
 def prepare_chats(
     body: ChatBatchBody, processor: InputProcessor, model: str, defaults: Mapping[str, Any] | None = None
 ) -> PreparedBody:
-    """Do as ``requests.prepare``; errors name the conversation."""
+    """Return the engine requests of several conversations; errors name the conversation."""
     for name in _NOT_HERE:
         if getattr(body, name):
             raise RequestError(f"{name} is not taken with several conversations; send each on its own", param=name)

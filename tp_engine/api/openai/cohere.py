@@ -55,7 +55,7 @@ class CohereEmbedBody(PromptBody):
 
 
 def prepare_cohere(body: CohereEmbedBody, processor: InputProcessor, model: str) -> PreparedBody:
-    """Do as ``prepare_pooled``; raises ``RequestError`` that names a field of ``body``."""
+    """Return the engine requests of texts to embed; ``RequestError`` names a field of ``body``."""
     kinds, texts = body.embedding_types or ["float"], body.listed()
     if {"int8", "uint8"} & {*kinds}:
         raise RequestError(

@@ -82,7 +82,7 @@ class NativeExperts:
         return out
 
     def gate_up(self, x: torch.Tensor, runs: list[ExpertRun]) -> torch.Tensor:
-        """Do as ``SeparateExperts``; a row's result is the same, bit by bit, for any other rows."""
+        """A row's result is the same, bit for bit, whatever the other rows are."""
         _, panels, _, width = self._panels[0].shape
         both = self._multiply(x, self._panels[0], panels * width, runs)
         # Half of each panel is gate rows, the other half up rows, unless there are no gates.
@@ -90,7 +90,7 @@ class NativeExperts:
         return apart[..., : self._sizes[0]].reshape(len(x), -1)
 
     def down(self, x: torch.Tensor, runs: list[ExpertRun]) -> torch.Tensor:
-        """Do as ``SeparateExperts``; a row's result is the same, bit by bit, for any other rows."""
+        """A row's result is the same, bit for bit, whatever the other rows are."""
         return self._multiply(x, self._panels[1], self._sizes[1], runs)
 
     def _multiply(self, x: torch.Tensor, panels: torch.Tensor, out_size: int, runs: list[ExpertRun]) -> torch.Tensor:

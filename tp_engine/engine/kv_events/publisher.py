@@ -241,7 +241,7 @@ class _Door:
             )
 
     def open(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-        """Return the socket; before any that is guarded."""
+        """Open the socket; must come before any that is guarded."""
         self.socket = context.socket(zmq.REP)
         self.socket.bind(_ZAP)
         return self.socket

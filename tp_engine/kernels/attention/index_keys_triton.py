@@ -192,8 +192,9 @@ def count_bytes_kernel(
 
 @jit
 def narrowed(counts, state, own, num_pass, num_used, num_chunks):
-    """Return what is known of row ``own``'s threshold after launch ``num_pass``, how many of the scores that begin so
-    are to be chosen, and the byte that the launch has added, from the counts of the row's ``num_used`` chunks."""
+    """Return the bytes of row ``own``'s threshold that are known after launch ``num_pass``, how many of the scores that
+    begin with them are to be chosen, and the byte that the launch has added, from the counts of the row's ``num_used``
+    chunks."""
     known, wanted = tl.load(state + (own * 4 + num_pass) * 2), tl.load(state + (own * 4 + num_pass) * 2 + 1)
     value, chunk = tl.arange(0, _BYTE_VALUES), tl.arange(0, _JOINED_CHUNKS)
     first = ((num_pass % 2) * tl.num_programs(0).to(tl.int64) + own) * num_chunks

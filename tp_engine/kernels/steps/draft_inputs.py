@@ -40,7 +40,7 @@ class DraftInputs:
         return self.positions if self.rope_positions is None else self.rope_positions
 
     def first(self, count: int) -> DraftInputs:
-        """Return those of the first ``count`` requests, in the same memory."""
+        """Return the inputs of the first ``count`` requests, in the same memory."""
         own = ((field.name, getattr(self, field.name)) for field in fields(self))
         first: dict[str, Any] = {name: None if one is None else one[:count] for name, one in own}
         return DraftInputs(**first)

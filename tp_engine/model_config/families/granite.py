@@ -43,7 +43,7 @@ def read_attention(reader: DecoderReader, scale: float = 1.0, **changes: Any) ->
 
 
 def read_multipliers(reader: DecoderReader) -> dict[str, Any]:
-    """Return those of embeddings and logits, which are divided by ``logits_scaling``."""
+    """Return the multipliers of embeddings and of logits, which are divided by ``logits_scaling``."""
     return {
         "embedding_scale": reader.number("embedding_multiplier", 1.0),
         "logit_scale": 1.0 / reader.factor("logits_scaling", 1.0),

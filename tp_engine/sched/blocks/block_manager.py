@@ -131,8 +131,8 @@ class BlockManager:
         return self.find_prefix(sequence.group.cache_key, sequence.token_ids, reads_disk=sequence.reads_disk)
 
     def find_prefix(self, cache_key: str, token_ids: IntArray, *, reads_disk: bool = True) -> Hits:
-        """Do as ``find_hits``, for any tokens behind a cache key; unless it ``reads_disk``, of what is above the
-        disk."""
+        """Return the cached K/V of the first of ``token_ids`` under a cache key; those on disk only if ``reads_disk``.
+        At least one token is left to compute."""
         windows, token_bytes = self.windows, token_ids.tobytes()
         usable: int = (len(token_ids) - 1) // self.block_size
         parted: tuple[int, int] | None = None

@@ -58,7 +58,7 @@ class BlockPool:
         return self.num_blocks - self.num_available
 
     def allocate(self, count: int) -> tuple[BlockIds, BlockIds]:
-        """Return the first ``count`` blocks leave their queues; these, and those among them whose cached content is
+        """Take the next ``count`` blocks from their queues; returns them, and those among them whose cached content is
         lost."""
         assert count <= self.num_available, f"{count} blocks wanted, {self.num_available} available"
         from_free = min(count, self.num_free)
@@ -98,7 +98,7 @@ class BlockPool:
         self.num_available += len(left)
 
     def release_repeated(self, blocks: BlockIds) -> None:
-        """Do as ``release``, by several holders at once: each block is listed once for each of them."""
+        """Release blocks for several holders at once: each block is listed once per holder."""
         while len(blocks) and self.ref_counts[blocks].max() > 1:
             _, places = np.unique(blocks, return_index=True)
             places.sort()

@@ -49,7 +49,7 @@ class LruQueue:
         self._length -= len(blocks)
 
     def pop(self, count: int) -> BlockIds:
-        """Return the first ``count`` blocks leave."""
+        """Remove the first ``count`` blocks and return them."""
         assert count <= self._length, f"{count} blocks wanted, {self._length} in the queue"
         blocks = self._first(count)
         self.remove(blocks)

@@ -112,7 +112,7 @@ class Proposers:
 
     @property
     def has_head(self) -> bool:
-        """Whether the ranks are to draft tokens."""
+        """Whether a head on the ranks drafts tokens."""
         return self._head is not None
 
     def propose(self, sequence: Sequence, tokens: IntArray, count: int) -> Candidate:

@@ -311,7 +311,7 @@ class Speculation(SchedulerFeature):
         return None
 
     def on_end(self, sequence: Sequence) -> None:
-        """Let later requests go on as this one did."""
+        """Learn from the sequence, for drafts of later requests."""
         self.sources.learn(sequence)
 
     def finish_plan(self, plan: StepPlan) -> StepPlan:

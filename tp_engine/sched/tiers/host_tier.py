@@ -110,8 +110,8 @@ class HostTierManager:
         return ~self.disk.is_far(blocks.reshape(-1)).reshape(blocks.shape)
 
     def first_below(self, held: BlockIds, share: int) -> BlockIds:
-        """Return the first of ``held`` that are on the host or on disk, at most one ``share``-th of the host's
-        slots."""
+        """Return the first blocks of ``held`` that are on the host or on disk: no more than fill one ``share``-th of
+        the host's slots."""
         return held[self.on_host(held)][: max(1, self._slots.num_slots // share)]
 
     def _settle(self, checks: StoreChecks) -> None:

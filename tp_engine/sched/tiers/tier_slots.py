@@ -120,8 +120,8 @@ class TierSlots:
         self._enter(slots, _FREE)
 
     def drop(self, slots: BlockIds) -> tuple[BlockIds, BlockIds]:
-        """Return the content of these slots is of no use: they are free.  Returns the ids whose doubles they were, and
-        those of the slots that were sole copies."""
+        """Free these slots, whose content is of no use.  Returns the ids whose doubles they were, and the slots that
+        were sole copies."""
         ids, soles = self.id_of[slots], slots[self._state[slots] == _SOLE]
         ids = ids[ids != NO_ID]
         self.forget(ids)

@@ -93,11 +93,11 @@ class PaddedBatch(StepShape[StepSize]):
         self._nothing = torch.zeros(room.num_requests, dtype=torch.int32, device=self._device)
 
     def hidden_room(self, model: CausalLM) -> torch.Tensor:
-        """Do as ``StepShape``; what follows the model depends on the number of decodes alone."""
+        """One room for all sizes: what follows the model depends on the number of decodes alone."""
         return torch.zeros((len(self._nothing), model.hidden_size), dtype=model.dtype, device=self._device)
 
     def size_for(self, plan: StepPlan) -> StepSize | None:
-        """Do as ``StepShape``; None too if padding would double the work."""
+        """None too if padding would double the work."""
         return self._sizes.size_for(plan)
 
     def num_sampled(self, size: StepSize) -> int:
@@ -125,7 +125,7 @@ class PaddedBatch(StepShape[StepSize]):
         return self._inputs.first(size.num_tokens, size.num_requests)
 
     def prepare(self, size: StepSize) -> PlacedInputs:
-        """Do as ``StepShape``; for the host, one chunk has all tokens of prompts."""
+        """For the host, one chunk has all tokens of prompts."""
         requests, inputs = self.requests(size.decodes), self.inputs(size)
         self._prepare(self._tables, requests, inputs)
         query_lens: IntArray = np.zeros(size.num_requests, dtype=np.int32)
@@ -148,7 +148,7 @@ class PaddedBatch(StepShape[StepSize]):
         )
 
     def sampled(self, size: StepSize) -> tuple[torch.Tensor, torch.Tensor]:
-        """Do as ``StepShape``; positions of padding are arbitrary."""
+        """Positions of padding are arbitrary."""
         requests = self.requests(size.decodes)
         return requests.sampled_rows, self._inputs.positions.index_select(0, requests.wanted)
 

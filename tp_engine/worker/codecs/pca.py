@@ -67,7 +67,6 @@ class Pca(Codec):
         self._bases: dict[int, _Basis] = {}
 
     def encode(self, pool: torch.Tensor, blobs: torch.Tensor, pairs: IntArray) -> torch.Tensor:
-        """Do as ``Codec``: (n,) bool, the blocks that are refused."""
         refused = torch.ones(len(pairs), dtype=torch.bool, device=pool.device)
         for group, places in self._by_group(pairs):
             if group in self._bases:
@@ -109,7 +108,7 @@ class Pca(Codec):
             yield columns.unbind(0)
 
     def fingerprint(self) -> bytes:
-        """Do as ``Codec``; blobs of another process are in another basis."""
+        """Blobs of another process are in another basis."""
         return fingerprint_of("pca", self._rank, self._form, id(self))
 
     def _encode(self, blocks: torch.Tensor, blobs: torch.Tensor, to_ids: torch.Tensor, basis: _Basis) -> torch.Tensor:

@@ -55,8 +55,8 @@ class ChatTemplate:
         return self.timed(variables, MAX_RENDER_S)[0]
 
     def timed(self, variables: Mapping[str, Any], cpu_s: float, now: str | None = None) -> tuple[str, float]:
-        """Do as ``render``, within ``cpu_s`` seconds of processor time, and return how many it took, too; a refusal has
-        them as its ``cpu_s``.  ``now`` is an ISO time for templates that ask for it."""
+        """Return the text and the seconds of processor time that it took, at most ``cpu_s``; a refusal has them as its
+        ``cpu_s``.  ``now`` is an ISO time for templates that ask for it."""
         limits = {"cpu_s": cpu_s, "dies_s": cpu_s + _DIES_LATER_S, "max_characters": MAX_PROMPT_CHARACTERS}
         try:
             data = json.dumps({"variables": variables, "now": now, **limits}, default=str).encode()

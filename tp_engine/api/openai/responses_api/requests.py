@@ -101,7 +101,8 @@ def _response_format(body: ResponsesBody) -> dict[str, Any] | None:
 def prepare_response(
     body: ResponsesBody, processor: InputProcessor, model: str, defaults: Mapping[str, Any] | None = None
 ) -> PreparedFromChat:
-    """Do as ``requests.prepare``; raises ``RequestError`` that names a field of ``body``."""
+    """Return the engine requests of a response, and what makes answers of their outputs; ``RequestError`` names a field
+    of ``body``."""
     seal = processor.chat.seal
     chat = chat_body(body, takes_images=processor.images is not None, seal=seal)
     try:

@@ -67,13 +67,13 @@ def forced_grammar(
 
 
 def write_schema(job: bytes) -> bytes:
-    """Do the work of ``forced_schema``."""
+    """The isolated half of ``forced_schema``."""
     given = json.loads(job)
     return json.dumps(_tools(given).schema(), ensure_ascii=False).encode()
 
 
 def write_grammar(job: bytes) -> bytes:
-    """Do the work of ``forced_grammar``; nothing if the form does not fit."""
+    """The isolated half of ``forced_grammar``; empty if the form does not fit."""
     given = json.loads(job)
     tools, form = _tools(given), TOOL_FORMATS[given["form"]]
     writing, like = TokenWriting(*given["tokens"]), StructuredOutputsParams(**given["like"])

@@ -20,7 +20,7 @@ class TokenWriting:
 
     @classmethod
     def of(cls, tokenizer: Any | None) -> TokenWriting:
-        """Return that of a tokenizer; without one, marks are text."""
+        """Return how a tokenizer writes marks; without one, they are text."""
         if tokenizer is None:
             return cls({}, {})
         return cls(_special_ids(tokenizer), _grammar_tokens(tokenizer), tokenizer)
