@@ -20,8 +20,7 @@ _NOT_HERE = ("stream", "tools", "functions", "use_beam_search")
 class ChatBatchBody(ChatBody):
     """A chat whose ``messages`` are lists of messages, one for each conversation."""
 
-    messages: list[Annotated[list[dict[str, Any]], Field(min_length=1)]] = Field(min_length=1)  # type:
-    ignore[assignment]
+    messages: list[Annotated[list[dict[str, Any]], Field(min_length=1)]] = Field(min_length=1)  # type: ignore[assignment]
 
 
 def prepare_chats(
