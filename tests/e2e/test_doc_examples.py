@@ -37,10 +37,10 @@ LANGUAGES = {"python", "sh", "json", "jsonl", "toml", "yaml", "text"}  # text: d
 # A document and the beginning of a block -> why the block does not run.
 NOT_RUN = {
     ("adapters.md", "from peft"): "runs in the server's fixture, which needs the adapter",
-    ("embeddings.md", "python launch/serve.py"): "needs models of the hub; tests/e2e/test_pooling.py has tiny ones",
+    ("embeddings.md", "tp-engine serve"): "needs models of the hub; tests/e2e/test_pooling.py has tiny ones",
     ("embeddings.md", "from openai"): "needs a model of the hub; tests/e2e/test_pooling.py has tiny ones",
     ("embeddings.md", "from tp_engine"): "needs models of the hub; tests/e2e/test_pooling.py has tiny ones",
-    ("classifiers.md", "python launch/serve.py"): "needs a model of the hub; e2e/test_classifiers.py has tiny ones",
+    ("classifiers.md", "tp-engine serve"): "needs a model of the hub; e2e/test_classifiers.py has tiny ones",
     ("classifiers.md", "from tp_engine import LLM, Pool"): "needs a model of the hub; as above",
     ("new_weights.md", "import torch"): "needs a model of the hub",
     ("new_weights.md", "curl"): "needs a checkpoint of a trainer",
@@ -53,7 +53,6 @@ COMMANDS_NOT_RUN = {
     "tp-engine": "starts a server or asks for one; the flags are checked",
     "torchrun": "starts ranks on several GPUs or hosts; the flags are checked",
     "python": "starts a server, a benchmark or a router; the flags are checked",
-    "./scripts/serve": "starts a server; the flags are checked",
     "./scripts/test": "runs the tests",
     "scripts/gpu_check": "needs a GPU",
     "git": "makes worktrees of earlier commits",
