@@ -33,6 +33,7 @@ ADMIN_API_KEY = Variable("TP_ENGINE_ADMIN_API_KEY")  # that of its operators if 
 REASONING_KEY = Variable("TP_ENGINE_REASONING_KEY")  # what seals reasoning if --reasoning-key is not given
 KV_EVENTS_KEY = Variable("TP_ENGINE_KV_EVENTS_KEY")  # what subscribers of KV events must send
 FAULT = Variable("TP_ENGINE_FAULT")  # what tests inject (faults.py)
+OMP_NUM_THREADS = Variable("OMP_NUM_THREADS")  # threads of each rank
 NATIVE_KERNELS = Variable("TP_ENGINE_NATIVE", "1")  # 0 switches the compiled CPU kernels off
 NOTIFY_SOCKET = Variable("NOTIFY_SOCKET")  # where systemd wants to hear of a service's state (Type=notify)
 OTLP_PROTOCOL = Variable("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")

@@ -16,6 +16,7 @@ from tp_engine.attention.registry import obstacles
 from tp_engine.cli.findings import Finding, Status
 from tp_engine.config import EngineConfig
 from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpus import cpu_quota
 from tp_engine.distributed.symmetric_memory import has_native_atomics
 from tp_engine.errors import ConfigError
 from tp_engine.ipc.segment import SHM_FOLDER, needed_bytes, shm_option
@@ -164,8 +165,9 @@ def _processor() -> Finding:
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
     features = [name for name in _CPU_FLAGS if name in flags]
     name = fields.get("model name") or platform.machine()
-    cores = len(os.sched_getaffinity(0))
-    return Finding("processor", Status.OK, f"{name}, {cores} cores, {' '.join(features) or 'no vector units'}")
+    quota = cpu_quota()
+    cores = f"{len(os.sched_getaffinity(0))} cores" + ("" if quota is None else f" of which a quota allows {quota:g}")
+    return Finding("processor", Status.OK, f"{name}, {cores}, {' '.join(features) or 'no vector units'}")
 
 
 def shared_memory(folder: Path, num_ranks: int, *, on_cpu: bool) -> Finding:

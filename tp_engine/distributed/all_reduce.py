@@ -15,11 +15,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import timedelta
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from tp_engine import env
 from tp_engine.config import EngineConfig
@@ -117,8 +115,8 @@ def _make_shared(ranks: Ranks, groups: RankGroups, device: ReduceDevice) -> Comm
     topology, swap = groups.info.topology, None
     if topology.num_hosts > 1:  # the first ranks of all hosts join the sums
         firsts = [topology.leader_of(host) for host in range(topology.num_hosts)]
-        group = dist.new_group(firsts, backend="gloo", timeout=timedelta(seconds=groups.patience_s))
-        swap = swap_between(group, len(firsts)) if groups.info.local_rank == 0 else None
+        group = groups.new_group("hosts", firsts)
+        swap = None if group is None else swap_between(group, len(firsts))
     return with_shared_memory(
         groups.communicator,
         groups.host,

@@ -4,14 +4,15 @@ NCCL refuses ranks that share a GPU; their tensors go through the host and gloo.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _abort_process_group
+from torch.distributed.distributed_c10d import GroupName, _abort_process_group, _new_process_group_helper, _world
 
 from tp_engine import env
 from tp_engine.distributed.collectives import Communicator, ProcessGroupCommunicator, SingleRank
@@ -27,6 +28,7 @@ logger = get_logger(__name__)
 # The watchdog knows which rank the others wait for, and a library's timeout does not, so the watchdog reports first.
 _AFTER_WATCHDOG_S = 5.0
 _LOOPBACK = "lo"
+_NAME_KEY = "name of the job"
 _SYMMETRIC_S = 20.0
 
 
@@ -92,18 +94,19 @@ class RankGroups:
         host: HostGroup,
         progress: RankProgress,
         *,
-        owns_default: bool,
+        made: Sequence[dist.ProcessGroup] = (),
         device_group: dist.ProcessGroup | None = None,
         check: Callable[[], None] = lambda: None,
         collective_s: float = 0.0,
         store: Store | None = None,
     ) -> None:
-        """``store``: the groups met through it.  Torch uses it later too, so a reference to it must be kept."""
+        """``made``: the process groups, which ``close`` destroys.  ``store``: they met through it.  Torch uses it later
+        too, so a reference to it must be kept."""
         self.info = info
         self.communicator = communicator
         self.host = host
         self.progress = progress
-        self._owns_default = owns_default
+        self._made = list(made)
         self.device_group = device_group
         self.report: Callable[[BaseException], None] = lambda error: None
         self._check = check
@@ -143,23 +146,32 @@ class RankGroups:
 
         Only for NCCL; gloo's collectives raise by themselves when a peer ends.
         """
-        if self._owns_default and dist.is_initialized() and dist.get_backend() == "nccl":
+        if self.device_group in self._made and dist.get_backend(self.device_group) == "nccl":
             use_device(self.device)  # torch asks events, which makes a context on the thread's GPU
-            _abort_process_group()
+            self._made.remove(self.device_group)
+            _abort_process_group(self.device_group)
 
     def close(self) -> None:
-        """Destroy the process groups that ``join`` made."""
-        if self._owns_default and dist.is_initialized():
-            dist.destroy_process_group()
-        self._owns_default = False
+        """Destroy the process groups, those that were made last first."""
+        while self._made:
+            dist.destroy_process_group(self._made.pop())
         self._store = None
+
+    def new_group(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """Return a further gloo group of these ranks, which call this together; None on other ranks."""
+        if self._store is None or self.info.rank not in ranks:
+            return None
+        place, patience = list(ranks).index(self.info.rank), timedelta(seconds=self.patience_s)
+        own = f"{self._made[0].group_name} {name}"
+        self._made.append(make_group("gloo", self._store, own, place, len(ranks), patience))
+        return self._made[-1]
 
 
 def alone(progress: RankProgress) -> RankGroups:
     """Return the groups of a world of one: no sockets, no collectives."""
     communicator = SingleRank()
     progress.reach(RankPhase.GROUP_INIT)
-    return RankGroups(communicator.info, communicator, HostGroup(communicator.info, None), progress, owns_default=False)
+    return RankGroups(communicator.info, communicator, HostGroup(communicator.info, None), progress)
 
 
 def join(
@@ -180,12 +192,6 @@ def join(
     this rank waits for the others, and raises if one has died.  ``RankError`` if the others do not join in time.
     """
     backend = "nccl" if device_type == "cuda" and not shares_devices else "gloo"
-    if dist.is_initialized():
-        raise RankError(
-            info.rank,
-            "this process already has a torch.distributed process group; before starting an engine, close the other "
-            "one or call torch.distributed.destroy_process_group()",
-        )
     if info.is_first:  # if rank 0 dies before another rank is here, only this line says where it was
         logger.info("%s: %d ranks meet", RankPhase.GROUP_INIT.label, info.world_size)
         if info.topology.num_hosts > 1:
@@ -197,12 +203,12 @@ def join(
     watched = WatchedStore(store, check, timeout_s=start.total_seconds())
     try:
         _meet(watched, info, progress)
+        name = _name_of_job(watched, info)
         # NCCL's own threads use the store too, and must not depend on Python.
         store = watched if backend == "gloo" else store
         with env.gloo_on(_LOOPBACK if info.topology.num_hosts == 1 else None):
-            dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=start)
-            host = dist.new_group(backend="gloo", timeout=start)
-            device = dist.new_group(backend=backend, timeout=collective)
+            host = make_group("gloo", watched, f"{name} host", info.rank, info.world_size, start)
+            device = make_group(backend, store, f"{name} devices", info.rank, info.world_size, collective)
     except RankError:
         raise
     except (RuntimeError, TimeoutError) as error:
@@ -215,12 +221,31 @@ def join(
         communicator,
         HostGroup(info, host),
         progress,
-        owns_default=True,
+        made=[host, device],
         device_group=device,
         check=check,
         collective_s=collective_s,
         store=store,
     )
+
+
+def make_group(
+    backend: str, store: Store, name: str, rank: int, num_ranks: int, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Return a process group that torch's default one does not know of, nor do other libraries: a program that has
+    process groups of its own, or asks whether there are some, is not concerned.  Torch has no public way to make one.
+    ``name`` must be the same on all ranks, and no other group's of this process."""
+    group: dist.ProcessGroup
+    group, _ = _new_process_group_helper(num_ranks, rank, [], backend, store, GroupName(name), timeout=timeout)
+    _world.pg_group_ranks[group] = {place: place for place in range(num_ranks)}
+    return group
+
+
+def _name_of_job(store: WatchedStore, info: RankInfo) -> str:
+    """What rank 0 calls the job; a process may be in several, one after the other or at once."""
+    if info.is_first:
+        store.set(_NAME_KEY, f"tp_engine {uuid.uuid4().hex}")
+    return store.get(_NAME_KEY).decode()
 
 
 def _meet(store: WatchedStore, info: RankInfo, progress: RankProgress) -> None:

@@ -11,6 +11,8 @@ import mmap
 import os
 import time
 
+from tp_engine.cpus import num_cpus
+
 SEMAPHORE_BYTES = 64
 """Room for one ``sem_t`` (32 bytes on 64-bit Linux), in a cache line of its own."""
 
@@ -35,7 +37,7 @@ if _HAS_CLOCKWAIT := hasattr(_blocking, "sem_clockwait"):
 
 def default_spin_s(num_ranks: int) -> float:
     """Return how long a wait spins before it blocks: 20 microseconds, or 0 if there are fewer cores than ranks."""
-    return _SPIN_S if len(os.sched_getaffinity(0)) >= num_ranks else 0.0
+    return _SPIN_S if num_cpus() >= num_ranks else 0.0
 
 
 def _fail(call: str) -> OSError:

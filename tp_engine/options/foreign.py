@@ -123,9 +123,8 @@ OPTIONS: Mapping[str, ForeignOption] = dict(
         accepted(
             "there is one frontend process, and one process for each rank",
             "api_server_count= -asc detokenizer_worker_num= disable_tokenizer_batch_decode "
-            "enable_tokenizer_batch_encode max_parallel_loading_workers= numa_bind numa_bind_cpus=* "
-            "numa_bind_nodes=* numa_node=* ray_workers_use_nsight renderer_num_workers= tokenizer_pool_size= "
-            "tokenizer_pool_type= tokenizer_worker_num=",
+            "enable_tokenizer_batch_encode max_parallel_loading_workers= ray_workers_use_nsight renderer_num_workers= "
+            "tokenizer_pool_size= tokenizer_pool_type= tokenizer_worker_num=",
         ),
         accepted(
             "weights are read from safetensors files, by the engine's own reader",
@@ -240,6 +239,11 @@ OPTIONS: Mapping[str, ForeignOption] = dict(
             "torchrun or rank 0 starts one process for each rank; leave it out",
             "distributed_executor_backend= use_ray",
             harmless=(*OFF, "mp", "uni", "external_launcher"),
+        ),
+        refused(
+            "ranks are bound to no node of memory; start the engine under numactl, which binds all of them",
+            "numa_bind numa_bind_cpus=* numa_bind_nodes=* numa_node=*",
+            harmless=OFF,
         ),
         refused(
             "no code that an option names is run; leave it out",

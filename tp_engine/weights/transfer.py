@@ -11,7 +11,6 @@ thread and without Python's lock; torch would start all of its threads in each l
 """
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -19,6 +18,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from tp_engine.cpus import num_cpus
 from tp_engine.distributed.device_threads import device_pool
 
 _ROOM_BYTES = 16 << 20
@@ -65,7 +65,7 @@ def num_threads_for(device: torch.device, local_world_size: int) -> int:
     """Return how many threads load to ``device``: for CUDA this rank's share of the cores, up to 8."""
     if device.type != "cuda":
         return 1
-    return min(max(len(os.sched_getaffinity(0)) // local_world_size, 1), _MAX_THREADS)
+    return min(max(num_cpus() // local_world_size, 1), _MAX_THREADS)
 
 
 def for_each(items: Iterable[Item], act: Callable[[Item, Copy], int], device: torch.device, num_threads: int) -> int:

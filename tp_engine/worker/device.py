@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tp_engine.cpus import threads_of_rank
 from tp_engine.device_map import DeviceMap
 from tp_engine.distributed.device_threads import use_device
 from tp_engine.distributed.rank import Agreeing
@@ -66,14 +67,10 @@ class Device:
         """Give memory that torch holds but does not use back to the device."""
 
     def set_current(self) -> None:
-        """Make this the device of the calling thread, and let torch use this rank's share of the host's cores.
-
-        A single rank of a host keeps the number of threads that its user chose; for several, torchrun would have set
-        one each.
-        """
+        """Make this the device of the calling thread, and let torch use this rank's share of the host's cores, which is
+        ``threads_of_rank``."""
         use_device(self.torch_device)
-        if self._local_world_size > 1:
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self._local_world_size))
+        torch.set_num_threads(threads_of_rank(torch.get_num_threads(), self._local_world_size))
 
     def enter_thread(self) -> None:
         """Make this the device of the calling thread unless it is already."""

@@ -290,6 +290,7 @@ class Worker:
             local_world_size=info.local_world_size,
             check=self.groups.check,
         )
+        self._closing.callback(torch.set_num_threads, torch.get_num_threads())
         device.set_current()
         self.groups.device = device.torch_device
         return device

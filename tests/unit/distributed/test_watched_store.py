@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tp_engine.distributed import groups
@@ -99,12 +100,16 @@ def test_a_process_group_that_meets_through_it_hears_of_a_death() -> None:
 
 
 def test_the_groups_can_use_their_store_later(store: dist.TCPStore) -> None:
-    """Oracle: a second group meets through the store: symmetric memory does that long after the start."""
+    """Oracle: a second group meets through the store: symmetric memory does that long after the start.  Torch's default
+    group is none of them."""
     joined = groups.join(
         RankInfo(), store, RankProgress(), lambda: None, device_type="cpu", start_s=20.0, collective_s=20.0
     )
     try:
         gc.collect()
-        dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(seconds=20)))
+        later = joined.new_group("later", [0])
+        total = torch.ones(2)
+        dist.all_reduce(total, group=later)
+        assert later is not None and total.tolist() == [1.0, 1.0] and not dist.is_initialized()
     finally:
         joined.close()

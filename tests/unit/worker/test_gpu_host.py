@@ -7,7 +7,7 @@ import ctypes
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -176,14 +176,13 @@ def test_an_abort_from_another_thread_uses_the_ranks_gpu(monkeypatch: pytest.Mon
     told: list[object] = []
     for module, name in ((groups, "use_device"), (groups, "_abort_process_group")):
         monkeypatch.setattr(module, name, lambda *arguments, name=name: told.append((name, *arguments)))
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
-    communicator = SingleRank()
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "nccl")
+    communicator, group = SingleRank(), cast(Any, "group")
     host = groups.HostGroup(communicator.info, None)
-    joined = groups.RankGroups(communicator.info, communicator, host, RankProgress(), owns_default=True)
+    joined = groups.RankGroups(communicator.info, communicator, host, RankProgress(), made=[group], device_group=group)
     joined.device = torch.device("cuda", 3)
     joined.abort()
-    assert told == [("use_device", torch.device("cuda", 3)), ("_abort_process_group",)]
+    assert told == [("use_device", torch.device("cuda", 3)), ("_abort_process_group", "group")]
 
 
 def test_ranks_start_threads_in_one_place() -> None:

@@ -1,0 +1,209 @@
+"""``LLM`` as a guest in programs of every kind: each runs it with one rank and with two, and keeps what is its own.
+
+The hosts are scripts in processes of their own, with engines that start as a user's do.  A package that is not in the
+environment skips its host.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.patience import on_this_machine
+from tests.ranks.launch import ROOT, TWO_RANKS, torchrun
+from tp_engine import LLM, SamplingParams
+
+PROMPT = [5, 9, 13, 7]
+
+COMMON = """
+import gc, os, signal, sys, threading
+import torch
+import torch.distributed as dist
+from tp_engine import LLM, SamplingParams
+OPTIONS = dict(device="cpu", dtype="float32", num_gpu_blocks_override=32, max_model_len=64)
+OPTIONS["tensor_parallel_size"] = {ranks}
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
+def answer(llm):
+    one = llm.generate([[5, 9, 13, 7]], PARAMS, use_tqdm=False)[0].outputs[0]
+    return one.token_ids, [f"{{at.logprob:.9e}}" for place in one.logprobs for at in place.values()]
+def ask():
+    with LLM({model!r}, **OPTIONS) as llm:
+        return answer(llm)
+def group():
+    store = dist.TCPStore("127.0.0.1", 0, 1, True)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+"""
+
+HOSTS = {
+    "script": "print(ask())",
+    "hostile defaults": """
+        torch.set_default_dtype(torch.{dtype})
+        torch.set_default_device("meta")
+        torch.use_deterministic_algorithms(True)
+        torch.set_flush_denormal(True)
+        torch.autograd.set_detect_anomaly(True)
+        torch.set_num_threads(1)
+        before = torch.get_default_dtype(), torch.get_num_threads(), torch.initial_seed()
+        with torch.enable_grad(), torch.autocast("cpu"):
+            print(ask())
+        assert before == (torch.get_default_dtype(), torch.get_num_threads(), torch.initial_seed())
+    """,
+    "nothing of the process is touched": """
+        class Node:
+            pass
+        import weakref
+        node = Node(); node.me = node
+        gone = weakref.ref(node)
+        handlers = [signal.getsignal(number) for number in range(1, signal.NSIG)]
+        state = torch.get_rng_state(), torch.get_num_threads(), gc.get_freeze_count(), gc.get_threshold()
+        environ = dict(os.environ)
+        with LLM({model!r}, **OPTIONS) as llm:
+            print(answer(llm))
+            del node
+            gc.collect()
+            assert gone() is None and not dist.is_initialized()
+            now = torch.get_rng_state(), torch.get_num_threads(), gc.get_freeze_count(), gc.get_threshold()
+            assert torch.equal(state[0], now[0]) and state[1:4] == now[1:]
+            assert handlers == [signal.getsignal(number) for number in range(1, signal.NSIG)]
+            assert environ == dict(os.environ)
+            assert len(torch.utils.data.DistributedSampler(range(10), 1, 0)) == 10
+    """,
+    "two engines": """
+        with LLM({model!r}, **OPTIONS) as one, LLM({model!r}, **OPTIONS) as other:
+            assert answer(one) == answer(other)
+            print(answer(one))
+    """,
+    "a thread": """
+        found = []
+        thread = threading.Thread(target=lambda: found.append(ask()))
+        thread.start(); thread.join()
+        print(found[0])
+    """,
+    "a daemon of multiprocessing, spawned": """
+        import multiprocessing
+        if __name__ == "__main__":
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                print(pool.apply(ask))
+    """,
+    "a daemon of multiprocessing, forked": """
+        import multiprocessing
+        torch.ones(300, 300) @ torch.ones(300, 300)
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            print(pool.apply(ask))
+    """,
+    "a trainer with DDP": """
+        group()
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+        with LLM({model!r}, **OPTIONS) as llm:
+            model(torch.ones(2, 4)).sum().backward()
+            print(answer(llm))
+            total = torch.ones(2)
+            dist.all_reduce(total)
+            assert dist.get_world_size() == 1 and total.tolist() == [1.0, 1.0]
+        dist.destroy_process_group()
+    """,
+    "torch.distributed after the engine": """
+        with LLM({model!r}, **OPTIONS) as llm:
+            group()
+            print(answer(llm))
+        assert dist.is_initialized()
+        dist.destroy_process_group()
+    """,
+    "accelerate": """
+        from accelerate import Accelerator
+        with LLM({model!r}, **OPTIONS) as llm:
+            assert Accelerator(cpu=True).num_processes == 1
+            print(answer(llm))
+    """,
+    "a trainer's variables": """
+        os.environ |= dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+        print(ask())
+    """,
+    "a notebook": """
+        import nbclient, nbformat
+        cell = nbformat.v4.new_code_cell({common!r} + "print(ask())")
+        notebook = nbformat.v4.new_notebook(cells=[cell])
+        nbclient.NotebookClient(notebook, timeout={limit_s}, kernel_name="python3").execute()
+        print(next(one.text for one in cell.outputs if one.get("name") == "stdout").strip())
+    """,
+}
+NEEDS = {"accelerate": ["accelerate"], "a notebook": ["nbclient", "ipykernel"]}
+DTYPES = {1: "bfloat16", 2: "float64"}
+QUICK = {("nothing of the process is touched", 2), ("hostile defaults", 1)}
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("qwen3")
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[int]:
+    """The oracle: an engine of one rank in this process."""
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    with LLM(str(folder), **{**TWO_RANKS, "tensor_parallel_size": 1}) as llm:
+        return llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("host", "ranks"),
+    [
+        pytest.param(host, ranks, marks=[] if (host, ranks) in QUICK else [pytest.mark.slow])
+        for host in HOSTS
+        for ranks in (1, 2)
+    ],
+)
+def test_a_host_has_its_answer_and_all_that_it_had(
+    host: str, ranks: int, folder: Path, expected: list[int], tmp_path: Path
+) -> None:
+    """Oracle: the tokens of an engine in this process; what the host itself asserts."""
+    for package in NEEDS.get(host, []):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package}")
+    limit_s = on_this_machine(150)
+    common = COMMON.format(ranks=ranks, model=str(folder))
+    body = textwrap.dedent(HOSTS[host]).format(
+        ranks=ranks, model=str(folder), dtype=DTYPES[ranks], common=common, limit_s=int(limit_s)
+    )
+    script = tmp_path / "host.py"
+    script.write_text(common + body)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=limit_s, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith(f"({expected}, "), done.stdout
+
+
+JOINED = """
+import torch
+import torch.distributed as dist
+{common}
+torch.set_default_dtype(torch.bfloat16)
+before = torch.get_num_threads(), gc.get_freeze_count(), torch.initial_seed()
+with LLM({model!r}, **OPTIONS) as llm:
+    print(answer(llm))
+    assert not dist.is_initialized() and torch.get_default_dtype() is torch.bfloat16
+    assert gc.get_freeze_count() == before[1]
+assert before == (torch.get_num_threads(), gc.get_freeze_count(), torch.initial_seed())
+print("as before")
+"""
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_process_keeps_what_it_had(folder: Path, expected: list[int], tmp_path: Path) -> None:
+    """Oracle: the tokens of one rank, under a hostile default dtype; no default process group; threads and collector
+    as before."""
+    script = tmp_path / "job.py"
+    common = COMMON.format(ranks=2, model=str(folder))
+    script.write_text(JOINED.format(common=common, model=str(folder)))
+    job = torchrun(2, [str(script)])
+    assert job.returncode == 0, job.stdout[-4000:]
+    assert f"({expected}, " in job.stdout and "as before" in job.stdout
