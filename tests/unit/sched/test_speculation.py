@@ -367,9 +367,10 @@ def test_rows_of_draft_tokens(
 ) -> None:
     """By hand: all draft tokens that sequences may have in a step, as far as its rows and tokens go, but for one row
     that is a sequence's own."""
-    config = EngineConfig(
-        speculative_config=text, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+    budget: dict[str, Any] = (
+        {} if max_num_batched_tokens is None else {"max_num_batched_tokens": max_num_batched_tokens}
     )
+    config = EngineConfig(speculative_config=text, max_num_seqs=max_num_seqs, **budget)
     assert (config.num_draft_rows, config.max_step_decodes) == (num_draft_rows, max_step_decodes)
 
 
