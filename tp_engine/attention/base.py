@@ -112,7 +112,7 @@ class AttentionBackend(Protocol):
         """Store this step's keys and values, then attend: a request may share a prefix that this step computes.
 
         ``query`` (N, heads, head_dim); ``new`` is None if its keys and values are stored already; returns
-        (N, heads, head_dim).
+        (N, heads, head_dim), zeros for tokens without a request.
         """
 
 

@@ -109,7 +109,6 @@ class MLABackend:
     def forward(
         self, query: torch.Tensor, new: KeyValue | None, kv: LayerKv, metadata: AttentionMetadata, shape: AttentionShape
     ) -> torch.Tensor:
-        """Store, then attend; see ``AttentionBackend``.  Tokens without a request get zeros."""
         if self._rest is None:
             return self._attend_rows(query, new, kv, metadata, shape)
         assert shape.latent is not None

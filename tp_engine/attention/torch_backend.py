@@ -42,7 +42,6 @@ class TorchBackend:
     def forward(
         self, query: torch.Tensor, new: KeyValue | None, kv: LayerKv, metadata: AttentionMetadata, shape: AttentionShape
     ) -> torch.Tensor:
-        """Store, then attend; see ``AttentionBackend``.  Tokens without a request get zeros."""
         if new is not None and self._kept is None:
             scatter_kv(new, kv, metadata.slot_mapping)
         elif new is not None:

@@ -50,7 +50,6 @@ class TritonBackend:
     def forward(
         self, query: torch.Tensor, new: KeyValue | None, kv: LayerKv, metadata: AttentionMetadata, shape: AttentionShape
     ) -> torch.Tensor:
-        """Store, then attend; see ``AttentionBackend``.  Tokens without a request get zeros."""
         if new is not None:
             self._store_kv(new, kv, metadata.slot_mapping)
         has_padding = metadata.is_padded and self._num_prefill_tokens > 0  # only the device knows behind which chunk

@@ -43,7 +43,6 @@ class TritonMLABackend:
     def forward(
         self, query: torch.Tensor, new: KeyValue | None, kv: LayerKv, metadata: AttentionMetadata, shape: AttentionShape
     ) -> torch.Tensor:
-        """Store, then attend; see ``AttentionBackend``.  Tokens without a request get zeros."""
         if new is not None:
             self._store_kv(new, kv, metadata.slot_mapping)
         first, table, seq_lens = metadata.num_decodes, metadata.block_table, metadata.seq_lens
@@ -75,7 +74,6 @@ class TritonMLABackend:
     def attend_to_chosen(
         self, query: torch.Tensor, kv: LayerKv, chosen: ChosenKeys, block_table: torch.Tensor, shape: AttentionShape
     ) -> torch.Tensor:
-        """Attend with rows that are requests of their own; see ``AttendsToChosen``."""
         out = _room(query, shape)
         self._attend_rows(query, kv, chosen, block_table, chosen.counts, out, shape)
         return out

@@ -46,7 +46,6 @@ class NativeBackend:
     def forward(
         self, query: torch.Tensor, new: KeyValue | None, kv: LayerKv, metadata: AttentionMetadata, shape: AttentionShape
     ) -> torch.Tensor:
-        """Store, then attend; see ``AttentionBackend``.  Tokens without a request get zeros."""
         return self.forward_chosen(query, new, kv, None, shape)
 
     def forward_chosen(
@@ -57,7 +56,6 @@ class NativeBackend:
         chosen: ChosenKeys | None,
         shape: AttentionShape,
     ) -> torch.Tensor:
-        """Attend with decodes to ``chosen`` keys; None: to all."""
         query, size = _with_dense_tokens(query), shape.value_dim or shape.head_dim
         if new is not None:
             key = _with_dense_tokens(new.key)
@@ -73,7 +71,6 @@ class NativeBackend:
     def attend_to_chosen(
         self, query: torch.Tensor, kv: LayerKv, chosen: ChosenKeys, block_table: torch.Tensor, shape: AttentionShape
     ) -> torch.Tensor:
-        """Attend with rows that are requests of their own; see ``AttendsToChosen``."""
         count = len(query)
         ones, starts = np.ones(count, dtype=np.int32), np.arange(count, dtype=np.int32)
         self._rows_kernel.set_step(

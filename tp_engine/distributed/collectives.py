@@ -115,4 +115,4 @@ class ProcessGroupCommunicator(Communicator):
 
 
 def _nothing(_started_ns: int) -> None:
-    """For devices: the host only launches their collectives, so it can not measure them."""
+    """Record nothing: of devices the host only launches the collectives, so it can not measure them."""

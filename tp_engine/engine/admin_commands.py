@@ -53,7 +53,7 @@ def reset_mm_cache(engine: EngineAdmin) -> dict[str, Any]:
 
 
 def start_profile(engine: EngineAdmin) -> dict[str, Any]:
-    """Record the steps of all ranks from now on; the ``folder`` of the traces."""
+    """Record the steps of all ranks from now on; returns the ``folder`` of the traces."""
     return _trace(engine, "start_profile")
 
 
@@ -203,7 +203,7 @@ def memory_growth(engine: EngineAdmin) -> dict[str, Any]:
 
 
 def watch_layers(engine: EngineAdmin, folder: str | None = None) -> dict[str, Any]:
-    """Let all ranks keep what their layers compute from now on; with ``folder``, write what they have kept there."""
+    """Make all ranks keep what their layers compute from now on; with ``folder``, write there what they have kept."""
     return engine.order("watch_layers", {} if folder is None else {"folder": folder})
 
 
@@ -218,7 +218,7 @@ ADMIN_COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def act(engine: EngineAdmin, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Do what ``ADMIN_COMMANDS`` has under ``name``."""
+    """Run the command ``name`` of ``ADMIN_COMMANDS``."""
     if name not in ADMIN_COMMANDS:
         raise RequestError(f"{name!r} is nothing that an engine can do; it can {', '.join(ADMIN_COMMANDS)}")
     return ADMIN_COMMANDS[name](engine, **arguments)

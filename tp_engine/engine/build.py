@@ -112,7 +112,7 @@ def build_engine(
 
 
 def _load_adapters(engine: Engine, effective: EffectiveConfig) -> None:
-    """Load those of ``lora_modules``; ``ConfigError``, and the engine is closed, if one can not be served."""
+    """Load the adapters of ``lora_modules``; if one can not be served, close the engine and raise ``ConfigError``."""
     for source in parse_modules(effective.config.lora_modules):
         try:
             act(engine.operator, "load_lora_adapter", {"name": source.name, "path": source.path})
@@ -122,7 +122,7 @@ def _load_adapters(engine: Engine, effective: EffectiveConfig) -> None:
 
 
 def _publisher(config: EngineConfig) -> KVEventPublisher | None:
-    """What publishes KV events; None if they are off.  ``ConfigError`` if an endpoint can not be used."""
+    """The publisher of KV events; None if they are off.  ``ConfigError`` if an endpoint can not be used."""
     found = KVEventsConfig.of(config.kv_events_config)
     if config.kv_events_config is not None and found is None:
         logger.warning("kv_events_config is given, but there are no events: set enable_kv_cache_events to true in it")

@@ -141,7 +141,7 @@ class DiskWriter:
             time.sleep(_SLICE_S)
 
     def wait(self) -> None:
-        """Let a moment pass if all requests wait for reads."""
+        """Wait a moment if all requests wait for reads."""
         if self._waits.num_waiting:
             time.sleep(_SLICE_S)
 

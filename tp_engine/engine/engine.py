@@ -102,7 +102,7 @@ class Engine:
             self._grammars.add(request, self.scheduler)
 
     def compile_grammars(self) -> list[SequenceDelta]:
-        """Wait until no request waits for its grammar; the last deltas of those whose grammars failed."""
+        """Wait until no request waits for its grammar; returns the last deltas of those whose grammars failed."""
         self._enter()
         with self._failing():
             return self._grammars.settle_all(self.scheduler, self._job.check)
@@ -161,7 +161,7 @@ class Engine:
         self._job.check()
 
     def run_background_io(self) -> bool:
-        """Go on with writes of the disk tier, while no request runs; return whether there are more."""
+        """Continue the disk tier's writes while no request runs; return whether there are more."""
         if self._disk_writer is None or self.has_unfinished:
             return False
         self._enter()
@@ -191,7 +191,7 @@ class Engine:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """A context whose error ends the engine, and is put down to the rank that caused it."""
+        """A context in which an error ends the engine, and is attributed to the rank that caused it."""
         try:
             yield
         except BaseException as error:

@@ -120,7 +120,7 @@ class Ready(_Message, frozen=True, kw_only=True):
 
 
 class Added(_Message, frozen=True, kw_only=True):
-    """Take the output of one step, or of an abort."""
+    """The output of one step, or of an abort."""
 
     output: StepOutput
 

@@ -141,7 +141,7 @@ class EngineService:
                 return
 
     def _forget(self, request_ids: list[str]) -> None:
-        """End requests of which nobody wants to hear."""
+        """End requests whose output nobody wants any more."""
         self._engine.abort(request_ids)
         for request_id in request_ids:
             self._unfinished.pop(request_id, None)

@@ -102,7 +102,7 @@ def _with_tokenizer_eos(effective: EffectiveConfig) -> EffectiveConfig:
 
 
 def _log_model(asked: EngineConfig, effective: EffectiveConfig) -> None:
-    """Tell, once for all ranks, what the operator should know of the model's files."""
+    """Log, once for all ranks, what the operator should know about the model's files."""
     head = effective.draft_head
     for spec, prefix in ((effective.model, ""), *(() if head is None else ((head.spec.model, "draft head: "),))):
         for note in spec.notes:

@@ -63,10 +63,10 @@ class LayerContext:
         return parameter
 
     def output(self, part: torch.Tensor) -> torch.Tensor:
-        """Return what a row-parallel layer returns, given the ``part`` of this rank; ``joins`` adds that up.
+        """Return the output of a row-parallel layer, given this rank's ``part``: that part, which ``joins`` adds up.
 
-        With ``tp_invariant`` the ranks' sum of their float32 parts, in the model's type: what is made of it afterwards
-        is then the same on all ranks, and on any number of them.  A collective.
+        With ``tp_invariant`` it is the ranks' sum of their float32 parts, in the model's type, so that what is made of
+        it is the same on all ranks, and on any number of them.  A collective.
         """
         if not self.tp_invariant or self.world_size == 1:
             return part

@@ -116,7 +116,7 @@ class ExpertAdapters:
         weights: torch.Tensor,
         rows: AdapterRows,
     ) -> torch.Tensor:
-        """The same of ``rows`` alone, which all have an adapter."""
+        """``mix`` of ``rows`` alone, which all have an adapter."""
         experts, top_k = self._shape.experts, expert_ids.shape[1]
         pairs = pair_up(expert_ids.numpy() - experts.start, experts.size)
         outputs = x.new_zeros((len(x) * top_k, x.shape[1]))

@@ -94,6 +94,5 @@ class Join:
         return wanted_codes([reader.loaded for reader in self._readers])
 
     def _output(self, part: torch.Tensor) -> torch.Tensor:
-        """The block's output."""
         output = part if self._is_summed else self._communicator.all_reduce(part)
         return output if self._out_norm is None else self._out_norm(output)

@@ -69,4 +69,4 @@ class TowerRun:
 
 
 class _CutError(Exception):
-    """The layers that a step has are done."""
+    """Ends the tower's call: this step's layers have run."""

@@ -108,7 +108,6 @@ class TokenRules:
         return f"{names} leave no token that may come next; allow more tokens, or leave one of them out"
 
     def start(self, *, ignore_eos: bool) -> TokenGuard:
-        """Return the place before the first token."""
         inner = None if self._grammar is None else self._grammar.start(ignore_eos=ignore_eos)
         return TokenGuard(self, self.words.start, inner)
 

@@ -181,7 +181,7 @@ class KVEvents(SchedulerFeature):
         return Inserted(run.serial, run.name[0], run.length, run.token_bytes, tiers)
 
     def _tiers(self, blocks: BlockIds) -> Tiers:
-        """Of logical blocks (n, G)."""
+        """The tiers of logical blocks (n, G)."""
         farthest = blocks[:, self._counted].max(axis=1)
         tiers: Tiers = (farthest >= self._first_host).astype(np.uint8) + (farthest >= self._first_disk)
         return tiers

@@ -112,7 +112,7 @@ class StopChecker:
             self._rebuild()
 
     def unwatch(self, group: RequestGroup) -> None:
-        """Count the stop tokens of a request that has ended no more."""
+        """Stop counting the stop tokens of a request that has ended."""
         ids = group.eos_token_ids | group.stop_token_ids
         self._count.subtract(ids)
         gone = [token_id for token_id in ids if self._count[token_id] == 0]

@@ -133,7 +133,7 @@ class Scheduler:
             announce(session, self._cache_keys.of(salt, adapter_generation), self.next_step_id)
 
     def constrain(self, request_id: str, grammar: Grammar) -> None:
-        """Let a request's sequences run, whose grammar is compiled.  A request that was aborted is ignored."""
+        """Let the sequences of a request run: its grammar is compiled.  A request that was aborted is ignored."""
         group = self._groups.get(request_id)
         for sequence in group.sequences if group is not None else ():
             if sequence.phase is SequencePhase.WAITING and sequence.blocked & Blocked.GRAMMAR:
@@ -143,8 +143,8 @@ class Scheduler:
     def abort(
         self, request_ids: Iterable[str] | None, error: str | None = None, error_code: str | None = None
     ) -> list[SequenceDelta]:
-        """End these requests now, because of an ``error`` if there is one; unknown ids are ignored.  None: all.  One
-        last record per unfinished sequence."""
+        """End these requests now (None: all), because of an ``error`` if there is one; unknown ids are ignored.
+        Returns a last record of each unfinished sequence."""
         deltas: list[SequenceDelta] = []
         for request_id in list(self._groups) if request_ids is None else request_ids:
             group = self._groups.get(request_id)
@@ -160,7 +160,7 @@ class Scheduler:
         self.state.preempt_all()
 
     def renew_cache_keys(self) -> None:
-        """Find nothing any more of what is cached, because the weights changed.  No sequence may be running."""
+        """Hide all that is cached, because the weights changed.  No sequence may be running."""
         assert not self.state.rows.num_running, "a row has K/V of the old weights"
         self._cache_keys.renew(self._groups.values())
         for on_new_weights in self._hooks.on_new_weights:
@@ -268,7 +268,7 @@ class Scheduler:
         return stats_of(self.state, {name: value for stats in self._hooks.stats for name, value in stats().items()})
 
     def view(self, limits: ViewLimits) -> SchedulerView:
-        """Return the pool and the running sequences for people to look at; costs nothing until it is called."""
+        """Return the pool and the running sequences, for display; costs nothing until it is called."""
         return view_scheduler(self.state, limits)
 
     def reset_prefix_cache(self) -> bool:

@@ -95,7 +95,7 @@ class SchedulerState:
         self.limit_chunk: list[Callable[[Sequence, int, int], int]] = []
 
     def enter(self, entries: list[Entry], step_id: int) -> list[IntArray]:
-        """Seat sequences, with the blocks that they share and new ones; their tables."""
+        """Seat sequences, with the blocks that they share and new ones; returns their tables."""
         self.rows.occupy(entries, step_id)
         for entry in entries:
             sequence = entry.sequence
@@ -117,7 +117,7 @@ class SchedulerState:
         sequence.group.running.remove(sequence)
 
     def unblock(self, sequence: Sequence, reason: Blocked) -> None:
-        """Let ``reason`` hold the sequence back no longer; it may then be scheduled, or enter the queue."""
+        """Clear ``reason``: the sequence may be scheduled, or enter the queue, if no other holds it back."""
         if sequence.row != NO_ROW:
             self.rows.readiness.clear(sequence.row, reason)
         elif sequence.phase is SequencePhase.WAITING and sequence.blocked:

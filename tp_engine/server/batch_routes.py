@@ -166,7 +166,7 @@ def _json(value: object) -> Response:
 
 
 def _seen(entries: Mapping[str, Stored]) -> list[Stored]:
-    """Those that the caller may see."""
+    """The entries that the caller may see."""
     caller = current_caller()
     return [one for one in list(entries.values()) if caller.may_see(one.owner)]
 

@@ -46,7 +46,6 @@ class DummyWeights:
         return set(self._sources)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the whole tensor's shape."""
         return self._sources[name].shape
 
     def dtype(self, name: str) -> torch.dtype:

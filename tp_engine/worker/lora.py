@@ -81,7 +81,7 @@ class RankAdapters(RunnerFeature):
         return shares
 
     def remember(self, generation: int, adapter: HostAdapter) -> int:
-        """Remember what ``read`` returned; its bytes on the host."""
+        """Remember what ``read`` returned; returns its bytes on the host."""
         self._kept[generation] = adapter
         return sum(pair.num_bytes for pair in adapter if pair is not None)
 

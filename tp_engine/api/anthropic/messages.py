@@ -147,7 +147,6 @@ def _is_image(block: object) -> bool:
 
 
 def _image(where: str, block: Block) -> ImageSource:
-    """The image of a block."""
     source = block.get("source")
     kind = source.get("type") if isinstance(source, Mapping) else None
     if not isinstance(source, Mapping) or kind not in _FILES:

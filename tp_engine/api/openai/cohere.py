@@ -103,7 +103,6 @@ def _written(kind: str, vector: Any) -> Any:
 
 
 def _text(where: str, given: Mapping[str, Any]) -> str:
-    """The text of one of ``inputs``."""
     content = given.get("content")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list) or not all(isinstance(one, Mapping) for one in parts):

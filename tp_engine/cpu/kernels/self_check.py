@@ -374,7 +374,6 @@ def _copies(given: Any) -> Any:
 
 
 def _tensors(found: Any) -> list[torch.Tensor]:
-    """The tensors in ``found``."""
     if isinstance(found, tuple):
         return [tensor for one in found for tensor in _tensors(one)]
     return [found] if isinstance(found, torch.Tensor) else []

@@ -67,7 +67,6 @@ class Int8Linear:
         self._rows = int8_rows()
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``x`` (N, in) -> (N, out), in the type of ``x``."""
         codes, scales = self._rows.quantise(x)
         return self._rows.scale(self.products(codes), scales, bias, x.dtype)
 

@@ -130,7 +130,7 @@ def _common_order(orders: torch.Tensor, shape: LinearShape) -> torch.Tensor:
 
 
 class SeparateProducts:
-    """Experts with products of their own, one expert after the other, as each sorts its inputs in its own way."""
+    """Experts with a product each, one expert after the other, because each sorts its inputs in its own way."""
 
     is_recordable = False
 

@@ -155,7 +155,7 @@ class TierLoads(SchedulerFeature):
         hooks.stats.append(self.stats)
 
     def begin_plan(self, builder: StepPlanBuilder) -> None:
-        """Let rows run all of whose loads have gone out; the plan in the making waits for these."""
+        """Let those rows run whose loads have all gone out; the plan in the making waits for these."""
         if not self._rows.readiness.num_blocked:
             return
         for sequence in self._rows.loading():

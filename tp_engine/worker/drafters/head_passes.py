@@ -175,7 +175,7 @@ class HeadPasses:
             return self._keep_outputs(self.head(*self._step_inputs(size)))
 
     def _store(self, size: int) -> torch.Tensor:
-        """Let the head store K/V of the decodes of a step of ``size`` rows; what is returned has no meaning."""
+        """Store the head's K/V of the decodes of a step of ``size`` rows; the returned tensor means nothing."""
         with forward_context(self._decodes_metadata(size)):
             self.head.store(*self._step_inputs(size))
         return self.out[:size]

@@ -1,4 +1,4 @@
-"""Looks for outputs of the model that are no numbers, and says so once in the log.
+"""Looks for outputs of the model that are not numbers, and says so once in the log.
 
 The tokens of such outputs are still tokens, mostly the first one of the vocabulary, so nothing else would tell.  Looked
 at are what the output head reads in steps with prompts, the logits of the first of them, and log-probabilities on their

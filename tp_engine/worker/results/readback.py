@@ -65,7 +65,7 @@ class Event(Protocol):
 
 
 def never_fails() -> None:
-    """Do nothing: the check of a rank that has no others."""
+    """The check of a rank without others."""
 
 
 def wait_for(event: Event, check: Check) -> None:

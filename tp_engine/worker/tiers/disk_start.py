@@ -193,5 +193,5 @@ def _digest(*texts: str) -> str:
 
 
 def _weights(path: Path, load_format: str, seed: int) -> str:
-    """Of the checkpoint's tensors, by content; made-up weights follow from their seed."""
+    """A fingerprint of the checkpoint's tensors, by content; dummy weights follow from their seed."""
     return f"dummy {seed}" if load_format == "dummy" else weights_fingerprint(path)
