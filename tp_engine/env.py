@@ -85,7 +85,7 @@ def leave_launch() -> None:
 
 
 def given_rank(environ: Mapping[str, str] | None = None) -> int:
-    """``RANK`` alone, for errors about an environment that ``launched_rank`` refuses; 0 if it is no number."""
+    """``RANK`` alone, for errors about an environment that ``launched_rank`` refuses; 0 if it is not a number."""
     rank = (os.environ if environ is None else environ).get("RANK", "")
     return int(rank) if rank.isdecimal() else 0
 

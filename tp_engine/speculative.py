@@ -87,7 +87,7 @@ class SpeculativeConfig:
 
     @classmethod
     def of(cls, text: str | None) -> SpeculativeConfig | None:
-        """Parse the option's JSON text; None is no speculation.  Raises ``ConfigError``.
+        """Parse the option's JSON text; None: no speculation.  Raises ``ConfigError``.
 
         If only one of ``prompt_lookup_min`` and ``prompt_lookup_max`` is given, the other one follows it where its
         default does not fit.  Without a method, a ``model`` is a draft head.  ``mtp`` drafts one token unless

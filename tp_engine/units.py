@@ -20,7 +20,7 @@ def format_gib(num_bytes: int) -> str:
 
 
 def shown_size(num_bytes: int) -> str:
-    """``16777216`` -> ``'16 MiB'``; a number that is no whole number of units stays one of bytes."""
+    """``16777216`` -> ``'16 MiB'``; a number that is not a whole number of units stays in bytes."""
     unit = next((one for one in ((GIB, " GiB"), (MIB, " MiB"), (KIB, " KiB")) if num_bytes % one[0] == 0), (1, ""))
     return f"{num_bytes // unit[0]}{unit[1]}"
 

@@ -96,7 +96,7 @@ class BeamSearch:
         self.num_cached_tokens = 0
         self._num_prompt_tokens = len(request.prompt_token_ids)
         self._eos_token_ids = frozenset(() if params.ignore_eos else request.eos_token_ids)
-        # Enough that W of them are no EOS.  ``max_logprobs`` limits what users read, not this.
+        # Enough that W of them are not EOS.  ``max_logprobs`` limits what users read, not this.
         num_candidates = params.beam_width + max(params.beam_width, len(self._eos_token_ids))
         num_logprobs = max(num_candidates, request.params.logprobs or 0)
         self._sampling = dataclasses.replace(request.params, logprobs=num_logprobs)

@@ -277,7 +277,7 @@ class InputProcessor:
         what = f"the {param}" if param == "prompt" else param
         if not token_ids:
             raise RequestError(f"{what} is empty; give at least one token", param=param)
-        if set(map(type, token_ids)) != {int}:  # a bool is no token id either
+        if set(map(type, token_ids)) != {int}:  # a bool is not a token id either
             wrong = next(token_id for token_id in token_ids if type(token_id) is not int)
             raise RequestError(f"{what} contains {shown(wrong)}; token ids are whole numbers", param=param)
         last = self.model.vocab_size - 1

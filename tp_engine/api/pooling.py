@@ -177,14 +177,14 @@ class Pooler:
             self._check_size(len(made.prompt_token_ids), prompt_field)
         if pads is None:
             return made
-        ids = made.prompt_token_ids  # transformers pools the last that is no padding; the first one if all are padding
+        ids = made.prompt_token_ids  # transformers pools the last that is not padding; the first one if all are padding
         length = next((n for n in range(len(ids), 0, -1) if ids[n - 1] != pads), 1)
         return replace(made, prompt_token_ids=ids[:length])
 
     def values(self, output: RequestOutput) -> FloatArray:
         """Return the vector (n,), the scores (labels,), or those of each token (tokens, labels), of a finished request.
 
-        ``RuntimeError`` for outputs that are no numbers, ``RequestError`` for a request that was aborted.
+        ``RuntimeError`` for outputs that are not numbers, ``RequestError`` for a request that was aborted.
         """
         pooled = output.pooled
         if pooled is None:

@@ -71,7 +71,7 @@ def golden_content(
 
 
 def read_golden(path: Path) -> Golden:
-    """Return the content of a golden file.  ``ConfigError`` if it is none."""
+    """Return the content of a golden file.  ``ConfigError`` if it is not one."""
     try:
         return msgspec.json.decode(files.read_bytes(path, files.MAX_JSON_BYTES), type=Golden)
     except (OSError, ValueError, msgspec.MsgspecError) as error:

@@ -21,7 +21,7 @@ from tp_engine.units import KIB, MIB
 
 MIN_CAPABILITY = (8, 0)
 ALIGNMENT = 16
-"""Tensors whose size or address is no multiple of this, in bytes, are all-reduced by the library."""
+"""Tensors whose size or address is not a multiple of this, in bytes, are all-reduced by the library."""
 WORD_BYTES = 8
 """The same for all-gathers."""
 

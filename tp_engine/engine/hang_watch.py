@@ -142,7 +142,8 @@ class HangWatch:
         return (now_ns - max(slot.heartbeat_ns, lived_ns, self._counting_from_ns)) / 1e9
 
     def _stopped(self, now_ns: int) -> Hang | None:
-        """Each culprit has been silent for the limit; a rank that a busy machine delays for a moment is none."""
+        """Each culprit has been silent for the limit; a rank that a busy machine delays for a moment is not a
+        culprit."""
         silence_s = {slot.rank: self._silence_s(slot, now_ns) for slot in self._board.slots}
         age_s = max(silence_s.values())
         if age_s < self._limits.soft_s:

@@ -42,7 +42,7 @@ class _Steps(msgspec.Struct):
 
 
 def check_growth(path: Path) -> None:
-    """Raise ``ConfigError`` for a tokenizer.json whose steps may make too much of a text; a file that is none is left
+    """Raise ``ConfigError`` for a tokenizer.json whose steps may make too much of a text; other files are left
     to the library."""
     try:
         steps = msgspec.json.decode(read_text(path, MAX_TOKENIZER_BYTES), type=_Steps)

@@ -11,7 +11,7 @@ from tp_engine.flight_recorder.report import report_lines
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0, or 2 for a file that is no record."""
+    """Exit code 0, or 2 for a file that is not a record."""
     parser = argparse.ArgumentParser(prog="python -m tp_engine.flight_recorder", description=__doc__)
     parser.add_argument("file", type=Path, help="tp_engine-flight-*.json")
     parser.add_argument("--steps", type=int, default=8, help="how many of the last steps to print (default: 8)")

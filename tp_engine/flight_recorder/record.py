@@ -102,7 +102,7 @@ class FlightRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BadRecordError(ValueError):
-    """A file that is no flight record, or one of another version."""
+    """A file that is not a flight record, or is one of another version."""
 
 
 def load_record(path: Path) -> FlightRecord:

@@ -1,4 +1,4 @@
-"""Rank 0's sign of life for a process that is no rank: the HTTP frontend, or a program with an ``AsyncLLM``.
+"""Rank 0's sign of life for a process that is not a rank: the HTTP frontend, or a program with an ``AsyncLLM``.
 
 ::
 

@@ -19,7 +19,7 @@ from tp_engine.units import round_up
 Array: TypeAlias = npt.NDArray[Any]
 
 _PART_BYTES, _NUM_PARTS = 4 << 20, 3
-# Triton compiles a kernel of its own for pointers that are no multiples of 16 bytes.
+# Triton compiles a kernel of its own for pointers that are not multiples of 16 bytes.
 _ALIGNMENT = 16
 
 

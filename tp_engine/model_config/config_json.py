@@ -138,7 +138,7 @@ class ConfigJson:
     def take(self, name: str, kind: type[T], default: T | None = None) -> T | None:
         """Return the value of ``name``, or ``default`` where it is absent.  Raises ``ConfigError`` for a wrong type.
 
-        Null is false, and the default of what is no number.  A number other than 0 has no value that means none, so
+        Null is false, and the default of anything but a number.  A number other than 0 has no value that means none, so
         null is refused, unless there is no ``default``: then the caller knows what it means.
         """
         self._taken.add(name)

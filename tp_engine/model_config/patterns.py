@@ -16,7 +16,7 @@ _OPENING = re.compile(r"\((?!\?)")
 
 
 def compile_pattern(pattern: str, origin: str) -> re.Pattern[str]:
-    """``pattern``, which ``origin`` has.  ``ConfigError`` if it is no expression, or one that may take very long."""
+    """``pattern``, which ``origin`` has.  ``ConfigError`` if it is not an expression, or may take very long."""
     bare = _LITERAL.sub("x", pattern)
     repeats = sum(bare.count(mark) for mark in "*+{")
     if (

@@ -55,7 +55,7 @@ def with_mtp(spec: ModelSpec, headers: CheckpointHeaders) -> ModelSpec:
 
 
 def has_own_head(names: CheckpointNames, headers: CheckpointHeaders) -> bool:
-    """Return whether the checkpoint stores an output head that is no copy of its embedding."""
+    """Return whether the checkpoint stores an output head other than a copy of its embedding."""
     heads = tuple(dict.fromkeys(head for _, head in names.spellings))
     stored = [name for name in headers.names if name.startswith(heads)]
     embedding = next(filter(None, map(headers.find, names.spell(_EMBEDDING))), None)

@@ -44,7 +44,7 @@ class DraftHead(nn.Module):
         values of its layers' ``attention``, if the head reads them."""
 
     def finish_loading(self) -> None:
-        """Prepare what is no part of the model, once, after all weights have their values; raises ``WeightError``."""
+        """Prepare what is not part of the model, once, after all weights have their values; raises ``WeightError``."""
 
     @property
     def own_attention(self) -> list[Attention]:

@@ -67,7 +67,7 @@ class MtpHead(DraftHead):
                 context=context,
             ),
         )
-        # The model's, which are no modules of the head.
+        # The model's, which are not modules of the head.
         self._embed: Callable[[torch.Tensor], torch.Tensor] = embed_tokens.__call__
         self._shared = ropes, lm_head
 

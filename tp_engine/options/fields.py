@@ -67,7 +67,7 @@ def _check_fields(config: Any) -> None:
 
 def json_object(name: str, text: str, known: Iterable[str] | None = None, *, example: str = "") -> dict[str, Any]:
     """Return the JSON object in the ``text`` of the option ``name``, without the keys that are null.  Raises
-    ``ConfigError`` for other text, and for a key that is none of ``known``."""
+    ``ConfigError`` for other text, and for a key that is not among ``known``."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:

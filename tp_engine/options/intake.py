@@ -34,7 +34,7 @@ def take_options(
     flags, and by options and values of other servers.
 
     ``note`` gets a line for what is translated or without an effect; by default the log does.  Raises ``ConfigError``
-    for a name that is none of them, with the nearest one, and for an option that is refused, with the remedy;
+    for an unknown name, with the nearest one, and for an option that is refused, with the remedy;
     ``where`` begins the message, and ``spelled`` writes names as the user did.
     """
     intake = _Intake(kinds, where, spelled, OPTIONS)

@@ -17,7 +17,7 @@ from tp_engine.sched.sequence import RequestGroup, Sequence
 @dataclass(frozen=True, slots=True)
 class FinishDetails:
     """Why a sequence ended; ``stop_reason`` is the id among ``stop_token_ids`` that ended it.  ``by_grammar``: its
-    grammar allows no more, so that its last token is no stop token; ``error``: why no token can follow, though the
+    grammar allows no more, so that its last token is not a stop token; ``error``: why no token can follow, though the
     output is not complete, with its code."""
 
     reason: FinishReason

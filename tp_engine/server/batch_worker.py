@@ -5,7 +5,7 @@
     validating -> in_progress -> finalizing -> completed
         |             |`-> cancelling -> cancelled      finished lines are kept
         v             `--> expired                      lines without a result are errors
-      failed: a line is no request, and nothing is run
+      failed: a line is not a request, and nothing is run
 
 The result files are a batch's memory: a server that was killed goes on with the lines that have no result.
 """

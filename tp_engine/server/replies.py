@@ -152,7 +152,7 @@ class EventStream(Response):
             if not parts.begun:
                 await error_reply(error)(scope, receive, send)
                 return
-            # Whoever ended the engine has logged why, once: its streams are no errors of their own.
+            # Whoever ended the engine has logged why, once: its streams are not further errors.
             level = logging.INFO if isinstance(error, EngineDeadError) else logging.ERROR
             logger.log(level, "a stream was cut off: %s", error)
             await parts.send(self._failure(error))

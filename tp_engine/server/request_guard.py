@@ -7,7 +7,7 @@ server first.  Only its answer is hidden from the page.  So a request that acts 
     Origin          this server's, or an allowed one   of requests other than GET, HEAD and OPTIONS
     Content-Type    application/json                   of every body: pages need a permission (CORS) to send that
 
-Clients that are no browsers send no Origin and no Sec-Fetch-Site.
+Clients other than browsers send no Origin and no Sec-Fetch-Site.
 """
 
 import ipaddress
@@ -29,7 +29,7 @@ _UPLOADS = "/v1/files"  # the one path that takes a form; its Origin is checked 
 
 
 class RequestGuard:
-    """Raises for requests of other sites' pages (403), and for bodies that are no JSON (400)."""
+    """Raises for requests of other sites' pages (403), and for bodies that are not JSON (400)."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._origins = config.allowed_origins

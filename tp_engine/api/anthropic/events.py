@@ -47,7 +47,7 @@ class MessageWriter(ChatEventWriter):
         self._ending: JsonObject = {"stop_reason": None, "stop_sequence": None}
         self._block: JsonObject = {}  # the open one, as it began
         self._pieces: list[str] = []
-        self._ends_in_call = False  # whose arguments are no object
+        self._ends_in_call = False  # whose arguments are not an object
 
     def begin(self, usage: Mapping[str, Any]) -> list[JsonObject]:
         return [{"type": "message_start", "message": self._whole([], usage)}]
@@ -123,7 +123,7 @@ def _usage(usage: Mapping[str, Any]) -> JsonObject:
 
 
 def _arguments(text: str) -> JsonObject | None:
-    """The object that arguments are, empty for none; None for a text that was cut off, or that is no object."""
+    """The arguments as an object, empty without any; None for text that was cut off, or that is not an object."""
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError):

@@ -44,7 +44,7 @@ _UNTOLD = frozenset({
     "web_search_tool_result",
 })  # fmt: skip
 _FILES = ("base64", "url")  # types of sources
-# What changes the list of tools (``requests.py``), and is no text.
+# What changes the list of tools (``requests.py``), and is not text.
 TOOL_CHANGES = frozenset({"tool_addition", "tool_removal"})
 
 

@@ -271,7 +271,7 @@ class Outcomes(Closing):
 
 
 class _LoggedBar(io.StringIO):
-    """A bar's place that is no terminal: the log."""
+    """Where a bar goes if not to a terminal: the log."""
 
     def write(self, text: str) -> int:
         if words := text.strip():

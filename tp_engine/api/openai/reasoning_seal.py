@@ -1,6 +1,6 @@
 """Reasoning that a client keeps and sends back without reading it: the text, and a code that shows any change.
 
-It is no secret, as answers have the same text in plain: the code tells that this server wrote it.
+It is not secret, as answers have the same text in plain: the code proves that this server wrote it.
 
 ::
 

@@ -268,7 +268,7 @@ def _is_answered(endpoint: str) -> bool:
     with sockets.socket(sockets.AF_UNIX) as probe:
         try:
             return path != endpoint and probe.connect_ex(path) == 0
-        except OSError:  # it is no path
+        except OSError:  # it is not a path
             return False
 
 

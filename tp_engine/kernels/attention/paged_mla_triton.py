@@ -4,7 +4,7 @@
 
     query (N, heads, rank + rope)        cached row of a token: [ latent: rank | rope ], one for all heads
 
-    score  = query . row                 two products, because rank + rope (576) is no power of two
+    score  = query . row                 two products, because rank + rope (576) is not a power of two
     result = sum of weight * latent      the latents of a tile are read once, for the scores and for the result
 
     grid (parts of the heads, splits, requests or blocks of queries)

@@ -121,7 +121,7 @@ class Pca(Codec):
         blobs[to_ids] = torch.cat((*parts, parts[0].new_zeros(len(blocks), rest)), 1)
         missed = self._synthesise(codes, scales, basis).float().sub_(states)
         errors, norms = (one.flatten(2).square().sum(-1) for one in (missed, states))
-        return ~(errors <= self._bound**2 * norms).all(0)  # refused too if it is no number
+        return ~(errors <= self._bound**2 * norms).all(0)  # refused too if it is NaN
 
     def _synthesise(self, codes: torch.Tensor, scales: torch.Tensor, basis: _Basis) -> torch.Tensor:
         """States (heads, n, block_size, head_dim) of the block's type."""

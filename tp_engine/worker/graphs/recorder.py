@@ -36,7 +36,7 @@ class Recorder(Protocol):
     def record(self, step: Step, keep: Keep = keep_nothing) -> Recording:
         """Record ``step``.  It may run once before, for one-time work, and allocates only what it returns.
 
-        Where it is run again in earnest, what ``keep`` keeps is put back before.
+        Where it is then run again for real, what ``keep`` keeps is restored first.
         """
 
 

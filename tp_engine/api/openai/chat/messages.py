@@ -9,7 +9,7 @@
 | the content of a tool's answer | text |
 | an image | a part ``{"type": "image"}`` in its place, where the model takes images (``images.py``) |
 | tool_calls with arguments as JSON text | arguments as an object, or the text if the template takes that alone |
-| arguments that are no object | the text, as it is or as ``INVALID_JSON`` of an object; the log says so |
+| arguments that are not an object | the text, as it is or as ``INVALID_JSON`` of an object; the log says so |
 | parts of the kind thinking | reasoning |
 | reasoning | reasoning_content too, its name in most templates, or thinking if the template knows that alone |
 | an answer of a tool, with the call's id | also the function's name |
@@ -241,7 +241,7 @@ def _part_text(where: str, role: str, part: object, takes_images: bool) -> str:
 
 
 def omitted(kind: str) -> str:
-    """Return what stands for a part of a tool's answer that is no text; the log says so once for each kind."""
+    """Return what stands for a part of a tool's answer that is not text; the log says so once for each kind."""
     warn_once(
         logger, "parts of the type %s in tools' answers are left out: a note stands there", shown(kind, _MAX_SHOWN)
     )

@@ -41,7 +41,7 @@ _PROCESS = IsolatedProcess(prepare=(template_process.prepare, ""), max_calls=256
 
 
 class ChatTemplate:
-    """A template.  Raises ``ConfigError`` for a text that is none.  For any thread."""
+    """A template.  Raises ``ConfigError`` for text that is not one.  For any thread."""
 
     def __init__(self, text: str) -> None:
         parse_template(text)

@@ -86,7 +86,7 @@ class ClientTool:
     beside: Mapping[str, Any] = field(default_factory=dict)
 
     def fields(self, arguments: str) -> dict[str, Any] | None:
-        """Return what the item of a call has of its ``arguments``; None if they are no call of this tool."""
+        """Return what the item of a call has of its ``arguments``; None if they do not fit this tool."""
         try:
             given = json.loads(arguments)
         except (ValueError, RecursionError):

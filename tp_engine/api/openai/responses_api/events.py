@@ -27,7 +27,7 @@ _STATUS: Mapping[str, tuple[str, str | None]] = {
     "length": ("incomplete", "max_output_tokens"),
     "abort": ("cancelled", None),
 }
-# The type of an item -> the prefix of its id, and the middle of the names of its events; a call's are no parts.
+# The type of an item -> the prefix of its id, and the middle of the names of its events; a call has no parts.
 _ITEMS = {
     "reasoning": ("rs", "reasoning_text"),
     "message": ("msg", "output_text"),

@@ -199,7 +199,7 @@ def _has_image(content: object) -> bool:
 
 
 def _parts(where: str, content: Any, text: Callable[[str, Any], str]) -> list[Any]:
-    """The parts of a content that ``_has_image``; ``text`` reads those that are none."""
+    """The parts of a content that ``_has_image``; ``text`` reads the parts that are not images."""
     places = [(f"{where}[{number}]", part) for number, part in enumerate(content)]
     return [image_source(place, part) if is_image_part(part) else text(place, part) for place, part in places]
 

@@ -48,7 +48,7 @@ ChatEvent: TypeAlias = ReasoningText | ContentText | CallStarted | CallArguments
 
 
 def unread_arguments(text: object) -> dict[str, object]:
-    """Return the object that stands for arguments which are none, as Anthropic's documentation advises.
+    """Return the object that stands for text that is not arguments, as Anthropic's documentation advises.
 
     An empty one would be a call with defaults, which clients run.
     """

@@ -302,7 +302,7 @@ class _Property:
 
 
 def _properties(schema: _Schema) -> list[_Property]:
-    """The properties of an object.  ``UnfitError`` for other conditions, and names that are no words."""
+    """The properties of an object.  ``UnfitError`` for other conditions, and for names that are not identifiers."""
     given, required = schema.get("properties", {}), schema.get("required", [])
     if not schema.keys() <= _OF_OBJECTS or not isinstance(given, Mapping) or not isinstance(required, list):
         raise UnfitError

@@ -95,7 +95,7 @@ class ObjectsParser(TextParser):
             raise NoCallError
 
     def _read_call(self, names: frozenset[str] | None = None, *, checks_arguments: bool = False) -> Reading[None]:
-        """Read the object of a call, from behind its brace to its end.  ``NoCallError`` if it is none.
+        """Read the object of a call, from behind its brace to its end.  ``NoCallError`` if it is not a call.
 
         ``names`` are for text that may only look like a call: its first keys must be those of a call, and the name must
         come first and be one of these.  ``checks_arguments``: the call is known with the first key of its arguments, up

@@ -2,7 +2,7 @@
 
 ``LiteralMarks`` names the marks of one format, ``literals.py`` reads the arguments.  Each is passed on when it has
 ended, and a string as it comes.  A mark in front tells that this is a call; without one, the first argument tells,
-which must be a literal, or no call was meant.  In a call what is no literal is a string.  Models forget to escape
+which must be a literal, or no call was meant.  In a call, what is not a literal is a string.  Models forget to escape
 quotes: one ends a string if what is behind it may be behind a string.
 """
 
@@ -168,7 +168,7 @@ class LiteralCallsParser(TextParser):
         self._called.add(self._name)
 
     def _read_call(self) -> Reading[None]:
-        """Read the arguments of a call, and its closing bracket.  ``NoCallError`` if it is none."""
+        """Read the arguments of a call, and its closing bracket.  ``NoCallError`` if it is not a call."""
         self._types = self._tools.get(self._name, NO_TYPES)
         self._num_arguments, self._num_used, self._keys, mark = 0, 0, set(), ","
         while mark == ",":
@@ -194,7 +194,7 @@ class LiteralCallsParser(TextParser):
         return mark
 
     def _give_argument(self, text: str) -> None:
-        """Pass on an argument as a whole, if there is one.  ``NoCallError`` if it tells that this is no call."""
+        """Pass on an argument as a whole, if there is one.  ``NoCallError`` if it shows that this is not a call."""
         if not text.strip():
             return
         free = self._next_name()

@@ -103,7 +103,7 @@ PYTHON = Language(quotes=('"""', "'''", '"', "'"), escapes=True, equals="=")
 
 
 class LiteralReader:
-    """Reads one argument of a call.  Raises ``ValueError`` for what is no literal; the text's end closes all."""
+    """Reads one argument of a call.  Raises ``ValueError`` for what is not a literal; the text's end closes all."""
 
     def __init__(self, language: Language, text: str) -> None:
         self._language = language
@@ -134,7 +134,7 @@ class LiteralReader:
         return "" if found is None else found.group().strip()
 
     def _next(self) -> str:
-        """The next character that is no white space; empty at the end."""
+        """The next character other than white space; empty at the end."""
         self._match(_SPACE)
         return self._text[self._place : self._place + 1]
 

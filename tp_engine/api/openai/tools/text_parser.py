@@ -41,7 +41,7 @@ class EndOfTextError(Exception):
 
 
 class NoCallError(Exception):
-    """What looked like a call is none, or not one any more."""
+    """What looked like a call is not one, or no longer is."""
 
 
 class EventSink:
