@@ -34,7 +34,7 @@ from math import lcm
 from tp_engine.units import ceil_div, format_gib, round_up
 
 MAX_GROUPS = 12
-# Kernels begin at the start of a tile: so many keys behind a window may still be read, and are hidden by a mask.
+# Kernels begin at the start of a tile: this many keys behind a window may still be read, and are hidden by a mask.
 TILE_TOKENS = 128
 SCALE_BYTES = 4
 STATE_BYTES = 4

@@ -26,7 +26,7 @@ Of these tokens only that of the row itself counts at once.  Where draft tokens 
 follows: ``kept_rows`` (n,), grouped, have one more computed token for each entry, behind which ``kept_tokens`` (n,)
 come.  A row's recurrent state is then copied from the draft row of its last kept token (``state_copies``).
 
-``num_drafts`` asks the ranks' drafter for so many tokens behind each row that is sampled, or 0 for none; they come
+``num_drafts`` asks the ranks' drafter for that many tokens behind each row that is sampled, or 0 for none; they come
 back with the step's result (``StepResult.drafts``).
 
 ``mask_rows`` are those sampled rows whose next token a grammar restricts: row i of ``masks`` has one bit per token id,

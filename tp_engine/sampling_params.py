@@ -105,7 +105,7 @@ class SamplingParams:
     is None, which gives another one each time.  ``max_tokens`` None means as many as the model's context allows.
     ``logprobs`` and ``prompt_logprobs`` are the number of alternatives per token (None for none, -1 for all tokens).
     ``bad_words`` never appear as words of their own, at the beginning or within text, whatever their tokens are.
-    ``detokenize`` False leaves texts empty; there are no stop strings then.  ``truncate_prompt_tokens`` keeps so many
+    ``detokenize`` False leaves texts empty; there are no stop strings then.  ``truncate_prompt_tokens`` keeps that many
     of the prompt's last tokens, -1 as many as leave room for ``max_tokens``.  ``output_kind`` is for
     ``AsyncLLM.generate``.  ``prompt_cache_key`` names the session that the request belongs to, for prefetching from
     the host tier.  ``structured_outputs`` constrains the form of the output.

@@ -280,9 +280,9 @@ class AsyncLLM:
         self.outputs.abort(request_id)
 
     async def prefetch(self, prompt_cache_key: str, cache_salt: str | None = None) -> None:
-        """Say that the next request of a session (``SamplingParams.prompt_cache_key``) will come soon.
+        """Announce the next request of a session (``SamplingParams.prompt_cache_key``).
 
-        While other requests run, the host tier's part of what the session ended with comes back meanwhile.
+        Until it comes, and while other requests run, what the host tier has of the session's tokens is brought back.
         """
         self.engine.prefetch_session(prompt_cache_key, cache_salt or "")
 

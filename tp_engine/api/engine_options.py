@@ -87,7 +87,7 @@ class EngineOptions(TypedDict, total=False):
 
 
 class BatchOptions(EngineOptions, total=False):
-    """Those of ``EngineOptions``, and the fields of ``BatchConfig`` but the two files."""
+    """The keywords of ``EngineOptions``, and the fields of ``BatchConfig`` except the two files."""
 
     enable_auto_tool_choice: bool
     tool_call_parser: str

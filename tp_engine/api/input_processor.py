@@ -110,10 +110,10 @@ class InputProcessor:
         A prompt is text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; these two may also
         have ``multi_modal_data``: ``{"image": one image, or a list}``.  ``max_tokens``
         becomes at most the rest of the model's context.  ``arrival_s`` (time.monotonic()) is now unless given.  Text is
-        tokenized with ``add_special_tokens``.  ``truncate_prompt_tokens`` keeps so many of the prompt's last tokens, or
-        with ``truncation_side`` right of its first ones; -1 keeps as many as leave room for ``max_tokens``; None does
-        as ``params`` say.  A request with ``pooling`` generates nothing.  ``adapter`` names a loaded one.  Errors name
-        the prompt ``prompt_field``.
+        tokenized with ``add_special_tokens``.  ``truncate_prompt_tokens`` keeps that many of the prompt's last tokens,
+        or with ``truncation_side`` right of its first ones; -1 keeps as many as leave room for ``max_tokens``; with
+        None ``params`` decide.  A request with ``pooling`` generates nothing.  ``adapter`` names a loaded one.  Errors
+        name the prompt ``prompt_field``.
         """
         arrival_s = time.monotonic() if arrival_s is None else arrival_s
         if params.structured_outputs is not None:

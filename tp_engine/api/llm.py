@@ -325,7 +325,7 @@ class LLM(Closing):
     def update_weights(
         self, tensors: NamedTensors, *, weight_version: str | None = None, flush_cache: bool = False
     ) -> str:
-        """Run with other weights from now on: all tensors of a checkpoint of this model, by their names in it.
+        """Replace the weights by all tensors of a checkpoint of this model, by their names in it.
 
         All ranks take them or none: ``RequestError`` names a tensor that is missing, unexpected or misshapen, and
         nothing has changed.  Returns the ``weight_version``, by default the number of the update; what the prefix cache

@@ -54,7 +54,7 @@ _SERVE = {
 class PoolingParams:
     """How a prompt is pooled: ``use_activation`` False leaves a vector as long as it is, and scores as they are.
 
-    A vector is cut to ``dimensions``.  ``truncate_prompt_tokens`` keeps so many of the prompt's last tokens, or with
+    A vector is cut to ``dimensions``.  ``truncate_prompt_tokens`` keeps that many of the prompt's last tokens, or with
     ``truncation_side`` right of its first ones.
     """
 
@@ -78,7 +78,7 @@ class PoolingParams:
         return made
 
     def check_dimensions(self, model: ModelInfo, task: str) -> None:
-        """Raise ``RequestError`` unless this model gives results of so many numbers."""
+        """Raise ``RequestError`` unless this model gives results of that many numbers."""
         asked, legal = self.dimensions, model.dimensions
         if asked is None:
             return

@@ -124,8 +124,8 @@ def _call(work: Callable[[], Result]) -> Result:
 class _Line:
     """Some places for work, a thread for each, and those who wait for one.
 
-    ``num_slow``: so many that have worked for ``_SLOW_S`` give their places to others, and go on.  ``most_of_one``: how
-    many places one client may have, those of slow ones too.
+    ``num_slow``: up to that many that have worked for ``_SLOW_S`` give their places to others, and go on.
+    ``most_of_one``: how many places one client may have, those of slow ones too.
     """
 
     def __init__(self, name: str, num_places: int, *, num_slow: int = 0, most_of_one: int | None = None) -> None:

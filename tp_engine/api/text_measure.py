@@ -16,7 +16,7 @@ from tp_engine.units import ceil_div
 # Characters that Python or Rust take for white space, those of ASCII first.
 _ASCII_SPACES = "\t\n\v\f\r\x1c\x1d\x1e\x1f "
 _SPACES = _ASCII_SPACES + "\x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
-# Unicode's normal forms and lower case put at most so many bytes into one.
+# Unicode's normal forms and lower case put at most this many bytes into one.
 _MOST_BYTES_INTO_ONE = 4
 _MOST_BYTES_OF_LETTER = 4
 _LETTER_FORMS = ("NFC", "NFD", "NFKC", "NFKD", "Lowercase")

@@ -132,7 +132,7 @@ class AttentionNeeds:
 
     ``dtype`` is that of queries, ``kv_cache_dtype`` that of the cache.  ``head_dims`` are those of the model's layers,
     each once.  ``has_sinks``: some layer has attention sinks.
-    ``has_latents``: the layers have latent attention, and with ``index_topk`` a query attends to so many keys at most.
+    ``has_latents``: the layers have latent attention; with ``index_topk`` a query attends to that many keys at most.
     ``is_invariant``: a request's result must not depend on the size of the batch.  ``capability`` is the GPU's compute
     capability, such as (9, 0); None without a GPU, or if it is unknown.
     """

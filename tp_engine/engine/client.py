@@ -95,7 +95,7 @@ class EngineClient:
         self._send(messages.AbortRequests(request_ids=list(request_ids)))
 
     def prefetch_session(self, session: str, salt: str) -> None:
-        """Say that a session will go on soon; does nothing if the engine has ended."""
+        """Announce that a session will continue soon; does nothing if the engine has ended."""
         self._send(messages.ExpectSession(session=session, salt=salt))
 
     async def report(self, view: ViewLimits | None = None, *, timeout_s: float = 5.0) -> EngineReport:

@@ -90,7 +90,7 @@ class AbortRequests(_Message, frozen=True, kw_only=True):
 
 
 class ExpectSession(_Message, frozen=True, kw_only=True):
-    """A client's session will go on soon (``Scheduler.prefetch_session``); there is no answer."""
+    """A client's session will continue soon (``Scheduler.prefetch_session``); there is no answer."""
 
     session: str
     salt: str = ""

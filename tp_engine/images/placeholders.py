@@ -64,7 +64,7 @@ class Placeholders:
         self._row_ends = None if form.row_ends is None else tuple(_id(tokenizer, name) for name in form.row_ends)
 
     def tokens(self, grid: Grid) -> list[int]:
-        """Return the tokens of an image of so many rows and columns."""
+        """Return the tokens of an image of that many rows and columns."""
         rows, columns = grid
         row = [self.image_id] * columns
         if self._row_ends is None:

@@ -31,7 +31,7 @@ _MAGIC = 0x31647261_6F627074  # "tpboard1"
 _HEADER_WORDS = 8
 _PATIENCE_S: Final = 0.05
 _STEP, _CHECKSUM = RECORD_FIELDS.index("step_id"), RECORD_FIELDS.index("plan_checksum")
-_MAX_AHEAD: Final = 4  # at most so many plans beyond the step whose result rank 0 takes have been sent
+_MAX_AHEAD: Final = 4  # at most this many plans beyond the step whose result rank 0 takes have been sent
 
 
 class JobBoard(Segment):

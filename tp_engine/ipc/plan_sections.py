@@ -55,7 +55,7 @@ class ArraySection:
         return values.reshape(-1, self._columns) if self._columns else values
 
     def check(self, count: int, num_owners: int) -> None:
-        """Assert that so many items of this section may belong to so many of section ``per``."""
+        """Assert that ``count`` items of this section may belong to ``num_owners`` of section ``per``."""
         fits = count == num_owners or (num_owners > 0 == count % num_owners and 0 < count <= num_owners * self._most)
         assert fits, f"{count} {self.name} for {num_owners} {self.per}"
 

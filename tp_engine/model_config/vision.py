@@ -28,7 +28,7 @@ class VisionSpec:
 
     ``family`` names the rules of its sizes and its tower.  An image is cut into patches of ``patch`` pixels a side, and
     ``merge`` x ``merge`` of them make one row of ``hidden_size`` elements, the text part's, at the place of one
-    ``image_token_id``; each patch is repeated ``temporal_patch`` times, as if the image were so many frames.  Pixels
+    ``image_token_id``; each patch is repeated ``temporal_patch`` times, as if the image were that many frames.  Pixels
     from 0 to 1 are normalised by ``mean`` and ``std``, per colour.  The tokens ``start_token_id`` and ``end_token_id``,
     if config.json names them, stand around an image as text.
 

@@ -217,7 +217,7 @@ class Admitter:
         return None
 
     def _has_room(self, num_blocks: int) -> bool:
-        """Whether so many blocks can be given away while the running rows still get those of their next step."""
+        """Whether ``num_blocks`` can be given away while the running rows still get those of their next step."""
         running = self._rows.num_running + len(self._entries)
         num_kept = self._num_owed + running // self._blocks.block_size * self._blocks.num_groups
         return num_blocks + num_kept <= self._blocks.pool.num_available or running == 0

@@ -60,7 +60,7 @@ class EncoderCache:
         assert end <= self.num_rows
 
     def _gap(self, count: int, taken: Iterable[tuple[int, int]]) -> int | None:
-        """The first of so many free rows beside the places ``taken``."""
+        """The first of ``count`` free rows beside the places ``taken``."""
         end = 0
         for first, size in sorted(taken):
             if first - end >= count:

@@ -9,7 +9,7 @@ A change is a few references to what the cache has anyway, so a step pays for a 
 is full, all that waits in it is forgotten, and a ``Rebuilt`` with the whole cache takes its place: the queue always
 leads to the truth, and never holds up a step.
 
-The cache's content are the logical blocks that a prompt of a new request may find, by what comes before them.  Not
+The cache's content is the logical blocks that a prompt of a new request may find, by what comes before them.  Not
 among them are those of salted prompts, unless they are asked for, of old weights and of adapters that were unloaded.
 Of groups of layers only those that keep all blocks count, if there are any.  A block in several groups is as far away
 as its farthest part.

@@ -42,7 +42,7 @@ class ImageLimits:
     num_ahead: int = 0
 
     def layer_work(self, num_rows: int) -> float:
-        """Return the work of a layer over an image of so many rows, in tokens of a prompt."""
+        """Return the work of a layer over an image of ``num_rows``, in tokens of a prompt."""
         return num_rows * (self.row_work + num_rows * self.pair_work)
 
 

@@ -87,7 +87,7 @@ class Sequence:
     behind them there.
     ``constraint`` is its place in the request's grammar; ``blocked`` says why it is not in the queue yet.
     ``num_lost_tokens`` were computed before a preemption and have not been computed again.
-    Where it has computed so many tokens as ``snapshots_at`` says, a snapshot of its recurrent state is taken.
+    When it has computed ``snapshots_at`` tokens, a snapshot of its recurrent state is taken.
     While it waits, the host tier was searched for it at ``looked_at_step``, and ``num_prefetched_tokens`` were loaded.
     ``num_draft_tokens`` were verified for it, of which ``num_accepted_tokens`` were right.
     While it has a row, its adapter is in the slot ``adapter_slot``, 0 for none.

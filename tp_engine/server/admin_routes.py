@@ -115,7 +115,7 @@ def _add_requests(app: FastAPI, state: ServerState) -> None:
     async def abort(request: Request) -> Response:
         """End requests; what they have generated is answered with the finish reason ``abort``.
 
-        A key of a client reaches the requests of that key; other ids are as unknown ones.
+        A client's key reaches only the requests of that key; all other ids are unknown to it.
         """
         body = await read_body(AbortBody, request, state)
         if (body.request_ids is None) == (not body.abort_all):

@@ -1,4 +1,4 @@
-"""The routes of OpenAI's files and batches; those of another key are as unknown ones."""
+"""The routes of OpenAI's files and batches; those of another key are unknown to the caller."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 @dataclass(slots=True)
 class _ClientWait:
-    """Since when a connection waits for its client, to read so many bytes, or, if there are none, to send a header."""
+    """Since when a connection waits for its client to read ``num_bytes``, or, if that is 0, to send a header."""
 
     since_s: float
     num_bytes: int

@@ -48,7 +48,7 @@ class RunnerHooks:
     """Whether ``on_hidden`` needs the hidden states of all the step's tokens."""
 
     state_room: list[Callable[[int], torch.Tensor | None]] = field(default_factory=list)
-    """Where the model leaves the states of so many tokens (num_tokens, state_size); one feature at most says."""
+    """Where the model leaves the states of ``num_tokens`` tokens (num_tokens, state_size); at most one feature says."""
 
     around_model: list[Callable[[PendingStep, StepInputs], AbstractContextManager[object]]] = field(
         default_factory=list
@@ -74,7 +74,7 @@ class RunnerHooks:
     """Keeps what a step changes only once for these rows (n,), -1 for none; gives a function that puts it back."""
 
     record: list[Callable[[int, Recorder], None]] = field(default_factory=list)
-    """Records what ``on_sampled`` runs behind replayed decodes of so many rows; a collective."""
+    """Records what ``on_sampled`` runs behind replayed decodes of that many rows; a collective."""
 
     forget: list[Callable[[], None]] = field(default_factory=list)
     """Destroys what ``record`` has made; from now on it is launched."""

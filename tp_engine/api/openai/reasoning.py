@@ -132,7 +132,7 @@ class ReasoningFormat:
 
 
 def _at_most(budget: int, close: int | None) -> str:
-    """The rule ``thought``: so many tokens at most, and the one that closes it."""
+    """The rule ``thought``: at most ``budget`` tokens, and the one that closes it."""
     return f"thought: <[^{close}]>{{0,{budget}}} <[{close}]>"
 
 
@@ -396,7 +396,7 @@ class ReasoningTokens:
     def count(self, token_ids: Sequence[int], num_characters: int | None = None) -> int:
         """Tokens up to the closing mark of a text that began with reasoning; all of them if the mark never comes.
 
-        ``num_characters``: a call has ended the reasoning, which has so many with the call's opening mark.
+        ``num_characters``: a call has ended the reasoning, which has that many, the call's opening mark included.
         """
         ids = list(token_ids)
         if num_characters is not None:

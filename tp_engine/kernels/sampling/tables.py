@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 NUM_FLOATS = 6
-_MAX_PADDING = 512  # a padded step has at most so many more places than there are rows
+_MAX_PADDING = 512  # a padded step has at most this many more places than there are rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,7 +95,7 @@ class DecodeInputs(InputTensors):
 
 
 def empty_inputs(num_tokens: int, num_requests: int, tables: RowTables) -> dict[str, Any]:
-    """Return the fields of ``InputTensors`` for so many, all padding."""
+    """Return the fields of ``InputTensors`` of that many requests, all padding."""
     device, (num_groups, _, num_columns) = tables.block_table.device, tables.block_table.shape
     positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     return {

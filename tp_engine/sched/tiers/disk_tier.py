@@ -151,7 +151,7 @@ class DiskTierManager:
 
     def fetch(self, ids: BlockIds, take: Callable[[int], BlockIds]) -> int:
         """Order reads of those of ``ids`` that are on disk, as far as there is room; the last read that is for any.
-        ``take`` gives at most so many slots of the host.  0 if there is none to wait for."""
+        ``take`` gives at most that many slots of the host.  0 if there is none to wait for."""
         on_host = ids[(ids >= self._first_host) & (ids < self.first)] - self._first_host
         self._host.touch(on_host)
         far = ids[ids >= self.first]
