@@ -207,3 +207,45 @@ def test_under_torchrun_the_process_keeps_what_it_had(folder: Path, expected: li
     job = torchrun(2, [str(script)])
     assert job.returncode == 0, job.stdout[-4000:]
     assert f"({expected}, " in job.stdout and "as before" in job.stdout
+
+
+COLOCATED = """
+import safetensors.torch
+{common}
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+for ranks in (1, 2):
+    OPTIONS["tensor_parallel_size"] = ranks
+    with LLM({model!r}, distributed_executor_backend="external_launcher", **OPTIONS) as llm:
+        model(torch.ones(2, 4)).sum().backward()
+        said = [None] * 2
+        found = answer(llm)[0]
+        llm.sleep(level=1)
+        llm.wake_up(tags=["weights"])
+        tensors = safetensors.torch.load_file({model!r} + "/model.safetensors")
+        version = llm.update_weights(tensors.items())
+        llm.reset_prefix_cache()
+        llm.wake_up(tags=["kv_cache"])
+        try:
+            llm.generate([[5, 10**6]], PARAMS, use_tqdm=False)
+        except ValueError as error:
+            refused = "token id 1000000" in str(error)
+        dist.all_gather_object(said, (found, answer(llm)[0], version, refused))
+        if rank == 0:
+            print("ranks", ranks, said, flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_of_a_trainer_share_an_engine(folder: Path, expected: list[int], tmp_path: Path) -> None:
+    """Oracle: the tokens of one rank, on every rank of a job with DDP, from an engine of its own and from one together;
+    the calls of TRL between steps: sleep, wake up by tags, new weights (the same, here)."""
+    script = tmp_path / "job.py"
+    common = COMMON.format(ranks=1, model=str(folder))
+    script.write_text(COLOCATED.format(common=common, model=str(folder)))
+    job = torchrun(2, [str(script)])
+    assert job.returncode == 0, job.stdout[-4000:]
+    for ranks in (1, 2):
+        assert f"ranks {ranks} {[(expected, expected, '1', True)] * 2}" in job.stdout, job.stdout[-4000:]

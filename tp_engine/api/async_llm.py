@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
+from tp_engine import env
 from tp_engine.api.beam_search import BeamSearch, beam_search_output, one_token, run_search
 from tp_engine.api.engine_options import ChatTemplateOptions, EngineOptions, read_options
 from tp_engine.api.input_processor import InputProcessor, Prompt, load_tokenizer, prompt_text
@@ -28,7 +29,7 @@ from tp_engine.engine.client import EngineClient
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.report import EngineReport
 from tp_engine.engine.service_process import Service, spawn_service
-from tp_engine.errors import RankError, RequestError, shown
+from tp_engine.errors import ConfigError, RankError, RequestError, shown
 from tp_engine.images.sources import has_image_part
 from tp_engine.lora import LoRARequest, load_for
 from tp_engine.off_loop import in_thread, started
@@ -467,6 +468,12 @@ class AsyncLLM:
         early = None
         if self._config is not None:
             config, timeout_s = self._config, self._config.startup_timeout_s
+            launched = env.launched_rank()
+            if launched is not None and launched.world_size > 1:
+                raise ConfigError(
+                    f"AsyncLLM starts its own ranks, but torchrun has started {launched.world_size}; start the script "
+                    f"without torchrun, with tensor_parallel_size={launched.world_size}, or use LLM"
+                )
             early, is_over = load_early(config), threading.Event()
             try:
                 self._service = await in_thread(spawn_service, config, is_over.is_set)

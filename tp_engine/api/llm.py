@@ -22,6 +22,7 @@ from tp_engine.api.pooling import Pooler, PoolingLike
 from tp_engine.api.row_runs import OnError, Progress, Result, RowRun
 from tp_engine.api.rows import Rows, as_batch, as_conversations, tokenization_options
 from tp_engine.api.scoring import ScorePairs, paired
+from tp_engine.api.team import EXTERNAL_LAUNCHER, Team, join_team, together
 from tp_engine.closing import Closing, Ending
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.engine.service_process import Service, spawn_service
@@ -73,12 +74,27 @@ class LLM(Closing):
     """
 
     def __init__(self, model: str | PathLike[str] = str(DEMO_MODEL), **options: Unpack[EngineOptions]) -> None:
-        self._async = AsyncLLM(model, **options)
+        given: dict[str, Any] = {**options}
+        self.team: Team | None = None
+        self._ending = Ending()
+        if given.get("distributed_executor_backend") != EXTERNAL_LAUNCHER:
+            self._open(AsyncLLM(model, **given), None)
+            return
+        del given["distributed_executor_backend"]
+        team, given = join_team(model, given)
+        if team is None:
+            self._open(AsyncLLM(model, **given), spawn_service)
+        else:
+            team.do(lambda: self._open(AsyncLLM(model, **given), spawn_service))
+            self.team = team
+
+    def _open(self, llm: AsyncLLM, launch: Callable[[EngineConfig], Service] | None) -> None:
+        """Start the engine of ``llm``; ``launch`` None is what the process's place in a torchrun job asks for."""
+        self._async = llm
         self._async.waits_for_images = False
         config = self._async.options.engine
-        launch = _launch_for(config)
+        launch = launch or _launch_for(config)
         early = load_early(config)
-        self._ending = Ending()
         service = launch(config)
         try:
             self._loop = LoopThread("LLM")
@@ -109,10 +125,12 @@ class LLM(Closing):
         """The requests that run, and what they have generated."""
         return self._async.outputs
 
+    @together
     def get_tokenizer(self) -> Any | None:
         """Return the tokenizer, of the library transformers; None for a model without one."""
         return self.input_processor.tokenizer
 
+    @together
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters of requests that give none: those of the model's generation_config.json, unless options
         say otherwise."""
@@ -185,12 +203,27 @@ class LLM(Closing):
                 'prompts=[{"prompt_token_ids": ids}]',
                 param="prompt_token_ids",
             )
+        if stream and self.team is not None:
+            raise RequestError("stream is for engines of one rank with external_launcher; leave it out", param="stream")
+        if not stream:
+            return self._generate(
+                prompts, sampling_params, use_tqdm, lora_request, priority, tokenization_kwargs, timeout_s, on_error
+            )
+        rows = self._prompt_rows(prompts, sampling_params, lora_request, priority, tokenization_kwargs)
+        return iter(self._run_of(rows, stream=True, on_error=on_error, timeout_s=timeout_s, use_tqdm=use_tqdm))
+
+    @together
+    def _generate(self, prompts: Any, params: Any, use_tqdm: Progress, lora: Lora, priority: Any, *more: Any) -> Any:
+        tokenization_kwargs, timeout_s, on_error = more
+        rows = self._prompt_rows(prompts, params, lora, priority, tokenization_kwargs)
+        return self._run_of(rows, on_error=on_error, timeout_s=timeout_s, use_tqdm=use_tqdm).results()
+
+    def _prompt_rows(self, prompts: Any, params: Any, lora: Lora, priority: Any, tokenization_kwargs: Any) -> Rows:
         self._check_open()
         batch, is_one = as_batch(prompts)
-        rows = self._rows("prompts", batch, is_one, sampling_params, lora_request, priority, tokenization_kwargs)
-        run = self._run_of(rows, stream=stream, on_error=on_error, timeout_s=timeout_s, use_tqdm=use_tqdm)
-        return iter(run) if stream else run.results()
+        return self._rows("prompts", batch, is_one, params, lora, priority, tokenization_kwargs)
 
+    @together
     def chat(
         self,
         messages: Messages | Iterable[Messages],
@@ -216,6 +249,7 @@ class LLM(Closing):
         run = self._run_of(rows, on_error=on_error, timeout_s=timeout_s, use_tqdm=use_tqdm)
         return run.results()  # type: ignore[return-value]  # errors are among them if they are asked for
 
+    @together
     def beam_search(
         self,
         prompts: Prompts,
@@ -247,6 +281,7 @@ class LLM(Closing):
         )
         return [beam_search_output(search, self.outputs.decoder) for search in searches]
 
+    @together
     def embed(
         self, prompts: Prompts, pooling_params: PoolingLike = None, *, use_tqdm: Progress = True
     ) -> list[EmbeddingRequestOutput]:
@@ -257,6 +292,7 @@ class LLM(Closing):
         pooler = Pooler.of(self.input_processor, pooling_params, "embed")
         return [pooler.embedding(output) for output in self._run_pooled(pooler, prompts, use_tqdm)]
 
+    @together
     def classify(
         self, prompts: Prompts, pooling_params: PoolingLike = None, *, use_tqdm: Progress = True
     ) -> list[ClassificationRequestOutput]:
@@ -264,6 +300,7 @@ class LLM(Closing):
         pooler = Pooler.of(self.input_processor, pooling_params, "classify")
         return [pooler.classification(output) for output in self._run_pooled(pooler, prompts, use_tqdm)]
 
+    @together
     def reward(
         self, prompts: Prompts, pooling_params: PoolingLike = None, *, use_tqdm: Progress = True
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
@@ -271,6 +308,7 @@ class LLM(Closing):
         pooler = Pooler.of_rewards(self.input_processor, pooling_params)
         return [pooler.pooled(output) for output in self._run_pooled(pooler, prompts, use_tqdm)]
 
+    @together
     def encode(
         self,
         prompts: Prompts,
@@ -284,6 +322,7 @@ class LLM(Closing):
         pooler = Pooler.of(self.input_processor, pooling_params, pooling_task)
         return [pooler.pooled(output) for output in self._run_pooled(pooler, prompts, use_tqdm)]
 
+    @together
     def score(
         self,
         queries: str | Sequence[str],
@@ -302,6 +341,7 @@ class LLM(Closing):
         scored = ScorePairs.of(self.input_processor, pairs, request_id=self._next_id(), instruction=instruction)
         return scored.outputs(self._complete(scored.requests, use_tqdm))
 
+    @together
     def load_lora_adapter(self, name: str, path: str, *, load_inplace: bool = False) -> None:
         """Load the PEFT adapter in the folder ``path`` under ``name``.
 
@@ -310,14 +350,17 @@ class LLM(Closing):
         """
         self._ask(self._async.load_lora_adapter(name, path, load_inplace=load_inplace))
 
+    @together
     def unload_lora_adapter(self, name: str) -> None:
         """Forget an adapter; ``RequestError`` for an unknown name."""
         self._ask(self._async.unload_lora_adapter(name))
 
+    @together
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; while requests run, change nothing and return False."""
         return self._ask(self._async.reset_prefix_cache())
 
+    @together
     def reset_mm_cache(self) -> None:
         """Forget all embeddings of images."""
         self._ask(self._async.reset_mm_cache())
@@ -331,6 +374,13 @@ class LLM(Closing):
         nothing has changed.  Returns the ``weight_version``, by default the number of the update; what the prefix cache
         has of other weights is not found any more, and ``flush_cache`` frees it.
         """
+        if self.team is not None and not self.team.leads:
+            for _ in tensors:  # they may be gathered from all ranks
+                pass
+        return self._take_weights(tensors, weight_version, flush_cache)
+
+    @together
+    def _take_weights(self, tensors: NamedTensors, weight_version: str | None, flush_cache: bool) -> str:
         from tp_engine.engine.staged_tensors import StagedTensors  # torch, which the caller has if it has tensors
 
         self._check_open()
@@ -341,6 +391,7 @@ class LLM(Closing):
                 )
             )
 
+    @together
     def update_weights_from_disk(
         self, path: str | Path, *, weight_version: str | None = None, flush_cache: bool = False
     ) -> str:
@@ -350,19 +401,23 @@ class LLM(Closing):
             self._async.update_weights_from_disk(path, weight_version=weight_version, flush_cache=flush_cache)
         )
 
+    @together
     def pause(self, mode: str = "keep") -> None:
         """Run no step until ``resume``: unfinished requests, of other threads, wait and are computed again (``keep``),
         end (``abort``), or come to their ends before this returns (``wait``)."""
         self._ask(self._async.pause(mode))
 
+    @together
     def resume(self) -> None:
         """Go on after ``pause``."""
         self._ask(self._async.resume())
 
+    @together
     def sleep(self, level: int = 1) -> None:
         """Pause, and at level 1 free the memory of the KV cache, whose prefixes are all forgotten."""
         self._ask(self._async.sleep(level))
 
+    @together
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Go on after ``sleep``; ``RequestError``, and the engine still sleeps, if there is no memory for the cache.
 
@@ -372,6 +427,7 @@ class LLM(Closing):
         self._ask(self._async.wake_up(tags))
 
     @property
+    @together
     def weight_version(self) -> str:
         """The version of the weights; ``default`` for those of the start."""
         version: str = self._ask(self._async.weight_info())["weight_version"]
@@ -379,7 +435,11 @@ class LLM(Closing):
 
     def close(self) -> None:
         """Stop all ranks and free the device; safe to call twice."""
-        self._close()
+        if self.team is not None:
+            self.team.close()
+        if self.team is None or self.team.leads:
+            self._close()
+        self._ending.close()
 
     def new_call(self, *, wants_all: bool = False) -> Call:
         """Return an empty call, for programs that add requests as others end."""

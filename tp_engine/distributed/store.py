@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from tp_engine import env
@@ -97,6 +98,14 @@ def launched_store(*, timeout_s: float) -> Store:
 def job_store(*, timeout_s: float) -> Store:
     """Return the store of this process's torchrun job, for what outlives one engine."""
     return dist.PrefixStore("tp_engine", _store_of_job(timeout_s))
+
+
+def store_of_job() -> Store:
+    """Return the store of the torch.distributed job that this process has joined, or would join by its variables."""
+    if dist.is_initialized():
+        found: Store = _get_default_store()
+        return found
+    return _store_of_job(_SERVE_S)
 
 
 def _store_of_job(timeout_s: float) -> Store:

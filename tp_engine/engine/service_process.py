@@ -29,7 +29,7 @@ from tp_engine.config import EngineConfig
 from tp_engine.engine.processes import ChildRanks, die_with_parent
 from tp_engine.engine.service_socket import new_address, remove_address
 from tp_engine.engine.told_errors import ToldError
-from tp_engine.errors import ConfigError, RankError
+from tp_engine.errors import RankError
 from tp_engine.ipc.pulse import Pulse
 from tp_engine.log import configure_logging, get_logger
 
@@ -112,13 +112,7 @@ class ServiceHandle(Service):
 
 def spawn_service(config: EngineConfig, is_over: Callable[[], bool] = lambda: False) -> ServiceHandle:
     """Start rank 0, which starts the other ranks; returns when rank 0 is ready for its client.  Raises what the start
-    raised; ``ConfigError`` under torchrun, whose other ranks could not take part.  The start ends when ``is_over``."""
-    launched = env.launched_rank()
-    if launched is not None and launched.world_size > 1:
-        raise ConfigError(
-            f"AsyncLLM starts its own ranks, but torchrun has started {launched.world_size}; start the script without "
-            f"torchrun, with tensor_parallel_size={launched.world_size}, or use LLM"
-        )
+    raised.  The start ends when ``is_over``."""
     address, pulse = new_address(), Pulse.create()
     ours, theirs = os.pipe()
     with open(ours, "rb") as told:

@@ -236,9 +236,9 @@ OPTIONS: Mapping[str, ForeignOption] = dict(
         refused(_TORCHRUN, "nnodes= -n", harmless=(None, 1)),
         refused(_TORCHRUN, "dist_init_addr= headless master_addr= master_port= node_rank= -r"),
         refused(
-            "torchrun or rank 0 starts one process for each rank; leave it out",
+            "torchrun or rank 0 starts one process for each rank; leave it out (LLM takes external_launcher)",
             "distributed_executor_backend= use_ray",
-            harmless=(*OFF, "mp", "uni", "external_launcher"),
+            harmless=(*OFF, "mp", "uni"),
         ),
         refused(
             "ranks are bound to no node of memory; start the engine under numactl, which binds all of them",

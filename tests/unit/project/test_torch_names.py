@@ -19,6 +19,7 @@ EVERYWHERE = {
     "torch._scaled_mm",
     "torch.distributed._symmetric_memory",
     "torch.distributed.distributed_c10d._abort_process_group",
+    "torch.distributed.distributed_c10d._get_default_store",
     "torch.distributed.distributed_c10d._new_process_group_helper",
     "torch.distributed.distributed_c10d._world",
     "torch.ops.mkldnn._linear_pointwise",

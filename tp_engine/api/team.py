@@ -1,0 +1,95 @@
+"""Ranks of a trainer that make one engine together, as vLLM's ``external_launcher``: all get what the first answers.
+
+::
+
+    rank 0, 1 | 2, 3 | ...      teams of neighbouring ranks, as many as the engine has
+    the first of each           starts the engine, whose ranks are processes of their own, on the GPUs of its team
+    every one                   makes the same calls; the first does them, and tells the others the outcome
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from tp_engine.api.engine_options import read_options
+from tp_engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tp_engine.distributed.neighbours import Neighbours
+
+EXTERNAL_LAUNCHER = "external_launcher"
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+_numbers = itertools.count()
+
+
+class Team:
+    """The ranks of one engine, of which the first ``leads``."""
+
+    def __init__(self, ranks: Neighbours) -> None:
+        self.leads = ranks.place == 0
+        self._ranks = ranks
+        self._is_doing = False
+
+    def do(self, work: Callable[[], Any]) -> Any:
+        """Return what ``work`` returned on the first rank, or raise what it raised; on the others it does not run.
+
+        Work that is a part of other work is not told.
+        """
+        if self._is_doing:
+            return work()
+        outcome: tuple[Any, Exception | None] = None, None
+        if self.leads:
+            self._is_doing = True
+            try:
+                outcome = work(), None
+            except Exception as error:
+                outcome = None, error
+            except BaseException:
+                self._ranks.tell((None, RuntimeError("the first rank of the team was interrupted")))
+                raise
+            finally:
+                self._is_doing = False
+        result, failure = self._ranks.tell(outcome)[0]
+        if failure is not None:
+            raise failure
+        return result
+
+    def close(self) -> None:
+        """Leave; the other ranks need not be there any more."""
+        self._ranks.close()
+
+
+def join_team(model: Any, options: dict[str, Any]) -> tuple[Team | None, dict[str, Any]]:
+    """Return this process's team in the job that it belongs to, torch.distributed's or that of torchrun's variables,
+    and the options of the team's engine.  None for a rank that is alone.  All ranks of the job call this in the same
+    order.  ``ConfigError`` if the job can not be divided so."""
+    from tp_engine.distributed.neighbours import Neighbours, own_gpu, place_in_job  # torch, which a trainer has
+
+    config, number = read_options("LLM", model, options).engine, next(_numbers)
+    num_ranks, world_size = config.tensor_parallel_size, place_in_job()[1]
+    if world_size % num_ranks:
+        raise ConfigError(
+            f"tensor_parallel_size is {num_ranks}; with {EXTERNAL_LAUNCHER}, ranks of a job make engines of so many "
+            f"neighbours, and this job has {world_size} ranks: use a divisor of that"
+        )
+    own = own_gpu() if config.device != "cpu" and config.device_ids is None else ""
+    if num_ranks == 1:
+        return None, {**options, "device_ids": own} if own else options
+    ranks = Neighbours(num_ranks, number)
+    devices = ",".join(ranks.tell(own))
+    return Team(ranks), {**options, "device_ids": devices} if own else options
+
+
+def together(method: _Method) -> _Method:
+    """Let the first rank of a team do a method of ``LLM``, for all of them."""
+
+    @functools.wraps(method)
+    def call(llm: Any, *arguments: Any, **named: Any) -> Any:
+        if llm.team is None:
+            return method(llm, *arguments, **named)
+        return llm.team.do(lambda: method(llm, *arguments, **named))
+
+    return cast("_Method", call)
