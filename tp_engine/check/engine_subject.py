@@ -1,4 +1,4 @@
-"""An engine in this process as the subject of a check; a tool call through its template and parser, and back."""
+"""An engine that the check has started, as its subject; a tool call through its template and parser, and back."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ It sleeps in the kernel until another rank's process ends, or for half a second.
     a rank died or failed   log which rank, where, and its traceback; give this rank's main thread a moment to fail by
                             itself (gloo raises when a peer's sockets close); then end:
                               a process of the engine alone   exit code 1
-                              a user's script (LLM)           kill the other ranks, abort the collectives: the blocked
-                                                              call raises in the caller's thread, which asks ``check``
+                              a script under torchrun (LLM)   kill the other ranks, abort the collectives: what waits
+                                                              in rank 0's thread raises, which asks ``check``
     hung, soft limit        every rank logs the stacks of all its threads, once
     hung, hard limit        the lowest rank of each host that is not a culprit ends the job: where it may, it kills the
                             culprits of its host (a stopped process can not end by itself), then as above

@@ -151,7 +151,7 @@ def tp_server(
 
 @pytest.fixture(scope="session")
 def tp_llm(request: pytest.FixtureRequest, tp_options: dict[str, Any], tp_ranks: int) -> Iterator[LLM]:
-    """Start an ``LLM`` with ``tp_options`` in this process; options of the server alone are left out."""
+    """Start an ``LLM`` with ``tp_options``; options of the server alone are left out."""
     from tp_engine import LLM
 
     with LLM(**llm_options(_for_ranks(request.config, tp_options, tp_ranks))) as llm:

@@ -1,4 +1,4 @@
-"""``run_batch``: OpenAI request lines in, result lines out, through an engine of this process.
+"""``run_batch``: OpenAI request lines in, result lines out, through an engine that the job starts.
 
 ::
 
