@@ -42,7 +42,7 @@ def add_weight_routes(admin: APIRouter, state: ServerState) -> None:
 def _add_updates(admin: APIRouter, state: ServerState) -> None:
     @admin.post("/update_weights_from_disk", **takes(UpdateFromDiskBody))
     async def update_weights_from_disk(request: Request) -> Response:
-        """New weights on all ranks or on none, from a folder that all ranks can read."""
+        """Replace the weights, on all ranks or on none, from a folder that all ranks can read."""
         body = await read_body(UpdateFromDiskBody, request, state)
         state.model_dirs.check(body.model_path, "model_path")
         version = await state.llm.update_weights_from_disk(
@@ -81,7 +81,7 @@ def _add_pauses(admin: APIRouter, state: ServerState) -> None:
 
     @admin.post("/pause_generation", **takes(PauseBody))
     async def pause_generation(request: Request) -> Response:
-        """As ``/pause``: ``retract`` is ``keep``."""
+        """Pause, by SGLang's names: ``retract`` is the ``keep`` of ``/pause``."""
         body = await read_body(PauseBody, request, state)
         if body.mode == "in_place":
             raise RequestError(
@@ -93,20 +93,20 @@ def _add_pauses(admin: APIRouter, state: ServerState) -> None:
 
     @admin.post("/resume", responses=ANSWERS)
     async def resume() -> Response:
-        """Go on after a pause."""
+        """Resume after a pause."""
         await state.llm.resume()
         return json_reply({"status": "resumed"})
 
     @admin.post("/continue_generation", responses=ANSWERS)
     async def continue_generation() -> Response:
-        """As ``/resume``."""
+        """Resume after a pause, by SGLang's name."""
         return await resume()
 
     @admin.post("/sleep", responses=ANSWERS)
     async def sleep(request: Request) -> Response:
-        """As ``/pause?mode=keep``; with ``?level=1``, the default, the memory of the KV cache is freed too.
+        """Pause with ``mode=keep``; with ``?level=1`` (the default) also free the memory of the KV cache.
 
-        Another ``mode`` than ``keep``, as of ``/pause``, comes first.
+        Another ``?mode=`` of ``/pause`` is applied first.
         """
         level = query_choice(request, "level", _SLEEP_LEVELS, "1")
         if (mode := request.query_params.get("mode")) is not None:
@@ -116,9 +116,9 @@ def _add_pauses(admin: APIRouter, state: ServerState) -> None:
 
     @admin.post("/wake_up", responses=ANSWERS)
     async def wake_up(request: Request) -> Response:
-        """Go on after ``/sleep``, as far as ``?tags=`` says; several of them, or none, which is all.
+        """Resume after ``/sleep``: all, or only what ``?tags=`` names; it may be repeated.
 
-        ``weights`` never sleep; ``kv_cache`` takes its memory again, and goes on; ``scheduling`` goes on after a sleep
+        ``weights`` never sleep; ``kv_cache`` takes its memory again and resumes; ``scheduling`` resumes after a sleep
         at level 0.
         """
         tags = request.query_params.getlist("tags") or None
