@@ -187,10 +187,15 @@ import torch
 import torch.distributed as dist
 {common}
 torch.set_default_dtype(torch.bfloat16)
+try:
+    LLM({model!r}, **OPTIONS)
+except ValueError as error:
+    print("refused", "default dtype is torch.bfloat16" in str(error))
+torch.set_default_dtype(torch.float32)
 before = torch.get_num_threads(), gc.get_freeze_count(), torch.initial_seed()
 with LLM({model!r}, **OPTIONS) as llm:
     print(answer(llm))
-    assert not dist.is_initialized() and torch.get_default_dtype() is torch.bfloat16
+    assert not dist.is_initialized() and torch.get_default_dtype() is torch.float32
     assert gc.get_freeze_count() == before[1]
 assert before == (torch.get_num_threads(), gc.get_freeze_count(), torch.initial_seed())
 print("as before")
@@ -199,14 +204,15 @@ print("as before")
 
 @pytest.mark.slow
 def test_under_torchrun_the_process_keeps_what_it_had(folder: Path, expected: list[int], tmp_path: Path) -> None:
-    """Oracle: the tokens of one rank, under a hostile default dtype; no default process group; threads and collector
-    as before."""
+    """Oracle: the tokens of one rank; no default process group; threads and collector as before.  A default dtype
+    that kernels can not read is refused with its remedy."""
     script = tmp_path / "job.py"
     common = COMMON.format(ranks=2, model=str(folder))
     script.write_text(JOINED.format(common=common, model=str(folder)))
     job = torchrun(2, [str(script)])
     assert job.returncode == 0, job.stdout[-4000:]
     assert f"({expected}, " in job.stdout and "as before" in job.stdout
+    assert job.stdout.count("refused True") == 2
 
 
 COLOCATED = """
