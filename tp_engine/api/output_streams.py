@@ -327,7 +327,7 @@ class Receiver(Protocol):
         """Take an update."""
 
     def fail(self, request_id: str, error: Exception) -> None:
-        """Note that a request has ended with an error."""
+        """Take the error with which a request has ended."""
 
 
 class Mailbox(Receiver):

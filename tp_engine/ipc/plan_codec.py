@@ -135,8 +135,8 @@ class PlanCodec:
         return self._plan_type(**fields)
 
     def _decode_steady(self, buffer: Buffer, present: int, step_id: int, epoch: int, known_rows: IntArray) -> StepPlan:
-        """As ``decode``, for known rows and new blocks alone, as in most steps.  A reader that has just been woken
-        finds little in its caches: the general way takes it 10 us longer."""
+        """``decode`` a plan with known rows and new blocks alone, as most are.  A reader that has just been woken finds
+        little in its caches: the general way takes it 10 us longer."""
         if not present:
             return self._plan_type(step_id=step_id, rows_epoch=epoch, decode_rows=known_rows)
         rows_bytes, ids_bytes = _TWO_SIZES.unpack_from(buffer, _HEADER.size)

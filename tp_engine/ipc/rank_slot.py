@@ -167,7 +167,7 @@ class HostView:
 
     @property
     def vitals(self) -> tuple[str, int]:
-        """As ``process_vitals``; ``("X", 0)`` while nothing is known."""
+        """The process's state and CPU time, from ``process_vitals``; ``("X", 0)`` while nothing is known."""
         return chr(self.words[2] or ord("X")), self.words[3]
 
     @property

@@ -166,7 +166,7 @@ class RowArrays:
         self._capacity[index] = counts * self._block_size
 
     def _append_steps(self, chosen: RowSet, results: IntArray) -> Counts:
-        """As ``append``, with the tokens of several steps, (steps, rows)."""
+        """``append`` the tokens of several steps, (steps, rows)."""
         place = chosen.place
         known = self._num_tokens[place]
         steps = np.arange(len(results))[:, None]

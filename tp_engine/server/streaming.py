@@ -103,7 +103,7 @@ class ChunkWriter:
         return self._held.pop(number)
 
     def _plain_events(self, number: int, update: SequenceUpdate) -> bytes:
-        """As ``choices``, but encoded; for an update that is neither the first nor the last of its sequence."""
+        """The encoded chunks of an update that is neither the first nor the last of its sequence."""
         place = (number, update.index)
         parser = self._parsers.get(place)
         if parser is not None:

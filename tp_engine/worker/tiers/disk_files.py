@@ -134,7 +134,6 @@ class SlotFiles:
 
     @property
     def serials(self) -> npt.NDArray[np.int64]:
-        """See the class."""
         return self._entries["serial"]
 
     def begin(self, store: str, *, keeps: bool) -> None:

@@ -72,7 +72,7 @@ def parsed_json(text: str) -> tuple[str, Any] | None:
 
 
 def _python(text: str) -> tuple[str, Any] | None:
-    """As ``parsed_json``, for a literal in Python's spelling, such as ``{'a': True}``."""
+    """A literal in Python's spelling, such as ``{'a': True}``, as JSON and its value; None for any other text."""
     if len(text) > _MAX_PYTHON:
         return None
     try:
