@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import IO
 
 _ROOT = str(Path(__file__).resolve().parents[1])
-# The first line of standard input is the import path; the settings follow.  The module's name stays on the command
-# line, where process lists show it.
+# The first line of standard input is the import path; the settings follow.  If there is none, the parent was
+# interrupted, and says so itself.  The module's name stays on the command line, where process lists show it.
 _ENTER = (
-    "import json, sys; sys.path[:] = json.loads(sys.stdin.buffer.readline()); "
+    "import json, sys; sys.path[:] = json.loads(sys.stdin.buffer.readline() or sys.exit(1)); "
     "from importlib import import_module; sys.exit(import_module(sys.argv.pop()).main())"
 )
 
@@ -44,6 +44,7 @@ def start_child(
     ``output`` takes its standard output and error.  If the process ends before it has read the settings, its exit code
     says so, and no error is raised here.
     """
+    first_line = json.dumps(_import_path()).encode() + b"\n"
     with contextlib.nullcontext() if own_session else _stop_signals_held_back():
         child = subprocess.Popen(
             [sys.executable, "-P", "-c", _ENTER, module],
@@ -56,7 +57,7 @@ def start_child(
     _children.add(child)
     assert child.stdin is not None
     with contextlib.suppress(BrokenPipeError), child.stdin as stream:
-        stream.write(json.dumps(_import_path()).encode() + b"\n" + settings)
+        stream.write(first_line + settings)
     return child
 
 
@@ -76,11 +77,20 @@ def ignore_stop_signals() -> None:
 
 
 def _import_path() -> list[str]:
-    """``sys.path`` in absolute paths; for the current folder (``''``) this package's own, if nothing else has it."""
-    entries = [os.path.abspath(entry) if entry else "" for entry in sys.path]
+    """``sys.path`` in absolute paths; for the current folder (``''``) this package's own, if nothing else has it.  A
+    relative path may lead elsewhere than when this package was imported, so that the package's own comes last then."""
+    entries = [_absolute(entry) for entry in sys.path]
     if _ROOT in entries:
         return [entry for entry in entries if entry]
-    return [entry or _ROOT for entry in entries]
+    entries = [entry or _ROOT for entry in entries]
+    return entries if _ROOT in entries else [*entries, _ROOT]
+
+
+def _absolute(entry: str) -> str:
+    try:
+        return os.path.abspath(entry) if entry else ""
+    except FileNotFoundError:  # the current folder is gone
+        return ""
 
 
 @contextlib.contextmanager

@@ -10,7 +10,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +24,7 @@ from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest
 
 _AT_ONCE = 512  # requests in a message
+_NAP_S = 0.1  # a thread that waits in C sees no exception that another thread sends it
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +76,15 @@ class Call(Receiver, Closing):
     def take(self, timeout_s: float | None = None) -> list[RequestEnd]:
         """Return the ends that have come, at least one unless none comes within ``timeout_s``."""
         ended: list[RequestEnd] = []
-        with contextlib.suppress(queue.Empty):
-            ended.append(self._ended.get(timeout=timeout_s))
-            while True:
-                ended.append(self._ended.get_nowait())
+        deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not ended:
+            left_s = deadline_s - time.monotonic()
+            with contextlib.suppress(queue.Empty):
+                ended.append(self._ended.get(timeout=max(0.0, min(_NAP_S, left_s))))
+                while True:
+                    ended.append(self._ended.get_nowait())
+            if left_s <= 0:
+                break
         for one in ended:
             self.running.pop(one.request_id, None)
         return ended

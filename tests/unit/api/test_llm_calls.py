@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import pickle
 import signal
@@ -186,7 +187,7 @@ def test_a_call_ends_after_its_time(llm: FakeLLM) -> None:
     assert outputs[1].outputs[0].finish_reason == "abort" and len(outputs[1].outputs[0].token_ids) < 900
     assert len(outputs[0].outputs[0].token_ids) in (0, 3)
     llm.engine.step_delay_s = 0.0
-    assert texts(llm.generate(["ab"], SHORT, use_tqdm=False)) == ["ab"]
+    assert texts(llm.generate(["ab"], SHORT, use_tqdm=False, timeout_s=math.inf)) == ["ab"]
 
 
 class LateError(Exception):
@@ -228,6 +229,30 @@ def test_whatever_strikes_a_call_ends_it_alone(llm: FakeLLM, kind: str) -> None:
     finally:
         if number is not None:
             signal.signal(number, before)
+
+
+def test_an_exception_of_another_thread_reaches_a_call_that_waits(llm: FakeLLM) -> None:
+    """Oracle: the thread has ended, though the only row would end after 900 steps of half a second."""
+    struck: list[type[BaseException]] = []
+
+    def work() -> None:
+        try:
+            llm.generate([ENDLESS], LONG, use_tqdm=False)
+        except LateError as error:
+            struck.append(type(error))
+
+    llm.engine.step_delay_s = 0.5
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not llm.engine.has_unfinished:
+        time.sleep(0.002)
+    assert thread.ident is not None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(LateError))
+    thread.join(on_this_machine(20))
+    is_alive = thread.is_alive()
+    llm.engine.step_delay_s = 0.0
+    thread.join()
+    assert struck == [LateError] and not is_alive
 
 
 def test_threads_run_together(llm: FakeLLM) -> None:

@@ -6,11 +6,14 @@ import ast
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tp_engine import child_process
 from tp_engine.child_process import start_child
 
 ROOT = Path(__file__).parents[3]
@@ -71,6 +74,25 @@ def test_a_checkout_that_was_found_in_the_current_directory_is_found_by_children
     assert json.loads((tmp_path / "output").read_text())["path"][:2] == [str(tmp_path), str(ROOT)]
 
 
+def test_a_checkout_on_a_relative_path_is_found_after_the_folder_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the package's own folder on the child's path, though the parent's relative path leads nowhere now."""
+    (tmp_path / "tells.py").write_text(_TELLS)
+    others = [entry for entry in sys.path if entry and os.path.abspath(entry) != str(ROOT)]
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), ".", *others])
+    with (tmp_path / "output").open("w+b") as file:
+        assert start_child("tells", b"", output=file).wait(DEADLINE_S) == 7
+        assert str(ROOT) in json.loads((tmp_path / "output").read_text())["path"]
+        gone.rmdir()
+        file.truncate(0)
+        assert start_child("tells", b"", output=file).wait(DEADLINE_S) == 7
+    assert str(ROOT) in json.loads((tmp_path / "output").read_text().strip("\0"))["path"]
+
+
 def test_stop_signals_to_the_group_leave_a_child_to_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: its own exit code, although the signals reach it while the interpreter starts."""
     (tmp_path / "ignores.py").write_text(_IGNORES)
@@ -87,6 +109,24 @@ def test_a_child_that_ends_before_it_reads_is_no_error(tmp_path: Path) -> None:
         child = start_child("no_such_module", bytes(1 << 20), own_session=True, output=file)
         assert child.wait(DEADLINE_S) == 1
     assert "No module named 'no_such_module'" in (tmp_path / "output").read_text()
+
+
+def test_a_child_whose_parent_is_interrupted_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: its output, after the parent has closed its input without a word."""
+
+    def interrupt(process: subprocess.Popen[bytes]) -> None:
+        started.append(process)
+        raise KeyboardInterrupt
+
+    started: list[subprocess.Popen[bytes]] = []
+    monkeypatch.setattr(child_process, "_children", SimpleNamespace(add=interrupt))
+    with (tmp_path / "output").open("w+b") as file:
+        with pytest.raises(KeyboardInterrupt):
+            start_child("no_such_module", b"", output=file)
+        assert started[0].stdin is not None
+        started[0].stdin.close()
+        assert started[0].wait(DEADLINE_S) == 1
+    assert (tmp_path / "output").read_bytes() == b""
 
 
 def test_one_place_starts_python() -> None:
