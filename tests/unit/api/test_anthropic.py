@@ -48,6 +48,18 @@ def test_a_system_prompt_is_the_first_message(system: Any, expected: str | None)
     assert (rest or [first])[-1] == user(text("hi"))
 
 
+def test_a_long_text_is_not_looked_at_letter_by_letter() -> None:
+    """Oracle: a text that can not be iterated over; tools come and go in blocks alone."""
+
+    class Text(str):
+        def __iter__(self) -> Any:
+            raise AssertionError("letter by letter")
+
+    body = MessagesBody.model_validate({"messages": [user("hi")], "max_tokens": 9})
+    body.messages[0].content = Text("hi")
+    assert chat_body(body).messages == [user(text("hi"))]
+
+
 def test_a_system_message_behind_the_first_turn_stays_in_its_place() -> None:
     """Oracle: the prompt before it does not change, so a cached prefix is found; it joins the user's text."""
     system = {"role": "system", "content": "3 tokens left"}

@@ -97,6 +97,21 @@ def test_every_known_field_has_a_decision(kind: type[RequestBody]) -> None:
     assert not HARMLESS & kind.foreign.keys(), "harmless and refused"
 
 
+def test_messages_ignore_no_field_of_chats() -> None:
+    """Oracle: what a chat obeys is obeyed, or refused, by the endpoint beside it, but for what changes no answer."""
+    harmless = {"guided_decoding_backend", "guided_whitespace_pattern", "prompt_cache_key", "stream_options"}
+    known = MessagesBody.model_fields.keys() | MessagesBody.foreign.keys() | harmless | KV
+    assert sorted(ChatBody.model_fields.keys() - known) == []
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens", "stop", "stop_sequences"])
+@pytest.mark.parametrize("kind", [ChatBody, CompletionBody, ResponsesBody, MessagesBody])
+def test_every_name_of_a_limit_has_a_decision(kind: type[RequestBody], name: str) -> None:
+    """Oracle: a limit under the name of another endpoint would be ignored, and the answer be longer."""
+    if (kind, name) != (MessagesBody, "max_output_tokens"):  # max_tokens is required there
+        assert name in kind.model_fields.keys() | kind.foreign.keys()
+
+
 @pytest.mark.parametrize("kind", BODIES, ids=lambda kind: kind.__name__)
 def test_what_changes_a_result_is_refused_by_name(kind: type[RequestBody]) -> None:
     """Oracle: the table: the field, its value and a remedy; a value that asks for nothing is taken."""
@@ -185,4 +200,8 @@ def test_the_tables_name_no_other_bodies_fields() -> None:
     """Oracle: a row that no body has would decide nothing."""
     tables = {name for name, value in vars(foreign_fields).items() if name.isupper() and isinstance(value, dict)}
     used = {id(kind.foreign) for kind in BODIES}
-    assert {name for name in tables if id(getattr(foreign_fields, name)) not in used} <= {"TEXTS", "_PROMPT"}
+    assert {name for name in tables if id(getattr(foreign_fields, name)) not in used} <= {
+        "GENERATION",
+        "TEXTS",
+        "_PROMPT",
+    }

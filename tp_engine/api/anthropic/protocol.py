@@ -60,7 +60,7 @@ class OutputConfig(RequestBody):
 class CountTokensBody(ThinkingBody, PromptBody):
     """``POST /v1/messages/count_tokens``: what decides the prompt."""
 
-    foreign = foreign_fields.MESSAGES
+    foreign = foreign_fields.COUNTED_MESSAGES
 
     messages: list[Message] = Field(min_length=1)
     system: str | list[Block] | None = None
@@ -72,6 +72,8 @@ class CountTokensBody(ThinkingBody, PromptBody):
 
 class MessagesBody(CountTokensBody):
     """``POST /v1/messages``."""
+
+    foreign = foreign_fields.MESSAGES
 
     max_tokens: int = Field(ge=1)
     stop_sequences: list[str] | None = None

@@ -102,7 +102,7 @@ def _offered(body: CountTokensBody) -> list[Tool]:
     changes = [
         (f"messages[{number}].content[{place}]", block)
         for number, message in enumerate(body.messages)
-        for place, block in enumerate(message.content or ())
+        for place, block in enumerate(message.content if isinstance(message.content, list) else ())
         if isinstance(block, Mapping) and block.get("type") in TOOL_CHANGES
     ]
     for where, block in changes:

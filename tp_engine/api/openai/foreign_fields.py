@@ -33,6 +33,7 @@ _IN_CHATS = "images are parts of the contents of a chat's messages (image_url)"
 _DRAWN = "tokens are drawn by temperature, top_p, top_k, min_p and the penalties"
 _CUT = "cut with truncate_prompt_tokens; -1 keeps what the context holds"
 _TEMPLATE = "a template is a program, which only the operator chooses; serve with --chat-template"
+_CHATS_ALONE = "it is a field of /v1/chat/completions alone"
 _PREFIX = "write what the model wants before a query or a document into the text"
 
 _PROMPT = {
@@ -62,28 +63,75 @@ GENERATION: Mapping[str, Refused] = {
     "vllm_xargs": Refused("this server has no extensions that read it"),
     "watermarking": Refused("this server writes no watermark"),
 }  # fmt: skip
+_AS_SYSTEM = Refused("send it as a message with the role system")
+_AS_MAX_TOKENS = Refused("its name is max_tokens", (None,))
+_AS_STOP = Refused("its name is stop")
+COMPLETION: Mapping[str, Refused] = {
+    **GENERATION,
+    "max_completion_tokens": _AS_MAX_TOKENS,
+    "max_output_tokens": _AS_MAX_TOKENS,
+    "stop_sequences": _AS_STOP,
+    "top_logprobs": Refused("its name is logprobs"),
+}
 CHAT: Mapping[str, Refused] = {
     **GENERATION,
     "audio": Refused("answers are text"),
+    "best_of": Refused("its name is n", (None, 1)),
     "function_call": Refused("functions are tools now, and this is tool_choice", (None, "none", "auto")),
+    "instructions": _AS_SYSTEM,
+    "max_output_tokens": _AS_MAX_TOKENS,
     "modalities": Refused("answers are text", (None, [], ["text"])),
     "separate_reasoning": Refused("reasoning always has a field of its own", (None, True)),
+    "stop_sequences": _AS_STOP,
     "stream_reasoning": Refused("reasoning is always streamed", (None, True)),
+    "system": _AS_SYSTEM,
     "web_search_options": Refused("this server searches nothing; give a function that does"),
 }
 RESPONSES: Mapping[str, Refused] = {
     **GENERATION,
+    "documents": Refused("write the texts into the input"),
+    "echo": Refused("it is a field of /v1/chat/completions and /v1/completions alone"),
     "enable_response_messages": Refused("ask /v1/chat/completions/render for the prompt"),
+    "functions": Refused("functions are tools now"),
+    "logprobs": Refused("set include to message.output_text.logprobs"),
+    "max_completion_tokens": Refused("its name is max_output_tokens", (None,)),
     "modalities": CHAT["modalities"],
     "previous_input_messages": Refused("send all items as input"),
     "previous_response": Refused("send all items as input"),
+    "stop_sequences": _AS_STOP,
+    "system": Refused("its name is instructions"),
 }
-MESSAGES: Mapping[str, Refused] = {
+COUNTED_MESSAGES: Mapping[str, Refused] = {
     **_PROMPT,
+    "add_generation_prompt": Refused(_CHATS_ALONE, (None, True)),
     "chat_template": Refused(_TEMPLATE),
     "container": Refused("this server runs no code; give a tool that the client runs"),
+    "continue_final_message": Refused("a conversation that ends with the assistant's text is continued"),
+    "documents": Refused("write the texts into the content of a message"),
     "mcp_servers": Refused("this server connects to none; give their tools as tools of your own"),
+    "mm_processor_kwargs": Refused(_CHATS_ALONE),
 }
+MESSAGES: Mapping[str, Refused] = {
+    **GENERATION,
+    **COUNTED_MESSAGES,
+    **dict.fromkeys(
+        ("add_special_tokens", "allowed_token_ids", "bad_words", "echo", "frequency_penalty", "ignore_eos",
+         "include_stop_str_in_output", "logit_bias", "logprob_token_ids", "logprobs", "min_p", "min_tokens",
+         "presence_penalty", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids", "stop_token_ids",
+         "top_logprobs", "use_beam_search"),
+        Refused(_CHATS_ALONE)),
+    **dict.fromkeys(("length_penalty", "n", "repetition_penalty"), Refused(_CHATS_ALONE, (None, 1))),
+    **dict.fromkeys(("include_reasoning", "skip_special_tokens", "spaces_between_special_tokens"),
+                    Refused(_CHATS_ALONE, (None, True))),
+    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex", "structured_outputs"),
+                    Refused("describe the form with output_config.format")),
+    "functions": Refused("functions are tools now"),
+    "max_completion_tokens": Refused("its name is max_tokens", (None,)),
+    "parallel_tool_calls": Refused("set tool_choice.disable_parallel_tool_use", (None, True)),
+    "response_format": Refused("its name is output_config.format", (None, {"type": "text"})),
+    "seed": Refused(_CHATS_ALONE, (None,)),
+    "stop": Refused("its name is stop_sequences"),
+}  # fmt: skip
 TEXTS: Mapping[str, Refused] = {
     **_PROMPT,
     "chat_template": Refused(_TEMPLATE),

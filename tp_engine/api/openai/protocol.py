@@ -207,6 +207,8 @@ class ThinkingBody(RequestBody):
 class CompletionBody(GenerationBody):
     """``POST /v1/completions``.  ``logprobs`` is the number of alternatives per token."""
 
+    foreign = foreign_fields.COMPLETION
+
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = None
     echo: bool | None = None
