@@ -80,7 +80,9 @@ def normal_schema(schema: Any) -> Any:
 def lenient_schema(schema: Any) -> Any:
     """``schema`` without what the library would refuse: for outputs that nobody is promised to follow it."""
     root = SchemaRoot(schema)
-    return rewritten(schema, lambda node: _lenient(_normal(node), root))
+    found = rewritten(schema, lambda node: _lenient(_normal(node), root))
+    kept = SchemaRoot(found)  # without definitions under keywords that are none, such as "components"
+    return rewritten(found, lambda node: _with_found_reference(dict(node), kept))
 
 
 def object_schema(schema: Any) -> dict[str, Any] | None:
@@ -253,6 +255,12 @@ def _lenient(node: dict[str, Any], root: SchemaRoot) -> dict[str, Any]:
         if least in found and most in found and found[least] > found[most]:
             del found[least], found[most]
     return {} if root.allowed_types(found) == frozenset() else found
+
+
+def _with_found_reference(node: dict[str, Any], root: SchemaRoot) -> dict[str, Any]:
+    if "$ref" in node and not isinstance(root.referenced(node["$ref"]), (Mapping, bool)):
+        del node["$ref"]
+    return node
 
 
 def _is_taken(name: str, value: Any, root: SchemaRoot) -> bool:
