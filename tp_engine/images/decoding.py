@@ -177,6 +177,8 @@ def refusing() -> Iterator[None]:
         raise
     except Exception as error:  # decoders raise whatever they like
         text = str(error).lower()
+        if "could not create decoder" in text:  # the WebP library has canvases before a pixel is decoded
+            raise RequestError("the WebP image needs too much memory; send it smaller, or as PNG or JPEG") from None
         if "max_text_" in text:  # Pillow's limits of what a PNG's texts and profiles unpack to
             raise RequestError("the PNG has too much metadata; send it without") from None
         reason = "the image is truncated" if "truncated" in text else f"the image is broken ({type(error).__name__})"

@@ -72,6 +72,13 @@ def test_a_decode_has_a_limit_of_memory(monkeypatch: pytest.MonkeyPatch) -> None
         pixels_of(open_bytes(SOURCE, file_of(Image.new("RGB", (1500, 1500))), MOST_PIXELS))
 
 
+def test_a_webp_whose_canvases_need_too_much_memory_is_not_called_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the remedy; the library has the canvases before a pixel is decoded, so the header is not read."""
+    monkeypatch.setattr(loading, "_HEADER_LIMITS", Limits(cpu_s=2.0, memory_bytes=16 << 20))
+    with pytest.raises(RequestError, match="the WebP image needs too much memory; send it smaller"):
+        open_bytes(SOURCE, file_of(Image.new("RGB", (2000, 2000)), "WEBP", method=0), MOST_PIXELS)
+
+
 def test_the_pixels_of_a_request_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the image that passes the limit is named, before a pixel is decoded."""
     monkeypatch.setattr(reader, "_MOST_PIXELS", 3 * 64 * 48)
