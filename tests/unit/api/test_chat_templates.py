@@ -124,6 +124,17 @@ def test_arguments_that_are_no_object_stay_visible(arguments: Any, caplog: pytes
     assert shown == (f"[{arguments}]" if is_text else "[{}]")
 
 
+def test_arguments_of_a_million_parts_are_refused_before_they_are_read() -> None:
+    """Oracle: the number, of all calls together; half of them are taken.  Reading five million took all threads two
+    seconds, and the limit of a body counts nothing inside of texts."""
+    function = {"name": "f", "arguments": '{"a": [' + "1," * 500_000 + "1]}"}
+    calls = {"role": "assistant", "tool_calls": [{"function": function}]}
+    source = "{{ messages | length }}"
+    assert render([QUESTION, calls, QUESTION], source) == "3"
+    with pytest.raises(RequestError, match=r"have 1,000,004 commas and brackets; at most 1,000,000 are allowed"):
+        render([QUESTION, calls, calls, QUESTION], source)
+
+
 def test_arguments_are_valid_unicode() -> None:
     """Oracle: U+FFFD for half a surrogate pair, which a limit may leave; a whole pair is a character."""
     arguments = '{"a\\ud83d": ["\\ud83d\\ude00 \\ud83d"]}'

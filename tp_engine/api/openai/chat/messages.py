@@ -37,6 +37,8 @@ from tp_engine.log import get_logger, warn_once
 logger = get_logger(__name__)
 
 _MAX_SHOWN = 80
+_MOST_ARGUMENT_PARTS = 1_000_000
+_PART_MARKS = ",[{"
 # The kind of a part -> its field that has the text.
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -83,6 +85,7 @@ def normal_messages(
         stays_null = given is None and has_calls and takes.calls.null_content
         message["content"] = None if stays_null else takes.form(message["role"]).content(given or "")
     calls = [call for message in normal for call in message.get("tool_calls", ())]
+    _check_size(calls)
     give_arguments = _give_texts if takes.calls.argument_texts else _give_objects
     give_arguments(calls)
     if adapts_calls and calls_format is not None and not takes.calls.are_shown:
@@ -121,6 +124,18 @@ def _write_calls(messages: Sequence[dict[str, Any]], takes: TemplateCapabilities
             given = message["content"]
             texts = [part["text"] for part in given] if isinstance(given, list) else [given or ""]
             message["content"] = takes.form(message["role"]).content("".join(texts) + written)
+
+
+def _check_size(calls: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse arguments of so many parts in all that reading them would take long: it stops all other threads."""
+    given = (call["function"].get("arguments") for call in calls)
+    num_parts = sum(text.count(mark) for text in given if isinstance(text, str) for mark in _PART_MARKS)
+    if num_parts > _MOST_ARGUMENT_PARTS:
+        raise RequestError(
+            f"the arguments of the messages' calls have {num_parts:,} commas and brackets; at most "
+            f"{_MOST_ARGUMENT_PARTS:,} are allowed: leave out old messages",
+            param="messages",
+        )
 
 
 def _give_texts(calls: Sequence[Mapping[str, Any]]) -> None:
