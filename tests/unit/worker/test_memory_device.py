@@ -251,6 +251,8 @@ def test_ranks_of_one_host_share_its_cores(
 ) -> None:
     """Oracle: eight cores divided by the ranks; a lone rank keeps the number of threads that its user chose."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(8)))
+    monkeypatch.setattr("tp_engine.cpus.cpu_quota", lambda _root: None)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("torch.cuda.set_device", lambda _device: None)
     torch.set_num_threads(7)
     devices = DeviceMap(tuple(range(local_world_size)))
