@@ -51,6 +51,7 @@ def start_child(
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
+            cwd=_folder(),
             pass_fds=pass_fds,
             start_new_session=own_session,
         )
@@ -91,6 +92,15 @@ def _absolute(entry: str) -> str:
         return os.path.abspath(entry) if entry else ""
     except FileNotFoundError:  # the current folder is gone
         return ""
+
+
+def _folder() -> str | None:
+    """None, the parent's folder; the root where that has been deleted: MKL ends a process that is nowhere."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return os.sep
+    return None
 
 
 @contextlib.contextmanager

@@ -20,10 +20,10 @@ ROOT = Path(__file__).parents[3]
 DEADLINE_S = 100.0
 
 _TELLS = """
-import json, sys
+import json, os, sys
 def main():
     import queue, tokenizers, types
-    told = {"path": sys.path, "files": [queue.__file__, tokenizers.__file__, types.__file__],
+    told = {"path": sys.path, "folder": os.getcwd(), "files": [queue.__file__, tokenizers.__file__, types.__file__],
             "settings": sys.stdin.read()}
     json.dump(told, sys.stdout)
     return 7
@@ -77,7 +77,8 @@ def test_a_checkout_that_was_found_in_the_current_directory_is_found_by_children
 def test_a_checkout_on_a_relative_path_is_found_after_the_folder_has_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the package's own folder on the child's path, though the parent's relative path leads nowhere now."""
+    """Oracle: the package's own folder on the child's path, though the parent's relative path leads nowhere now; the
+    child is somewhere."""
     (tmp_path / "tells.py").write_text(_TELLS)
     others = [entry for entry in sys.path if entry and os.path.abspath(entry) != str(ROOT)]
     gone = tmp_path / "gone"
@@ -90,7 +91,8 @@ def test_a_checkout_on_a_relative_path_is_found_after_the_folder_has_gone(
         gone.rmdir()
         file.truncate(0)
         assert start_child("tells", b"", output=file).wait(DEADLINE_S) == 7
-    assert str(ROOT) in json.loads((tmp_path / "output").read_text().strip("\0"))["path"]
+    told = json.loads((tmp_path / "output").read_text().strip("\0"))
+    assert str(ROOT) in told["path"] and told["folder"] == "/"
 
 
 def test_stop_signals_to_the_group_leave_a_child_to_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
