@@ -128,6 +128,9 @@ def test_a_wrong_seal_is_refused_by_its_place(change: str) -> None:
         error = refused.json()["error"]
         assert (refused.status, error["param"], error["code"]) == (400, "input", "invalid_encrypted_content")
         assert "input[1].encrypted_content" in error["message"]
+        summary = [{"type": "summary_text", "text": "told in short"}]  # goes on after a restart of the server
+        assert (await app.post(RESPONSES, {"input": [turns[0], turns[1] | {"summary": summary}]})).status == 200
+        assert "told in short" in prompt(app) and "evil" not in prompt(app)
 
     serve(speaking(THOUGHT), scenario)
 

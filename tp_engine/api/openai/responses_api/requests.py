@@ -65,17 +65,17 @@ def count_tokens(body: ResponsesBody, processor: InputProcessor) -> int:
 
 
 def _opened(items: str | list[dict[str, Any]], seal: ReasoningSeal | None) -> str | list[dict[str, Any]]:
-    """``items`` with the text of the reasoning that is there only sealed."""
+    """``items`` with the text of the reasoning that is there only sealed; of another server's seal, its summary."""
     if isinstance(items, str) or seal is None:
         return items
     opened = []
     for number, item in enumerate(items):
         sealed = item.get("encrypted_content") if item.get("type") == "reasoning" and not item.get("content") else None
         text = seal.opened(sealed) if isinstance(sealed, str) else None
-        if sealed and text is None:
+        if sealed and text is None and not item.get("summary"):
             raise RequestError(
                 f"input[{number}].encrypted_content is {shown(sealed)}, which this server did not write, or wrote "
-                "before its last start; send the item with its content, or leave it out, and serve with "
+                "before its last start; send the item with its content or a summary, or leave it out, and serve with "
                 "--reasoning-key to read it later",
                 param="input",
                 code="invalid_encrypted_content",
