@@ -287,7 +287,7 @@ def test_requests_that_are_none_are_one_line_in_the_log(small: Small, caplog: py
 
 def test_a_stream_that_nobody_reads_is_aborted() -> None:
     """Oracle: the engine hears of it long before the request would end, and the stream of another client goes on."""
-    engine = FakeEngine(arith, step_delay_s=0.001, model_info=INFO)
+    engine = FakeEngine(arith, step_delay_s=0.02, model_info=INFO)
     body = {"prompt": "x", "max_tokens": 1000, "stream": True, "ignore_eos": True, "n": 32, "logprobs": 20}
     with running_server(engine, ServerConfig(port=0, write_timeout_s=1.0)) as server:
         data = json.dumps(body).encode()

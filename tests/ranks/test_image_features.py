@@ -167,8 +167,8 @@ def run(llm: LLM, prompts: list[Prompt]) -> list[Any]:
 
 @pytest.mark.parametrize(("name", "world_size"), [("qwen3-vl", 1), ("gemma4-vision", 2)])
 def test_new_weights_are_the_towers_too(name: str, world_size: int, image_model: Callable[..., Path]) -> None:
-    """Oracle: an engine that starts with the new weights, bit for bit; after a sleep, too.  Rows of the old tower are
-    never used: all images are encoded again, and found afterwards."""
+    """Oracle: an engine that starts with the new weights, bit for bit, behind hits of the prefix cache as well; after a
+    sleep, too.  Rows of the old tower are never used: all images are encoded again, and found afterwards."""
     first, second = (image_model(name, seed) for seed in (0, 9))
     options = {**OPTIONS, "tensor_parallel_size": world_size}
     with pixel_files(first) as files:
@@ -176,13 +176,14 @@ def test_new_weights_are_the_towers_too(name: str, world_size: int, image_model:
         with LLM(str(second), **options) as llm:
             expected = run(llm, prompts)
             num_images = encoded(llm)
+            found_again = run(llm, prompts)
         with LLM(str(first), **options) as llm:
             before = run(llm, prompts)
             assert before != expected and encoded(llm) == num_images
             tensors = {key: one for path in second.glob("*.safetensors") for key, one in load_file(path).items()}
             llm.update_weights(tensors.items())
             assert run(llm, prompts) == expected and encoded(llm) == 2 * num_images
-            assert run(llm, prompts) == expected and encoded(llm) == 2 * num_images
+            assert run(llm, prompts) == found_again and encoded(llm) == 2 * num_images
             llm.sleep()
             llm.wake_up()
             assert run(llm, prompts) == expected

@@ -54,7 +54,8 @@ _FIRST_REMEDIES = "--enforce-eager, --attention-backend torch, --dtype float32; 
 class Errors:
     """Errors (k,) at ``positions`` (k,), and those of the twin there, None for an engine in float32.
 
-    ``furthest`` is the twin's error that bounds the largest one; infinite if nothing does.
+    ``furthest`` is the twin's error that bounds the largest one; infinite if nothing does.  ``spread`` is how much
+    further apart the usual errors of both may be: those of few positions are draws, as the largest one is.
     """
 
     own: Floats
@@ -62,6 +63,7 @@ class Errors:
     positions: Ids
     floor: float
     furthest: float
+    spread: float = 1.0
 
     @staticmethod
     def between(given: Floats, exact: Floats, twin: Floats | None, *, floor: float) -> Errors:
@@ -95,7 +97,9 @@ class Errors:
             return 0.0
         if self.twin is None:
             return self.largest / self.floor
-        pairs = [(float(np.quantile(self.own, one)), float(np.quantile(self.twin, one))) for one in _SHARES]
+        pairs = [
+            (float(np.quantile(self.own, one)), self.spread * float(np.quantile(self.twin, one))) for one in _SHARES
+        ]
         pairs.append((self.largest, SCATTER * self.furthest))
         return max(0.0 if other == np.inf > one else one / (FACTOR * other + self.floor) for one, other in pairs)
 
@@ -235,13 +239,14 @@ class Judge:
 
     def _of_layer(self, given: Floats, layer: int, part: slice) -> Errors:
         """Errors of the outputs of a layer for a ``part`` of the rows: the prompt's, or those of decodes.  These are
-        few, so that the twin's errors on them, or on all rows, are the measure."""
+        few, so that the twin's errors on them, or on all rows, are the measure, with room for how draws scatter."""
         twin = None if self.twin is None else self.twin.layers[layer]
         whole = self._of_rows(given, self.exact.layers[layer], twin)
         of_part = None if whole.twin is None else whole.twin[part]
         own = replace(whole, own=whole.own[part], positions=whole.positions[part], twin=of_part)
         if part.start == 0 or not own.own.size:
             return own
+        own = replace(own, spread=SCATTER)
         return min(own, replace(own, twin=whole.twin), key=lambda one: one.excess)
 
     @property
