@@ -19,11 +19,9 @@ from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.openai.protocol import ChatBody
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
 from tp_engine.errors import RequestError
-from tp_engine.images.documents import reads_pdfs
 from tp_engine.images.sources import DocumentSource, file_bytes
 from tp_engine.request import EngineRequest
 
-pytestmark = pytest.mark.skipif(not reads_pdfs(), reason="pypdfium2 is not installed")
 PAGES = [picture(96, 64), picture(64, 96), Image.new("RGB", (64, 64), (200, 30, 30))]
 
 
