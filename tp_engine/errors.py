@@ -4,11 +4,12 @@ A user's mistake is a ``ConfigError`` or a ``RequestError`` (both ``ValueError``
 the remedy.  A mistake of the engine is an ``assert``.  A fault of the machine is a ``RuntimeError`` with the rank.
 """
 
+import copy
 import difflib
 import itertools
 import reprlib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 _SHORTEST_BEGINNING = 3
 _LONGEST_NAME = 200
@@ -22,6 +23,8 @@ _SEEN[ord("\r")] = ""
 CODE_UNAVAILABLE = "service_unavailable"
 INVALID_GRAMMAR = "invalid_grammar"
 NO_TOKEN_LEFT = "no_token_left"
+
+_Kept = TypeVar("_Kept", bound=BaseException)
 
 
 class ConfigError(ValueError):
@@ -52,6 +55,9 @@ class ContextLengthError(RequestError):
         super().__init__(message, param=param, code="context_length_exceeded")
         self.num_prompt, self.longest, self.num_asked = num_prompt, longest, num_asked
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _remade, (type(self), self.args, self.__dict__)
+
 
 class WeightError(RuntimeError):
     """A checkpoint whose tensors are missing, unexpected or wrongly shaped."""
@@ -68,6 +74,9 @@ class RankError(RuntimeError):
         super().__init__(f"rank {rank}: {message}")
         self.rank = rank
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _remade, (type(self), self.args, self.__dict__)
+
 
 class MemoryBudgetError(RuntimeError):
     """The device has too little memory for the configuration; the message has the numbers and the remedy.  All ranks
@@ -80,6 +89,21 @@ class MemoryBudgetError(RuntimeError):
 
 class EngineDeadError(RuntimeError):
     """The engine has stopped; every request in flight ends with this error."""
+
+
+def again(error: _Kept) -> _Kept:
+    """A copy of an error that is kept, with its cause, to be raised.  The traceback of one object would grow with each
+    raise, hold the callers' frames, and mix those of threads that raise it at once."""
+    fresh = copy.copy(error)
+    fresh.__cause__ = error.__cause__
+    return fresh
+
+
+def _remade(kind: type[BaseException], args: tuple[Any, ...], fields: dict[str, Any]) -> BaseException:
+    """A copied or unpickled error whose ``args`` are not those of its ``__init__``."""
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(fields)
+    return error
 
 
 def shown(value: object, limit: int = 80) -> str:

@@ -26,7 +26,7 @@ from tp_engine.api.team import EXTERNAL_LAUNCHER, Team, join_team, together
 from tp_engine.closing import Closing, Ending
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.engine.service_process import Service, spawn_service
-from tp_engine.errors import EngineDeadError, RequestError
+from tp_engine.errors import EngineDeadError, RequestError, again
 from tp_engine.lora import LoRARequest, load_for
 from tp_engine.off_loop import LoopThread, started
 from tp_engine.outputs import (
@@ -451,7 +451,7 @@ class LLM(Closing):
         self._ending.check()
         error = self._async.engine.error
         if error is not None:
-            raise EngineDeadError(str(error)) from error.__cause__
+            raise again(error)
 
     def _ask(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
         try:
@@ -462,7 +462,7 @@ class LLM(Closing):
         try:
             return self._loop.run(coroutine)
         except EngineDeadError as error:
-            raise error.__cause__ or error from None
+            raise again(error.__cause__ or error) from None
 
     def _rows(
         self,

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tp_engine.api.request_state import RequestState, SequenceUpdate
 from tp_engine.engine.tokenizer import TokenDecoder
-from tp_engine.errors import EngineDeadError, RequestError
+from tp_engine.errors import EngineDeadError, RequestError, again
 from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
 
@@ -285,7 +285,7 @@ class Outputs:
         except EngineDeadError as error:
             for request in requests:
                 if self.forget(request.request_id):
-                    self._mailboxes.pop(request.request_id).fail(request.request_id, error)
+                    self._mailboxes.pop(request.request_id).fail(request.request_id, again(error))
 
     def leave(self, request_ids: Iterable[str]) -> None:
         """Abort and forget requests that ``begin`` has sent, as far as they run."""
@@ -306,9 +306,7 @@ class Outputs:
     def _fail_all(self, error: EngineDeadError) -> None:
         for request_id, mailbox in list(self._mailboxes.items()):
             if self.forget(request_id):
-                again = EngineDeadError(str(error))
-                again.__cause__ = error.__cause__
-                mailbox.fail(request_id, again)
+                mailbox.fail(request_id, again(error))
                 if mailbox.is_shared:
                     del self._mailboxes[request_id]
 
@@ -363,7 +361,7 @@ class Mailbox(Receiver):
         """Return all updates that wait, at least one; raises the error once they have been taken."""
         while not self._updates:
             if self._error is not None:
-                raise self._error
+                raise again(self._error)
             self._reader = asyncio.get_running_loop().create_future()
             try:
                 await self._reader

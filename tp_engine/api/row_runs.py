@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from tp_engine.api.calls import Call, RequestEnd
 from tp_engine.api.rows import Row, Rows
-from tp_engine.errors import NO_TOKEN_LEFT, RequestError
+from tp_engine.errors import NO_TOKEN_LEFT, RequestError, again
 from tp_engine.outputs import RequestOutput
 from tp_engine.structured_outputs import PARAM
 
@@ -121,7 +121,7 @@ class RowRun:
         if isinstance(error, RequestError):
             return self._failed(self._rows.naming(error, number))
         if error is not None:
-            raise error.__cause__ or error
+            raise again(error.__cause__ or error)
         assert ended.output is not None
         ended.output.row = number
         self._num_tokens += sum(len(one.token_ids) for one in ended.output.outputs)

@@ -20,7 +20,7 @@ from tp_engine.distributed.collectives import Communicator
 from tp_engine.distributed.rank import Agreeing, all_do
 from tp_engine.distributed.reduce_plan import SHARED_SLOT_BYTES, shared_two_shot_bytes
 from tp_engine.distributed.two_level import Exchange, LocalRanks, TwoLevelExchange, ordered_sum
-from tp_engine.errors import RankError
+from tp_engine.errors import RankError, again
 from tp_engine.ipc.tensor_slots import SEMAPHORES_OFFSET, TensorSlots
 from tp_engine.log import get_logger
 from tp_engine.progress import RankProgress
@@ -215,7 +215,7 @@ class _Broken(Exchange):
 
     def all_reduce(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
         if isinstance(self._failure, RankError):
-            raise self._failure
+            raise again(self._failure)
         raise RuntimeError("an earlier collective did not end, so the ranks are no longer in step") from self._failure
 
     all_gather = all_reduce

@@ -18,7 +18,7 @@ from tp_engine import env
 from tp_engine.distributed.collectives import Communicator, ProcessGroupCommunicator, SingleRank
 from tp_engine.distributed.device_threads import use_device
 from tp_engine.distributed.store import Store, WatchedStore
-from tp_engine.errors import RankError
+from tp_engine.errors import RankError, again
 from tp_engine.log import get_logger
 from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.topology import RankInfo
@@ -117,7 +117,7 @@ class RankGroups:
     def check(self) -> None:
         """Raise ``RankError`` if the job has failed; for waits."""
         if self._late is not None:
-            raise self._late
+            raise again(self._late)
         self._check()
 
     @contextmanager

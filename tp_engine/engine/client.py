@@ -11,7 +11,7 @@ import zmq.asyncio
 from tp_engine.engine import messages
 from tp_engine.engine.messages import ModelInfo, ToEngine
 from tp_engine.engine.report import EngineReport
-from tp_engine.errors import EngineDeadError, RequestError, shown
+from tp_engine.errors import EngineDeadError, RequestError, again, shown
 from tp_engine.log import get_logger
 from tp_engine.off_loop import started
 from tp_engine.request import EngineRequest, StepOutput
@@ -80,14 +80,14 @@ class EngineClient:
     def add_request(self, request: EngineRequest) -> None:
         """Send a request; ``EngineDeadError`` if the engine has ended."""
         if self.error is not None:
-            raise self.error
+            raise again(self.error)
         self._send(messages.AddRequest(request=request))
 
     def add_call(self, requests: list[EngineRequest], *, together: bool) -> None:
         """Send requests of which only the ends are wanted (``messages.AddCall``); ``EngineDeadError`` if the engine has
         ended."""
         if self.error is not None:
-            raise self.error
+            raise again(self.error)
         self._send(messages.AddCall(requests=requests, together=together))
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -139,7 +139,7 @@ class EngineClient:
 
     async def _ask(self, question: ToEngine, timeout_s: float) -> Any:
         if self.error is not None:
-            raise self.error
+            raise again(self.error)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._send(question)
         self._answers.append(answer)
@@ -209,7 +209,7 @@ class EngineClient:
         waiters: list[asyncio.Future[Any]] = [self._ready, *self._answers]
         for waiting in waiters:
             if not waiting.done():
-                waiting.set_exception(self.error)
+                waiting.set_exception(again(self.error))
                 waiting.exception()  # marks it as retrieved, because there may be no waiter
         self._ended.set_result(None)
         self._events.on_ended(self.error)

@@ -37,7 +37,7 @@ import time
 from collections.abc import Callable
 from typing import TypeAlias
 
-from tp_engine.errors import RankError
+from tp_engine.errors import RankError, again
 from tp_engine.ipc.segment import Segment, create_segment, open_segment
 from tp_engine.ipc.semaphore import SEMAPHORE_BYTES, Semaphore, default_spin_s
 
@@ -152,7 +152,7 @@ class RingWriter:
         makes no room.  Some readers may then have a part of the message, so every later write raises the same error.
         After a write that a signal handler interrupted, later writes raise ``RuntimeError`` for the same reason."""
         if isinstance(self._failure, RankError):
-            raise self._failure
+            raise again(self._failure)
         if self._failure is not None:
             raise RuntimeError("an earlier step plan was interrupted: ranks may have a part of it") from self._failure
         try:

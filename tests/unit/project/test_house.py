@@ -102,3 +102,14 @@ def test_no_two_classes_have_one_name() -> None:
                 places[node.name].append(f"{name_of(path)}:{node.lineno}")
     repeated = {name: found for name, found in places.items() if len(found) > 1}
     assert not repeated, f"classes of one name; rename the less public one of each: {repeated}"
+
+
+def test_a_kept_error_is_not_raised_itself() -> None:
+    """Oracle: the rule; an attribute of ``self`` outlives its first raise, so a copy (``errors.again``) is raised."""
+    kept = [
+        f"{name_of(path)}:{number}"
+        for path in MODULES
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if re.match(r"\s*raise self\.\w+( from .*)?$", line)
+    ]
+    assert not kept

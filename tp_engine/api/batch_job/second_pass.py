@@ -38,7 +38,7 @@ from tp_engine.api.openai.errors import sequence_error
 from tp_engine.api.openai.requests import PreparedBody
 from tp_engine.closing import Closing
 from tp_engine.engine.tokenizer import TokenDecoder
-from tp_engine.errors import EngineDeadError, RequestError
+from tp_engine.errors import EngineDeadError, RequestError, again
 from tp_engine.log import get_logger
 from tp_engine.outputs import RequestOutput
 from tp_engine.request import EngineRequest
@@ -153,7 +153,7 @@ class LineRunner:
             work, output = prompt.work, ended.output
             work.num_running -= 1
             if isinstance(ended.error, EngineDeadError):
-                raise ended.error.__cause__ or ended.error
+                raise again(ended.error.__cause__ or ended.error)
             if ended.error is not None:
                 self._fail(work, ended.error)
             elif ended.failure is not None:
@@ -340,7 +340,8 @@ class ReadAhead(Closing):
                 self._changed.notify_all()
                 return item
             if self._error is not None:
-                raise self._error
+                error, self._error = self._error, None
+                raise error
             return None
 
     def close(self) -> None:

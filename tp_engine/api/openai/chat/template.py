@@ -23,6 +23,7 @@ from typing import Any
 
 from tp_engine.api.openai.chat import template_process
 from tp_engine.api.openai.chat.template_process import TemplateRefusal, parse_template
+from tp_engine.errors import again
 from tp_engine.isolation.cancellation import Cancellation, cancelled_by
 from tp_engine.isolation.process import CallError, IsolatedProcess, Limits
 from tp_engine.units import MIB
@@ -103,7 +104,7 @@ class _Fork:
         self.close()
         self._thread.join(_END_S)
         if self._end is not None:
-            raise self._end
+            raise again(self._end)
         return b""
 
     def close(self) -> None:
