@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
-from tp_engine.cpu.kernels.library import native_library
-from tp_engine.cpu.kernels.paged_attention import in_kernel_order
+from tp_engine.cpu.library import native_library
+from tp_engine.cpu.paged_attention import in_kernel_order
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv, is_quantised, layer_view, quantise
 from tp_engine.plan import PAD_SLOT
 from tp_engine.worker.batch.step_inputs import slots_for

@@ -23,7 +23,7 @@ from benchmarks.roofline import Ceilings, ModelCost, decode_step_s
 from tp_engine import SamplingParams
 from tp_engine.api.engine_options import read_options
 from tp_engine.api.input_processor import InputProcessor
-from tp_engine.cpu.kernels.tape import naming_calls
+from tp_engine.cpu import naming_calls
 from tp_engine.engine.engine import Engine
 from tp_engine.engine.start import start_engine
 

@@ -11,7 +11,7 @@ import pytest
 
 from tp_engine import LLM, SamplingParams
 from tp_engine.attention import mla
-from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu.library import native_library
 
 pytestmark = pytest.mark.slow
 

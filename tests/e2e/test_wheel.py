@@ -170,7 +170,7 @@ def package_files() -> dict[str, bytes]:
 def test_the_wheel_has_the_package_and_nothing_else(release: Release, installed: Installation) -> None:
     """Oracle: the package's folder in the checkout; the imported package is the installed copy."""
     about, expected = f"{NAME}.dist-info", package_files()
-    for name in ("tp_engine/py.typed", "tp_engine/server/page/index.html", "tp_engine/cpu/kernels/attention.c"):
+    for name in ("tp_engine/py.typed", "tp_engine/server/page/index.html", "tp_engine/cpu/attention.c"):
         assert name in expected
     assert (ROOT / "tp_engine" / "demo_model" / "model.safetensors").read_bytes() in expected.values()
     others = {f"{about}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt")}

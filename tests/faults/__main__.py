@@ -21,7 +21,7 @@ from tests.faults.gate import Gate
 from tests.faults.hosts import HostCase, HostOutcome, host_matrix, run_host_case
 from tests.faults.storms import Storm, StormOutcome, run_storm, storms
 from tests.namespaces import NO_NAMESPACES, can_make_namespaces
-from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu.library import native_library
 
 _WAITING = 6
 

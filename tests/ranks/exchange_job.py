@@ -14,10 +14,10 @@ from collections.abc import Callable
 
 import torch
 
-from tp_engine.cpu.shared_memory import DTYPES, SharedMemoryCommunicator, with_shared_memory
 from tp_engine.distributed import groups
 from tp_engine.distributed.collectives import Communicator
 from tp_engine.distributed.groups import RankGroups
+from tp_engine.distributed.shared_memory import DTYPES, SharedMemoryCommunicator, with_shared_memory
 from tp_engine.distributed.store import join_store
 from tp_engine.distributed.two_level import ordered_sum
 from tp_engine.errors import RankError

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers import fast_first
-from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu.library import native_library
 from tp_engine.distributed.store import host_store
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="the native kernels can not be built here")

@@ -3,15 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tp_engine.attention import flash_attn, triton_backend, triton_mla
+from tp_engine.attention import flash_attn, native_backend, triton_backend, triton_mla
 from tp_engine.attention.base import AttentionBackend, AttentionNeeds
 from tp_engine.attention.mla import MLABackend
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.attention.triton_mla import TritonMLABackend
-from tp_engine.cpu import attention as cpu_attention
-from tp_engine.cpu.kernels.block_codes import simd_width_of
-from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu import native_library, simd_width_of
 from tp_engine.errors import ConfigError
 from tp_engine.log import get_logger
 
@@ -49,7 +47,7 @@ _KINDS: dict[str, _Backend] = {
     "flash_attn": _Backend(
         flash_attn.why_not, lambda needs: flash_attn.FlashAttnBackend(flash_attn.best_version(needs) or 2)
     ),
-    "native": _Backend(cpu_attention.why_not, lambda needs: cpu_attention.NativeBackend(), takes_latents=True),
+    "native": _Backend(native_backend.why_not, lambda needs: native_backend.NativeBackend(), takes_latents=True),
     "torch": _Backend(lambda needs: None, lambda needs: TorchBackend(), takes_latents=True),
 }
 
@@ -96,6 +94,6 @@ def select_backend(name: str, needs: AttentionNeeds) -> AttentionBackend:
 
 def simd_width(backend: AttentionBackend, block_size: int) -> int:
     """Tokens whose keys lie side by side as columns in a block that ``backend`` keeps; 0 if keys are rows."""
-    is_native = isinstance(backend, cpu_attention.NativeBackend)
+    is_native = isinstance(backend, native_backend.NativeBackend)
     library = native_library() if is_native else None  # ranks on GPUs compile no C
     return 0 if library is None else simd_width_of(library, block_size)

@@ -15,7 +15,7 @@ from tp_engine import env
 from tp_engine.attention.registry import obstacles
 from tp_engine.cli.findings import Finding, Status
 from tp_engine.config import EngineConfig
-from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu import native_library
 from tp_engine.cpus import cpu_quota
 from tp_engine.distributed.symmetric_memory import has_native_atomics
 from tp_engine.errors import ConfigError

@@ -21,12 +21,12 @@ import torch
 
 from tp_engine import env
 from tp_engine.config import EngineConfig
-from tp_engine.cpu.shared_memory import with_shared_memory
 from tp_engine.device_map import parse_devices, shares_devices
 from tp_engine.distributed.collectives import Communicator
 from tp_engine.distributed.groups import RankGroups
 from tp_engine.distributed.rank import Agreeing
 from tp_engine.distributed.reduce_plan import Machine, why_not
+from tp_engine.distributed.shared_memory import with_shared_memory
 from tp_engine.distributed.symmetric_memory import allocate_symmetric, probe_machine, with_symmetric_memory
 from tp_engine.distributed.two_level import swap_between
 from tp_engine.errors import ConfigError

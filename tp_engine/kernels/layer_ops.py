@@ -1,6 +1,6 @@
 """The layers' small operations in plain PyTorch: normalisation, the residual sum, activations, embedding, logits.
 
-They are the twins of ``norm_triton``, ``elementwise_triton`` and ``cpu/kernels/ops.py``.  Each computes in float32
+They are the twins of ``norm_triton``, ``elementwise_triton`` and ``cpu/ops.py``.  Each computes in float32
 (float64 stays) and rounds once, unless its text says otherwise.
 
 ::

@@ -1,7 +1,7 @@
 """The table of operations: what implements each, and which implementation runs for a type of device.
 
 A new operation is a file with its twin in plain PyTorch, which runs everywhere and is the oracle, and a line of
-``OPS``.  A Triton kernel is a file beside it; a C function is one in ``cpu/kernels/``, and a function that calls it.
+``OPS``.  A Triton kernel is a file beside it; a C function is one in ``cpu/``, and a function that calls it.
 """
 
 from collections.abc import Callable
@@ -11,8 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal, TypeAlias
 
-from tp_engine.cpu.kernels.library import native_library
-from tp_engine.cpu.kernels.linear import NativeInt8Rows
+from tp_engine.cpu import NativeInt8Rows, native_library
 from tp_engine.kernels import gated_delta_net, layer_ops, mamba2, short_conv
 from tp_engine.kernels.attention import heads, index_keys, latents
 from tp_engine.kernels.experts import experts, routing
@@ -30,7 +29,7 @@ class Op:
     """One operation: its ``twin``, and the modules of faster implementations, imported at their first use.
 
     ``triton`` is below ``tp_engine.kernels``: its ``NAME_triton`` takes and returns what the twin does.  ``native`` is
-    below ``tp_engine.cpu.kernels``: the first argument of its ``NAME`` is the compiled library.
+    below ``tp_engine.cpu``: the first argument of its ``NAME`` is the compiled library.
     """
 
     twin: Callable[..., Any]
@@ -115,7 +114,7 @@ def implementation(name: str, kind: Kind) -> Callable[..., Any]:
         return found
     library = native_library()
     assert library is not None, "the compiled kernels can not be had here"
-    return partial(getattr(import_module(f"tp_engine.cpu.kernels.{module}"), name), library)
+    return partial(getattr(import_module(f"tp_engine.cpu.{module}"), name), library)
 
 
 def has_triton() -> bool:

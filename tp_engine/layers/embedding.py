@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from tp_engine.cpu.kernels.linear import PackedWeight
+from tp_engine.cpu import PackedWeight
 from tp_engine.kernels.quantization.row_codes import Rows
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.linear import LocalLinear

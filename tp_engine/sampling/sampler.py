@@ -35,8 +35,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from tp_engine.cpu.kernels.library import native_library
-from tp_engine.cpu.kernels.ops import best_tokens
+from tp_engine.cpu import best_tokens, native_library
 from tp_engine.distributed.collectives import Communicator
 from tp_engine.kernels.steps.decode_inputs import RowTables
 from tp_engine.layers.upload import upload, upload_all

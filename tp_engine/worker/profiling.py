@@ -14,7 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from tp_engine.config import EngineConfig
-from tp_engine.cpu.kernels.tape import naming_calls
+from tp_engine.cpu import naming_calls
 from tp_engine.errors import ConfigError
 from tp_engine.log import get_logger
 

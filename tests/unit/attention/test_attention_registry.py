@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from tests import fake_attention_packages as fakes
-from tp_engine.attention import flash_attn, triton_backend
+from tp_engine.attention import flash_attn, native_backend, triton_backend
 from tp_engine.attention.base import AttentionNeeds
 from tp_engine.attention.registry import check_backend, select_backend
 from tp_engine.config import ATTENTION_BACKENDS, EngineConfig
-from tp_engine.cpu import attention as cpu_attention
 from tp_engine.errors import ConfigError
 
 ON_CPU: dict[str, Any] = {"device_type": "cpu", "dtype": torch.float32, "block_size": 16, "head_dims": (64,)}
@@ -36,7 +35,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
 
     monkeypatch.setattr(flash_attn, "find_spec", find_spec)
     monkeypatch.setattr(triton_backend, "has_triton", lambda: "triton" in packages)
-    monkeypatch.setattr(cpu_attention, "native_library", lambda: object() if "compiler" in packages else None)
+    monkeypatch.setattr(native_backend, "native_library", lambda: object() if "compiler" in packages else None)
 
 
 @pytest.fixture

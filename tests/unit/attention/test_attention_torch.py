@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from tests.paged_batches import make_batch
 from tp_engine.attention.base import AttentionBackend, AttentionShape
+from tp_engine.attention.native_backend import NativeBackend
 from tp_engine.attention.tiles import TILE
 from tp_engine.attention.torch_backend import TorchBackend
-from tp_engine.cpu.attention import NativeBackend
-from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu.library import native_library
 from tp_engine.kernels.kv_cache.layer_kv import LayerKv
 
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch": TorchBackend, "native": NativeBackend}

@@ -13,10 +13,10 @@ import torch
 from tests.repeating_recorder import RepeatingRecorder
 from tp_engine import kv_layout
 from tp_engine.attention.base import AttentionBackend
+from tp_engine.attention.native_backend import NativeBackend
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.config import EngineConfig
-from tp_engine.cpu.attention import NativeBackend
-from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu.library import native_library
 from tp_engine.distributed.collectives import SingleRank
 from tp_engine.kv_layout import TILE_TOKENS
 from tp_engine.model_config import load_model_config

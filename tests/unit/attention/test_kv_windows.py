@@ -16,7 +16,7 @@ from tp_engine.kv_layout import TILE_TOKENS
 from tp_engine.plan import BoolArray
 from tp_engine.sched.blocks.kv_windows import KvWindows
 
-NATIVE_TYPES = Path(__file__).parents[3] / "tp_engine" / "cpu" / "kernels" / "attention_types.h"
+NATIVE_TYPES = Path(__file__).parents[3] / "tp_engine" / "cpu" / "attention_types.h"
 
 
 def keys_read(position: int, window: int | None, tile: int) -> range:

@@ -14,16 +14,15 @@ import torch
 from tests.paged_batches import make_batch
 from tests.unit.kernels.kernel_cases_layer_ops import assert_close_enough, error_of
 from tests.unit.models.test_quantization_config import BLOCK_FP8
-from tp_engine.attention import mla
+from tp_engine.attention import mla, native_backend
 from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionNeeds, AttentionShape
 from tp_engine.attention.mla import MLABackend, TokenSelection, part_of_step
+from tp_engine.attention.native_backend import NativeBackend
 from tp_engine.attention.registry import check_backend, select_backend
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.config import EngineConfig
-from tp_engine.cpu import attention as cpu_attention
-from tp_engine.cpu.attention import NativeBackend
-from tp_engine.cpu.kernels.library import native_library
-from tp_engine.cpu.kernels.linear import PackedWeight
+from tp_engine.cpu.library import native_library
+from tp_engine.cpu.linear import PackedWeight
 from tp_engine.errors import ConfigError
 from tp_engine.kernels.attention.heads import Rotation
 from tp_engine.kernels.attention.latents import HEADS_TOGETHER, absorb_w_uk, prepare_latents, project_w_uv
@@ -466,7 +465,7 @@ def test_expanded_in_c(dtype: torch.dtype, bound: float, max_elements: int, monk
 
     Several blocks of tokens, six heads, of which four share a product; sizes that no vector divides.
     """
-    monkeypatch.setattr(cpu_attention, "_MAX_EXPANDED_ELEMENTS", max_elements)
+    monkeypatch.setattr(native_backend, "_MAX_EXPANDED_ELEMENTS", max_elements)
     heads, rank, nope, rope, value_dim, num_keys = 6, 40, 22, 6, 18, 1101
     maps64 = Maps(torch.randn(heads, nope + value_dim, rank, dtype=torch.float64) / rank**0.5, nope, rope)
     maps = Maps(maps64.up.to(dtype), nope, rope)

@@ -11,12 +11,12 @@ import torch
 from tests.simulated_ranks import run_ranks
 from tests.unit.distributed.test_symmetric_memory import HostOf
 from tp_engine.config import ALL_REDUCES, EngineConfig
-from tp_engine.cpu import shared_memory
-from tp_engine.cpu.kernels.library import native_library
-from tp_engine.cpu.shared_memory import SharedMemoryCommunicator, _spin_s, with_shared_memory
+from tp_engine.cpu.library import native_library
+from tp_engine.distributed import shared_memory
 from tp_engine.distributed.all_reduce import STRATEGIES, Ranks, check, choose
 from tp_engine.distributed.collectives import Communicator
 from tp_engine.distributed.reduce_plan import SHARED_SLOT_BYTES, shared_two_shot_bytes
+from tp_engine.distributed.shared_memory import SharedMemoryCommunicator, _spin_s, with_shared_memory
 from tp_engine.errors import ConfigError, RankError
 from tp_engine.ipc.tensor_slots import TensorSlots
 from tp_engine.progress import RankProgress
@@ -130,7 +130,7 @@ def test_without_compiled_kernels_all_use_the_library(
 
 def test_more_ranks_than_fit_use_the_library(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Oracle: the library itself on every rank, and the number in the log."""
-    monkeypatch.setattr("tp_engine.cpu.kernels.exchange.MAX_RANKS", 1)
+    monkeypatch.setattr("tp_engine.distributed.shared_memory.MAX_RANKS", 1)
     caplog.set_level(logging.WARNING)
     assert all(run_ranks(2, lambda library: setup(library) is library))
     assert "2 ranks are on one host, and it takes at most 1" in caplog.text

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.unit.kernels.kernel_cases_block_codes import CODES, DTYPES, SHAPES, form_of, random_pool, same_but_for_ties
-from tp_engine.cpu.kernels import block_codes as native
-from tp_engine.cpu.kernels.library import native_library
-from tp_engine.cpu.kernels.paged_attention import in_kernel_order
+from tp_engine.cpu import block_codes as native
+from tp_engine.cpu.library import native_library
+from tp_engine.cpu.paged_attention import in_kernel_order
 from tp_engine.kernels.kv_cache.block_codes import BlockForm, decode_blocks, encode_blocks, round_up
 
 PAIRS = np.array([[4, 0], [1, 3], [0, 2]], dtype=np.int32)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.unit.kernels.recurrent_runs import NUM_SLOTS, RUNS, check_chunks, chunks_of, copy_of, random_states
-from tp_engine.cpu.kernels.library import native_library
-from tp_engine.cpu.kernels.recurrent import gated_delta_net_decode as native_gated_delta_net_decode
-from tp_engine.cpu.kernels.recurrent import gated_delta_net_prefill as native_gated_delta_net_prefill
+from tp_engine.cpu.library import native_library
+from tp_engine.cpu.recurrent import gated_delta_net_decode as native_gated_delta_net_decode
+from tp_engine.cpu.recurrent import gated_delta_net_prefill as native_gated_delta_net_prefill
 from tp_engine.kernels.gated_delta_net import (
     LENGTH_EPS,
     DeltaRule,

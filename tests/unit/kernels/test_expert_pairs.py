@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.unit.kernels.kernel_cases_layer_ops import assert_close_enough, random
-from tp_engine.cpu.kernels.experts import NativeExperts
-from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu.experts import NativeExperts
+from tp_engine.cpu.library import native_library
 from tp_engine.kernels.experts.experts import ExpertWeights
 from tp_engine.kernels.experts.pairs import ExpertRun, multiply_runs, pair_up
 from tp_engine.model_config.mlp import SILU

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from tests.unit.kernels.kernel_cases_experts import CLAMPED, RELU2, RULES, make_ids, make_weights
 from tests.unit.kernels.kernel_cases_layer_ops import assert_close_enough, random
 from tests.unit.models.test_weights import empty_parameters
-from tp_engine.cpu.kernels.experts import NativeExperts
-from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu.experts import NativeExperts
+from tp_engine.cpu.library import native_library
 from tp_engine.errors import ConfigError, WeightError
 from tp_engine.kernels.experts import routing
 from tp_engine.kernels.experts.experts import ExpertWeights, mix_experts

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.unit.kernels.kernel_cases_layer_ops import assert_close_enough
-from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu.library import native_library
 from tp_engine.kernels.attention.heads import Rotation
 from tp_engine.kernels.attention.index_keys import ChosenKeys, KeyNorm
 from tp_engine.kernels.kv_cache.layer_kv import LARGEST_VALUE, LayerKv, dequantise, quantise, states_at

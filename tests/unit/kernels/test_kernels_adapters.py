@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.unit.kernels.kernel_cases_adapters import SLOTS, cases_of
-from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu.library import native_library
 from tp_engine.kernels.linear.adapters import TILE_ROWS, group_rows
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.kernels.kernel_cases_decode_inputs import TWIN_CASES, make_cases
-from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu.library import native_library
 
 
 @pytest.mark.parametrize("case", TWIN_CASES)

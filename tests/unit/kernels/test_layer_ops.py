@@ -12,8 +12,8 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from tp_engine.cpu.kernels.library import native_library
-from tp_engine.cpu.kernels.linear import PackedWeight
+from tp_engine.cpu.library import native_library
+from tp_engine.cpu.linear import PackedWeight
 from tp_engine.kernels.attention.heads import HeadNorm, Rotation
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.ops import OPS, Kind, implementation

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.unit.kernels.recurrent_runs import NUM_SLOTS, RUNS, check_chunks, chunks_of, copy_of, random_states
-from tp_engine.cpu.kernels import recurrent as native
-from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu import recurrent as native
+from tp_engine.cpu.library import native_library
 from tp_engine.kernels.mamba2 import Mamba2Rule, group_squares, mamba2_decode, mamba2_prefill, norm_groups
 from tp_engine.kernels.recurrent import Chunk, LayerStates
 from tp_engine.kv_layout import StateKind

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from tp_engine import compile_turn, env
-from tp_engine.cpu.kernels import build, library
-from tp_engine.cpu.kernels.build import BuildError, built_library, is_intact
-from tp_engine.cpu.kernels.library import native_library
-from tp_engine.cpu.kernels.prototypes import players, prototypes
+from tp_engine.cpu import build, library
+from tp_engine.cpu.build import BuildError, built_library, is_intact
+from tp_engine.cpu.library import native_library
+from tp_engine.cpu.prototypes import players, prototypes
 from tp_engine.kernels.ops import OPS, is_recordable, op
 from tp_engine.progress import hearing_progress, tell_progress
 
@@ -94,7 +94,7 @@ def test_processes_may_compile_at_the_same_time(compiler: Path) -> None:
     """Oracle: all get the one whole file, there is no other, and the compiler's log: one process has compiled."""
     compiler.write_text(COMPILER.replace("#!/bin/sh", "#!/bin/sh\nsleep 0.2"))
     script = (
-        "from pathlib import Path; from tp_engine.cpu.kernels.build import built_library; "
+        "from pathlib import Path; from tp_engine.cpu.build import built_library; "
         "print(built_library(Path('/some/libgomp.so.1')))"
     )
     command = [sys.executable, "-c", script]

@@ -12,11 +12,11 @@ from tests.paged_batches import make_batch
 from tests.tiers import slow_but
 from tests.unit.kernels.kernel_cases_layer_ops import allowed_error, error_of
 from tp_engine.attention.base import AttentionShape
+from tp_engine.attention.native_backend import NativeBackend
 from tp_engine.attention.torch_backend import TorchBackend
-from tp_engine.cpu.attention import NativeBackend
-from tp_engine.cpu.kernels import ops as native_ops
-from tp_engine.cpu.kernels import self_check
-from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu import ops as native_ops
+from tp_engine.cpu import self_check
+from tp_engine.cpu.library import native_library
 from tp_engine.kernels import layer_ops
 from tp_engine.kernels.attention.heads import HeadNorm, Heads, Rotation, qk_norm_rope_store
 from tp_engine.kernels.kv_cache.layer_kv import LARGEST_VALUE, LayerKv, store_kv

@@ -14,16 +14,16 @@ from tests.unit.kernels.kernel_cases_experts import CLAMPED, RELU2, make_ids
 from tests.unit.kernels.kernel_cases_layer_ops import assert_close_enough, random
 from tests.unit.kernels.kernel_cases_quantised import BFLOAT16, E4M3, E8M0, FLOAT16, FLOAT32, UINT8, make_weight
 from tests.unit.kernels.test_experts import assert_rows_are_their_own
-from tp_engine.cpu.kernels.experts import NativeExperts
-from tp_engine.cpu.kernels.library import native_library
-from tp_engine.cpu.kernels.quantised import QuantisedPanels
-from tp_engine.cpu.tape_recorder import TapeRecorder
+from tp_engine.cpu.experts import NativeExperts
+from tp_engine.cpu.library import native_library
+from tp_engine.cpu.quantised import QuantisedPanels
 from tp_engine.distributed.collectives import SingleRank
 from tp_engine.kernels.experts.experts import ExpertWeights, mix_experts
 from tp_engine.kernels.layer_ops import gate
 from tp_engine.kernels.ops import implementation
 from tp_engine.kernels.quantization.weights import Codes, QuantisedWeight, dequantise, values_per_byte
 from tp_engine.model_config.mlp import SILU, Activation
+from tp_engine.worker.graphs.tape_recorder import TapeRecorder
 
 DTYPES = [FLOAT32, BFLOAT16, FLOAT16]
 KINDS: tuple[Codes, ...] = get_args(Codes)

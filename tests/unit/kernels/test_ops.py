@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu.library import native_library
 from tp_engine.kernels import ops
 from tp_engine.kernels.ops import OPS, Op, has_triton, implementation, is_recordable, op
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.unit.kernels.kernel_cases_layer_ops import random
 from tests.unit.kernels.kernel_harness import needs_triton
-from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu.library import native_library
 from tp_engine.kernels import layer_ops
 from tp_engine.kernels.experts.experts import ExpertWeights, mix_experts
 from tp_engine.kernels.quantization.row_codes import RowCodes, quantise_rows

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tp_engine.cpu.kernels import recurrent as native
-from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu import recurrent as native
+from tp_engine.cpu.library import native_library
 from tp_engine.kernels.recurrent import Chunk, LayerStates
 from tp_engine.kernels.short_conv import ShortConvRule, short_conv_decode, short_conv_prefill
 from tp_engine.kv_layout import StateGroup, StateKind

@@ -20,12 +20,11 @@ from tests.tiers import fast_first
 from tp_engine import LLM, SamplingParams
 from tp_engine.attention.base import AttentionBackend, AttentionShape
 from tp_engine.attention.mla import MLABackend
-from tp_engine.cpu.attention import NativeBackend
-from tp_engine.cpu.kernels.library import native_library
-from tp_engine.cpu.kernels.linear import PackedWeight
-from tp_engine.cpu.kernels.ops import best_tokens
-from tp_engine.cpu.kernels.tape import Tape, call, naming_calls, recording
-from tp_engine.cpu.tape_recorder import TapeMemory, TapeRecorder, TapeRecording
+from tp_engine.attention.native_backend import NativeBackend
+from tp_engine.cpu.library import native_library
+from tp_engine.cpu.linear import PackedWeight
+from tp_engine.cpu.ops import best_tokens
+from tp_engine.cpu.tape import Tape, call, naming_calls, recording
 from tp_engine.distributed.collectives import SingleRank
 from tp_engine.kernels.attention.heads import HeadNorm, Rotation
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
@@ -45,6 +44,7 @@ from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.batch.recurrent_states import RecurrentStatePool
 from tp_engine.worker.graphs.captured_steps import CapturedSteps, DecodeShape, StepParts
 from tp_engine.worker.graphs.recorder import keep_nothing
+from tp_engine.worker.graphs.tape_recorder import TapeMemory, TapeRecorder, TapeRecording
 from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
 
 LIBRARY = native_library()

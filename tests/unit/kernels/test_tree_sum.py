@@ -12,9 +12,9 @@ import torch
 from tests.unit.kernels.kernel_cases_experts import RELU2, make_ids, make_weights
 from tests.unit.kernels.kernel_cases_layer_ops import random
 from tp_engine.config import EngineConfig
-from tp_engine.cpu.kernels.experts import NativeExperts
-from tp_engine.cpu.kernels.library import native_library
-from tp_engine.cpu.kernels.linear import PackedWeight
+from tp_engine.cpu.experts import NativeExperts
+from tp_engine.cpu.library import native_library
+from tp_engine.cpu.linear import PackedWeight
 from tp_engine.errors import ConfigError
 from tp_engine.kernels.experts.experts import ExpertWeights
 from tp_engine.kernels.linear.tree_sum import mix_experts_tree, tree_linear, tree_sum

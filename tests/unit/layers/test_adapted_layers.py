@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu.library import native_library
 from tp_engine.distributed.collectives import SingleRank
 from tp_engine.kernels import ops
 from tp_engine.layers.context import LayerContext

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tp_engine.cpu.kernels.library import native_library
-from tp_engine.cpu.kernels.linear import PackedWeight
+from tp_engine.cpu.library import native_library
+from tp_engine.cpu.linear import PackedWeight
 from tp_engine.distributed.collectives import SingleRank
 from tp_engine.kernels.layer_ops import embed, gate
 from tp_engine.kernels.ops import implementation

@@ -19,8 +19,8 @@ from tests.tiers import slow_but
 from tests.unit.models.test_shard import Somewhere
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.check.stored import StoredWeights
-from tp_engine.cpu.kernels.library import native_library
-from tp_engine.cpu.kernels.quantised import QuantisedPanels
+from tp_engine.cpu.library import native_library
+from tp_engine.cpu.quantised import QuantisedPanels
 from tp_engine.kernels.quantization.weights import QuantisedWeight, dequantise
 from tp_engine.layers.experts import Experts
 from tp_engine.layers.linear import LocalLinear

@@ -50,8 +50,8 @@ LAUNCHERS = {"serve", "batch", "__main__"}
 # Folders that belong to the foundation: modules of it that now have several files.
 FOUNDATION_FOLDERS = {"advice", "model_config", "options", "flight_recorder", "images", "isolation"}
 
-# What the modules of cpu/ belong to; they stand in one folder so that who works on GPUs may pass it by.
-CPU_PARTS = {"attention": "attention", "shared_memory": "distributed", "tape_recorder": "worker"}
+# The C kernels belong to the kernels; they stand in a folder of their own so that who works on GPUs may pass it by.
+KERNELS = {"cpu", "kernels"}
 
 # Outside package -> the only place that may name it (a folder ends with a slash).
 DOORS = {
@@ -125,8 +125,8 @@ def part_of_path(path: str) -> str:
     pieces = path.removesuffix(".py").split("/")
     if pieces[0] == "launch" or (len(pieces) == 2 and pieces[1] in LAUNCHERS):
         return "launch"
-    if pieces[1] == "cpu":
-        return CPU_PARTS.get(pieces[2], "kernels")
+    if pieces[1] in KERNELS:
+        return "kernels"
     return pieces[1] if len(pieces) > 2 and pieces[1] not in FOUNDATION_FOLDERS else "foundation"
 
 
@@ -135,8 +135,8 @@ def part_of_name(name: str) -> str:
     pieces = name.split(".")
     if len(pieces) > 1 and pieces[1] in LAUNCHERS:
         return "launch"
-    if pieces[1:2] == ["cpu"]:
-        return CPU_PARTS.get("".join(pieces[2:3]), "kernels")
+    if len(pieces) > 1 and pieces[1] in KERNELS:
+        return "kernels"
     is_part = len(pieces) > 1 and (PACKAGE / pieces[1]).is_dir() and pieces[1] not in FOUNDATION_FOLDERS
     return pieces[1] if is_part else "foundation"
 
@@ -211,6 +211,27 @@ def test_a_circle_is_found() -> None:
     circle = find_circle(modules, [*chain, *end])
     assert set(circle) == {"p.a", "p.b", "p.c"}
     assert all("abc".index(there[-1]) == ("abc".index(here[-1]) + 1) % 3 for here, there in pairwise(circle))
+
+
+def test_the_c_kernels_have_one_door() -> None:
+    """Oracle: ``__all__`` of ``tp_engine/cpu/__init__.py``; no other folder names a module below it."""
+    door = {f"tp_engine.cpu.{name}" for name in exported(PACKAGE / "cpu" / "__init__.py")}
+    report(
+        [
+            f"{use.path}:{use.line}: {use.name} is not in the front of tp_engine/cpu/"
+            for use in all_uses()
+            if use.names("tp_engine.cpu") and not use.path.startswith("tp_engine/cpu/") and use.name not in door
+        ]
+    )
+
+
+def exported(path: Path) -> list[str]:
+    """The names in a module's ``__all__``."""
+    body = ast.parse(path.read_text()).body
+    (value,) = (
+        node.value for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    return list(ast.literal_eval(value))
 
 
 def test_one_door_per_outside_thing() -> None:

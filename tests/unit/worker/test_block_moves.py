@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu.library import native_library
 from tp_engine.kernels.kv_cache.block_codes import pair_ids
 from tp_engine.kv_layout import KvKind, lay_out
 from tp_engine.plan import NO_PAIRS, IntArray

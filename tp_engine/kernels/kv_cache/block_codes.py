@@ -11,7 +11,7 @@ A vector is one head of one token, so K/V that come back depend on that token al
 blob is little more than half of a block of two-byte elements; because they are rounded up, no element saturates.  A
 vector whose scale is below the smallest normal number becomes zeros; one with an element that is not finite, NaN.
 
-Vectors have the order in which they lie in the block.  Keys in the order of ``cpu/kernels/attention_types.h`` are
+Vectors have the order in which they lie in the block.  Keys in the order of ``cpu/attention_types.h`` are
 columns::
 
     rows      (block_size, KV heads, head_dim)

@@ -1,6 +1,6 @@
 """Inputs of a decode step, made on the device from the rows that live there, in plain PyTorch.
 
-The twins of ``decode_inputs_triton`` and ``cpu/kernels/ops.py``.  A decode step needs from the host only the list of
+The twins of ``decode_inputs_triton`` and ``cpu/ops.py``.  A decode step needs from the host only the list of
 its rows, which seldom changes::
 
     R rows of T tokens and M blocks          B requests, one token each; row -1 is padding

@@ -1,6 +1,6 @@
 """Inputs of a draft head's next pass, made on the device from those of the pass before, in plain PyTorch.
 
-The twin of ``cpu/kernels/ops.py``.  No shape depends on a length, so a CUDA graph can hold it::
+The twin of ``cpu/ops.py``.  No shape depends on a length, so a CUDA graph can hold it::
 
     n requests, of M blocks each     n = positions[i] + 1, at most limits[i] - 1, at least 0
     positions    (n,)   int64        n

@@ -31,9 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tp_engine.cpu.kernels.experts import NativeExperts, takes_experts
-from tp_engine.cpu.kernels.library import native_library
-from tp_engine.cpu.kernels.linear import PackedWeight, fits_panels
+from tp_engine.cpu import NativeExperts, PackedWeight, fits_panels, native_library, takes_experts
 from tp_engine.kernels.experts.experts import ExpertWeights, Weights, mix_experts
 from tp_engine.kernels.experts.grouped import grouped_experts
 from tp_engine.kernels.experts.pairs import ExpertRun, multiply_runs

@@ -28,8 +28,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tp_engine.cpu.kernels.library import native_library
-from tp_engine.cpu.kernels.quantised import QuantisedPanels
+from tp_engine.cpu import QuantisedPanels, native_library
 from tp_engine.kernels.ops import has_triton, op
 from tp_engine.kernels.quantization.row_codes import CodeRule, Rows
 from tp_engine.kernels.quantization.scaled_products import ScaledProduct, has_fp8_units, scaled_product

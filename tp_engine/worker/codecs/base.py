@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 import torch
 
-from tp_engine.cpu.kernels.library import native_library
+from tp_engine.cpu import native_library
 from tp_engine.plan import IntArray
 
 

@@ -20,8 +20,7 @@ import numpy.typing as npt
 import torch
 
 from tp_engine.attention.base import AttentionMetadata, Backends
-from tp_engine.cpu.kernels.library import native_library
-from tp_engine.cpu.kernels.ops import best_tokens
+from tp_engine.cpu import best_tokens, native_library
 from tp_engine.distributed.collectives import Communicator
 from tp_engine.kernels.ops import op
 from tp_engine.kernels.steps.draft_inputs import DraftInputs

@@ -14,8 +14,7 @@ import torch
 
 from tp_engine.attention.base import AttentionBackend
 from tp_engine.config import EngineConfig
-from tp_engine.cpu.kernels.library import native_library
-from tp_engine.cpu.tape_recorder import TapeRecorder
+from tp_engine.cpu import native_library
 from tp_engine.distributed.collectives import Communicator
 from tp_engine.distributed.reduce_plan import RecordedSizes
 from tp_engine.errors import ConfigError
@@ -32,6 +31,7 @@ from tp_engine.worker.batch.padded_batch import MAX_CHUNKS, StepSizes
 from tp_engine.worker.device import Device
 from tp_engine.worker.graphs.recorder import CudaRecorder
 from tp_engine.worker.graphs.step_runner import GraphPlan, StepRunner
+from tp_engine.worker.graphs.tape_recorder import TapeRecorder
 from tp_engine.worker.results.readback import Check, never_fails
 
 logger = get_logger(__name__)

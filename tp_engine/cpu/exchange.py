@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from tp_engine.cpu.kernels.layout import DTYPE_CODES, integers, pointers
+from tp_engine.cpu.layout import DTYPE_CODES, integers, pointers
 
 MAX_RANKS = 64
 

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from tp_engine.cpu.kernels.layout import DTYPE_CODES
+from tp_engine.cpu.layout import DTYPE_CODES
 from tp_engine.kernels import huge_pages
 from tp_engine.model_config.mlp import Activation
 from tp_engine.units import round_up

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tp_engine.cpu.kernels.layout import DTYPE_CODES
+from tp_engine.cpu.layout import DTYPE_CODES
 from tp_engine.kernels import gated_delta_net, mamba2, short_conv
 
 MAX_DIM = 256  # of matrix_states.h

@@ -9,10 +9,10 @@ from typing import get_args
 
 import torch
 
-from tp_engine.cpu.kernels.layout import DTYPE_CODES, ExpertPanels, Routing
-from tp_engine.cpu.kernels.linear import fits_panels, multiply_packed
-from tp_engine.cpu.kernels.ops import are_dense
-from tp_engine.cpu.kernels.quantised import pack_quantised
+from tp_engine.cpu.layout import DTYPE_CODES, ExpertPanels, Routing
+from tp_engine.cpu.linear import fits_panels, multiply_packed
+from tp_engine.cpu.ops import are_dense
+from tp_engine.cpu.quantised import pack_quantised
 from tp_engine.kernels import huge_pages
 from tp_engine.kernels.experts import experts as expert_twins
 from tp_engine.kernels.experts import routing

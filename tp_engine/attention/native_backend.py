@@ -7,9 +7,7 @@ import numpy as np
 import torch
 
 from tp_engine.attention.base import AttentionMetadata, AttentionNeeds, AttentionShape, LatentMaps
-from tp_engine.cpu.kernels.layout import DTYPE_CODES
-from tp_engine.cpu.kernels.library import native_library
-from tp_engine.cpu.kernels.paged_attention import PagedAttention
+from tp_engine.cpu import DTYPE_CODES, PagedAttention, native_library
 from tp_engine.kernels.attention.index_keys import ChosenKeys
 from tp_engine.kernels.attention.latents import HEADS_TOGETHER
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv

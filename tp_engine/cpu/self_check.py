@@ -9,16 +9,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tp_engine.cpu.kernels import block_codes as native_block_codes
-from tp_engine.cpu.kernels import experts as native_experts
-from tp_engine.cpu.kernels import index as native_index
-from tp_engine.cpu.kernels import latents as native_latents
-from tp_engine.cpu.kernels import ops, recurrent
-from tp_engine.cpu.kernels.experts import NativeExperts
-from tp_engine.cpu.kernels.layout import DTYPE_CODES
-from tp_engine.cpu.kernels.linear import NativeInt8Rows, PackedWeight
-from tp_engine.cpu.kernels.paged_attention import PagedAttention, in_kernel_order
-from tp_engine.cpu.kernels.quantised import QuantisedPanels
+from tp_engine.cpu import block_codes as native_block_codes
+from tp_engine.cpu import experts as native_experts
+from tp_engine.cpu import index as native_index
+from tp_engine.cpu import latents as native_latents
+from tp_engine.cpu import ops, recurrent
+from tp_engine.cpu.experts import NativeExperts
+from tp_engine.cpu.layout import DTYPE_CODES
+from tp_engine.cpu.linear import NativeInt8Rows, PackedWeight
+from tp_engine.cpu.paged_attention import PagedAttention, in_kernel_order
+from tp_engine.cpu.quantised import QuantisedPanels
 from tp_engine.kernels import gated_delta_net, layer_ops, mamba2, short_conv
 from tp_engine.kernels.attention import heads as head_twins
 from tp_engine.kernels.attention import index_keys, latents

@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from tp_engine.cpu.kernels.layout import DTYPE_CODES
-from tp_engine.cpu.kernels.prototypes import Prototype
+from tp_engine.cpu.layout import DTYPE_CODES
+from tp_engine.cpu.prototypes import Prototype
 
 Naming: TypeAlias = Callable[[str], AbstractContextManager[object]]
 """``with naming("rms_norm"):`` surrounds a call."""

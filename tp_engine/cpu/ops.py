@@ -7,7 +7,7 @@ import ctypes
 
 import torch
 
-from tp_engine.cpu.kernels.layout import DTYPE_CODES, MAX_ADAPTED_PARTS, Adapters
+from tp_engine.cpu.layout import DTYPE_CODES, MAX_ADAPTED_PARTS, Adapters
 from tp_engine.kernels import layer_ops as twins
 from tp_engine.kernels.attention import heads as head_twins
 from tp_engine.kernels.attention.heads import HeadNorm, Heads, Rotation

@@ -4,7 +4,7 @@ import ctypes
 
 import torch
 
-from tp_engine.cpu.kernels.layout import DTYPE_CODES
+from tp_engine.cpu.layout import DTYPE_CODES
 from tp_engine.kernels.attention import latents as twins
 from tp_engine.kernels.attention.heads import Rotation
 from tp_engine.kernels.kv_cache.layer_kv import LayerKv

@@ -1,4 +1,4 @@
-"""Decode steps of CPUs on tapes (``cpu/kernels/tape.py``): what CUDA graphs are for GPUs.
+"""Decode steps of CPUs on tapes (``cpu/tape.py``): what CUDA graphs are for GPUs.
 
 A step is recorded in its first run, compared in its second, then used::
 
@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tp_engine.cpu.kernels.tape import Tape, is_recording, recording
+from tp_engine.cpu import Tape, is_recording, recording
 from tp_engine.distributed.collectives import Communicator
 from tp_engine.log import get_logger
 from tp_engine.units import round_up

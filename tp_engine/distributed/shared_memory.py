@@ -13,9 +13,7 @@ from typing import TypeAlias
 
 import torch
 
-from tp_engine.cpu.kernels import exchange as native
-from tp_engine.cpu.kernels.library import native_library
-from tp_engine.cpu.kernels.tape import call
+from tp_engine.cpu import MAX_RANKS, ExchangeLayout, NativeExchange, call, native_library
 from tp_engine.distributed.collectives import Communicator
 from tp_engine.distributed.rank import Agreeing, all_do
 from tp_engine.distributed.reduce_plan import SHARED_SLOT_BYTES, shared_two_shot_bytes
@@ -62,7 +60,7 @@ def with_shared_memory(
         return library
     patience = Patience(check, timeout_s=timeout_s)
     layout = _layout(slots, local)
-    exchange: Exchange = native.NativeExchange(
+    exchange: Exchange = NativeExchange(
         compiled, layout, lambda rank: patience.late(info.rank - info.local_rank + rank), keeps=slots
     )
     exchange = exchange if is_one_host else TwoLevelExchange(exchange, info, swap)
@@ -92,15 +90,15 @@ def _shared_slots(
 
 
 def _compiled_kernels(num_ranks: int) -> ctypes.CDLL:
-    if num_ranks > native.MAX_RANKS:
-        raise RuntimeError(f"{num_ranks} ranks are on one host, and it takes at most {native.MAX_RANKS}")
+    if num_ranks > MAX_RANKS:
+        raise RuntimeError(f"{num_ranks} ranks are on one host, and it takes at most {MAX_RANKS}")
     if (compiled := native_library()) is None:
         raise RuntimeError("there are no compiled kernels here (the log says why)")
     return compiled
 
 
-def _layout(slots: TensorSlots, host: Agreeing) -> native.ExchangeLayout:
-    return native.ExchangeLayout(
+def _layout(slots: TensorSlots, host: Agreeing) -> ExchangeLayout:
+    return ExchangeLayout(
         slots=slots.base + slots.slots_offset, results=slots.base + slots.results_offset,
         semaphores=slots.base + SEMAPHORES_OFFSET, rank=host.info.rank, num_ranks=slots.num_ranks,
         slot_bytes=slots.slot_bytes, two_shot_bytes=shared_two_shot_bytes(slots.num_ranks),

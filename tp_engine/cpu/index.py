@@ -4,8 +4,8 @@ import ctypes
 
 import torch
 
-from tp_engine.cpu.kernels.latents import MAX_ROPE_DIM
-from tp_engine.cpu.kernels.layout import CACHE_CODES, DTYPE_CODES
+from tp_engine.cpu.latents import MAX_ROPE_DIM
+from tp_engine.cpu.layout import CACHE_CODES, DTYPE_CODES
 from tp_engine.kernels.attention import index_keys as twins
 from tp_engine.kernels.attention.heads import Rotation
 from tp_engine.kernels.attention.index_keys import ChosenKeys, KeyNorm

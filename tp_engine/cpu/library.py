@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from tp_engine import env
-from tp_engine.cpu.kernels.build import BuildError, built_library
-from tp_engine.cpu.kernels.prototypes import prototypes
-from tp_engine.cpu.kernels.self_check import disagreement
-from tp_engine.cpu.kernels.tape import NativeFunction
+from tp_engine.cpu.build import BuildError, built_library
+from tp_engine.cpu.prototypes import prototypes
+from tp_engine.cpu.self_check import disagreement
+from tp_engine.cpu.tape import NativeFunction
 from tp_engine.log import get_logger
 
 _logger = get_logger(__name__)

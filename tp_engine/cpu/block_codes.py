@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from tp_engine.cpu.kernels.layout import DTYPE_CODES, SCALED_CODES, BlockCodes
+from tp_engine.cpu.layout import DTYPE_CODES, SCALED_CODES, BlockCodes
 from tp_engine.kernels.kv_cache.block_codes import BlockForm
 from tp_engine.plan import IntArray
 

@@ -6,7 +6,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from tp_engine.cpu.kernels.layout import CACHE_CODES, DTYPE_CODES, AttentionLayer, Step
+from tp_engine.cpu.layout import CACHE_CODES, DTYPE_CODES, AttentionLayer, Step
 from tp_engine.kernels.attention.index_keys import ChosenKeys
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue
 from tp_engine.plan import IntArray

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from tp_engine.cpu.kernels.layout import DTYPE_CODES, QuantisedLayout
-from tp_engine.cpu.kernels.linear import Panels
+from tp_engine.cpu.layout import DTYPE_CODES, QuantisedLayout
+from tp_engine.cpu.linear import Panels
 from tp_engine.kernels import huge_pages
 from tp_engine.kernels.quantization.weights import Codes, QuantisedWeight, code_values, values_per_byte
 from tp_engine.model_config.mlp import Activation

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from tp_engine import env
 from tp_engine.compile_turn import Turn, take_turn
-from tp_engine.cpu.kernels.prototypes import FOLDER, PLAYERS, players
+from tp_engine.cpu.prototypes import FOLDER, PLAYERS, players
 from tp_engine.log import get_logger
 from tp_engine.progress import tell_progress
 
