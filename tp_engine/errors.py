@@ -8,7 +8,7 @@ import copy
 import difflib
 import itertools
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 _SHORTEST_BEGINNING = 3
@@ -33,9 +33,11 @@ class ConfigError(ValueError):
 
 class RequestError(ValueError):
     """A request that can not be served; the engine is unchanged.  ``param`` names the offending field and ``code`` is
-    the OpenAI error code (``context_length_exceeded``), if any; ``row`` is that of a call of many."""
+    the OpenAI error code (``context_length_exceeded``), if any; ``row`` is that of a call of many, and ``outputs`` are
+    those of its rows that are done."""
 
     row: int | None = None
+    outputs: Sequence[Any] = ()
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

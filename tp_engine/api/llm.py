@@ -190,8 +190,9 @@ class LLM(Closing):
         ``sampling_params`` may be a mapping of fields; None means ``get_default_sampling_params()``.  One serves all
         prompts; a list must have one for each; so with ``lora_request``, the adapter, and ``priority``.  Raises
         ``RequestError``, which names the row, for a bad prompt before any prompt runs; with ``on_error`` "return" the
-        error stands in the row's place, and the others run.  After ``timeout_s`` rows end with what they have, and
-        finish reason ``abort``.
+        error stands in the row's place, and the others run.  A row that gets no first token raises when the others have
+        ended.  What is done stands in the ``outputs`` of an error or interrupt.  After ``timeout_s`` rows end with what
+        they have, and finish reason ``abort``.
 
         ``stream`` yields outputs as they end, with their ``row``.  Then, and for a generator of prompts, a window of
         rows is in the engine at a time, so there may be any number; a bad prompt is found when its turn comes.
@@ -247,7 +248,7 @@ class LLM(Closing):
             "conversations", batch, is_one, sampling_params, lora_request, priority, None, prompt_of=prompt_of
         )
         run = self._run_of(rows, on_error=on_error, timeout_s=timeout_s, use_tqdm=use_tqdm)
-        return run.results()  # type: ignore[return-value]  # errors are among them if they are asked for
+        return run.results()  # errors are among them if they are asked for
 
     @together
     def beam_search(
@@ -290,7 +291,7 @@ class LLM(Closing):
         Raises ``RequestError`` for a bad prompt before any prompt runs, and for a model that gives no embeddings.
         """
         pooler = Pooler.of(self.input_processor, pooling_params, "embed")
-        return [pooler.embedding(output) for output in self._run_pooled(pooler, prompts, use_tqdm)]
+        return self._run_pooled(pooler, pooler.embedding, prompts, use_tqdm)
 
     @together
     def classify(
@@ -298,7 +299,7 @@ class LLM(Closing):
     ) -> list[ClassificationRequestOutput]:
         """Return how likely each label of a classifier is for every prompt, in their order (docs/classifiers.md)."""
         pooler = Pooler.of(self.input_processor, pooling_params, "classify")
-        return [pooler.classification(output) for output in self._run_pooled(pooler, prompts, use_tqdm)]
+        return self._run_pooled(pooler, pooler.classification, prompts, use_tqdm)
 
     @together
     def reward(
@@ -306,7 +307,7 @@ class LLM(Closing):
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Return what a reward model gives every prompt: its score, or, if it judges steps, those of each token."""
         pooler = Pooler.of_rewards(self.input_processor, pooling_params)
-        return [pooler.pooled(output) for output in self._run_pooled(pooler, prompts, use_tqdm)]
+        return self._run_pooled(pooler, pooler.pooled, prompts, use_tqdm)
 
     @together
     def encode(
@@ -320,7 +321,7 @@ class LLM(Closing):
         """Return what a task (``embed``, ``classify``, ``token_classify``; by default the model's own) gives every
         prompt, as arrays."""
         pooler = Pooler.of(self.input_processor, pooling_params, pooling_task)
-        return [pooler.pooled(output) for output in self._run_pooled(pooler, prompts, use_tqdm)]
+        return self._run_pooled(pooler, pooler.pooled, prompts, use_tqdm)
 
     @together
     def score(
@@ -502,20 +503,21 @@ class LLM(Closing):
         call = self.new_call(wants_all=window is None and options.get("on_error", "raise") == "raise")
         return RowRun(call, rows, window=window, **options)
 
-    def _run_pooled(self, pooler: Pooler, prompts: Prompts, use_tqdm: Progress) -> list[RequestOutput]:
+    def _run_pooled(
+        self, pooler: Pooler, made: Callable[[RequestOutput], _Result], prompts: Prompts, use_tqdm: Progress
+    ) -> list[_Result]:
         self._check_open()
         batch, is_one = as_batch(prompts)
 
         def make(prompt: Prompt) -> tuple[EngineRequest, str | None]:
             return pooler.request(prompt, request_id=self._next_id()), None
 
-        run = self._run_of(Rows("prompts", batch, make, {}, is_one=is_one), use_tqdm=use_tqdm)
-        return run.results()  # type: ignore[return-value]  # errors have been raised
+        return self._run_of(Rows("prompts", batch, make, {}, is_one=is_one), use_tqdm=use_tqdm).results(made)
 
     def _complete(self, requests: Sequence[EngineRequest], use_tqdm: Progress = False) -> list[RequestOutput]:
         """Run requests that have been made."""
         run = self._run_of(Rows("prompts", requests, lambda request: (request, None), {}), use_tqdm=use_tqdm)
-        return run.results()  # type: ignore[return-value]  # errors have been raised
+        return run.results()
 
     def _adapter(self, lora: LoRARequest | None, chosen: dict[str, LoRARequest]) -> str:
         """The name of a prompt's adapter, empty for none; one that is not loaded is loaded now.  ``chosen`` are those

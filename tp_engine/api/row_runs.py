@@ -26,8 +26,9 @@ class RowRun:
     """One run of ``rows``: iterating gives their results as they end.
 
     At most ``window`` rows are in the engine at a time; None: all are made before one runs, and with ``on_error``
-    raise none runs if one is bad.  After ``timeout_s`` those that run end with what they have, and rows that were not
-    made yet are left out.
+    raise none runs if one is bad.  A row that turns out to be bad later raises behind the ends of those that run, so
+    that nothing is lost that has been computed.  After ``timeout_s`` those that run end with what they have, and rows
+    that were not made yet are left out.
     """
 
     def __init__(
@@ -45,14 +46,24 @@ class RowRun:
         self._deadline_s = None if timeout_s is None else time.monotonic() + _seconds(timeout_s)
         self._call, self._rows, self._window, self._on_error = call, rows, window, on_error
         self._numbers: dict[str, int] = {}  # of the rows that run, by the ids of their requests
+        self._errors: list[RequestError] = []  # to be raised
         make_bar = tqdm if isinstance(use_tqdm, bool) else use_tqdm
         self._bar = make_bar(total=rows.size, desc="requests", unit="", dynamic_ncols=True) if use_tqdm else None
         self._num_tokens, self._started_s = 0, time.monotonic()
 
-    def results(self) -> list[Result]:
-        """Return all results in the order of the rows."""
-        found = sorted(((result.row or 0, result) for result in self), key=lambda both: both[0])
-        return [result for _, result in found]
+    def results(self, made: Callable[[RequestOutput], Any] = lambda output: output) -> list[Any]:
+        """Return all results in the order of the rows, of each output what is ``made`` of it.  An error or interrupt
+        has those that are there as its ``outputs``."""
+        found: list[tuple[int, Any]] = []
+        try:
+            for one in self:
+                found.append((one.row or 0, one if isinstance(one, RequestError) else made(one)))  # noqa: PERF401
+        except BaseException as error:
+            if found:
+                error.outputs = _in_order(found)  # type: ignore[attr-defined]
+                error.add_note(f"{len(found)} rows are done, and are the outputs of this error")
+            raise
+        return _in_order(found)
 
     def __iter__(self) -> Iterator[Result]:
         try:
@@ -68,21 +79,23 @@ class RowRun:
             left = iter(list(self._checked(left)))
         is_late = False
         while True:
-            if not is_late:
+            if not is_late and not self._errors:
                 yield from self._fill(left)
             if not self._call.running:
-                return
+                break
             wait_s = None
             if self._deadline_s is not None:
                 wait_s = _ENDING_S if is_late else max(0.0, self._deadline_s - time.monotonic())
             for one in self._call.take(wait_s):
-                yield self._result(one)
+                yield from self._result(one)
             if self._deadline_s is not None and time.monotonic() >= self._deadline_s:
                 if is_late and time.monotonic() > self._deadline_s + _ENDING_S:
                     raise TimeoutError(f"the engine has not ended requests {_ENDING_S:g} s after the call's timeout_s")
                 if not is_late:
                     self._call.abort(self._call.running)
                 is_late = True
+        for error in sorted(self._errors, key=lambda error: error.row or 0):
+            raise error
 
     def _checked(self, rows: Iterator[Row]) -> Iterator[Row]:
         for row in rows:
@@ -93,12 +106,12 @@ class RowRun:
     def _fill(self, left: Iterator[Row]) -> Iterator[Result]:
         """Send rows while there is room; the results of those that can not be sent."""
         chosen: list[Row] = []
-        while self._window is None or len(self._call.running) + len(chosen) < self._window:
+        while not self._errors and (self._window is None or len(self._call.running) + len(chosen) < self._window):
             row = next(left, None)
             if row is None:
                 break
             if row.error is not None:
-                yield self._failed(row.error)
+                yield from self._failed(row.error)
             else:
                 chosen.append(row)
             if self._window is not None and self._is_late():
@@ -111,7 +124,7 @@ class RowRun:
     def _is_late(self) -> bool:
         return self._deadline_s is not None and time.monotonic() >= self._deadline_s
 
-    def _result(self, ended: RequestEnd) -> Result:
+    def _result(self, ended: RequestEnd) -> Iterator[Result]:
         number = self._numbers.pop(ended.request_id)
         if ended.is_refused:
             param = None if ended.failure_code == NO_TOKEN_LEFT else PARAM
@@ -119,26 +132,35 @@ class RowRun:
         else:
             error = ended.error
         if isinstance(error, RequestError):
-            return self._failed(self._rows.naming(error, number))
+            named = self._rows.naming(error, number)
+            if self._call.wants_all and ended.error is not None:
+                raise named  # before it ran: the engine says nothing of those that came with it
+            yield from self._failed(named)
+            return
         if error is not None:
             raise again(error.__cause__ or error)
         assert ended.output is not None
         ended.output.row = number
         self._num_tokens += sum(len(one.token_ids) for one in ended.output.outputs)
         self._show()
-        return ended.output
+        yield ended.output
 
-    def _failed(self, error: RequestError) -> RequestError:
+    def _failed(self, error: RequestError) -> Iterator[RequestError]:
         if self._on_error == "raise":
-            raise error
-        self._show()
-        return error
+            self._errors.append(error)
+        else:
+            self._show()
+            yield error
 
     def _show(self) -> None:
         if self._bar is not None:
             rate = self._num_tokens / max(1e-9, time.monotonic() - self._started_s)
             self._bar.set_postfix_str(f"{rate:.1f} output tokens/s", refresh=False)
             self._bar.update(1)
+
+
+def _in_order(found: list[tuple[int, Any]]) -> list[Any]:
+    return [one for _, one in sorted(found, key=lambda both: both[0])]
 
 
 def _seconds(timeout_s: float) -> float:

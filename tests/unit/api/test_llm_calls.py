@@ -24,7 +24,8 @@ from tests.fake_engine import FakeEngine
 from tests.patience import on_this_machine
 from tests.services import FakeLLM
 from tp_engine import RequestError, SamplingParams
-from tp_engine.errors import EngineDeadError
+from tp_engine.errors import NO_TOKEN_LEFT, EngineDeadError
+from tp_engine.request import FinishReason, SequenceDelta, StepOutput
 
 ENDLESS = [258 - 10]  # a prompt of one token, which the engine repeats until max_tokens
 LONG = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
@@ -154,6 +155,90 @@ def test_errors_may_stand_in_their_rows(llm: FakeLLM) -> None:
         assert [outputs[row].outputs[0].text for row in (0, 3)] == ["ab", "cd"]
     with pytest.raises(RequestError, match=r"prompts\[1\]: it can never fit"):
         llm.generate([prompts[0], [120]], SHORT, use_tqdm=False)
+
+
+@pytest.fixture
+def refusing(llm: FakeLLM) -> FakeLLM:
+    """An engine in which sequences that begin with x end without a token: their own fields leave none."""
+    step = llm.engine.step
+
+    def refuse() -> StepOutput:
+        bad = [one for one in llm.engine._sequences if one.request.prompt_token_ids[0] == ord("x")]
+        llm.engine._sequences = [one for one in llm.engine._sequences if one not in bad]
+        output = step()
+        output.deltas += [
+            SequenceDelta(
+                request_id=one.request.request_id,
+                index=one.index,
+                new_token_ids=[],
+                finish_reason=FinishReason.ERROR,
+                error="no token is left",
+                error_code=NO_TOKEN_LEFT,
+            )
+            for one in bad
+        ]
+        return output
+
+    llm.engine.step = refuse  # type: ignore[method-assign]
+    return llm
+
+
+BAD_LATE: list[Any] = ["ab", "x", "cd", "x", "e" * 40]
+
+
+@pytest.mark.parametrize("given", [list, iter])
+def test_a_row_that_gets_no_token_loses_no_other(refusing: FakeLLM, given: Callable[[Any], Any]) -> None:
+    """Oracle: the other rows' answers, those too that end behind the bad ones; the error is the first bad row's."""
+    params = SamplingParams(max_tokens=60)
+    with pytest.raises(RequestError, match=r"^prompts\[1\]: no token is left") as caught:
+        refusing.generate(given(BAD_LATE), params, use_tqdm=False)
+    error = caught.value
+    assert (error.row, error.code) == (1, NO_TOKEN_LEFT)
+    assert [(output.row, output.outputs[0].text) for output in error.outputs] == [(0, "ab"), (2, "cd"), (4, "e" * 40)]
+    assert error.__notes__ == ["3 rows are done, and are the outputs of this error"]
+    outputs: list[Any] = refusing.generate(given(BAD_LATE), params, use_tqdm=False, on_error="return")
+    assert [one.row for one in outputs if isinstance(one, RequestError)] == [1, 3]
+    with pytest.raises(RequestError, match=r"^no token is left") as caught:
+        refusing.generate("x", params, use_tqdm=False)
+    assert caught.value.outputs == ()
+
+
+@pytest.mark.parametrize("bad", ["x", ""])
+def test_a_stream_yields_what_runs_before_it_raises(refusing: FakeLLM, bad: str) -> None:
+    """Oracle: rows that were sent before the bad one was found end, and are yielded; none is sent behind it."""
+    prompts = (bad if number == 20 else "ab" for number in range(100_000))
+    seen: set[int | None] = set()
+    with pytest.raises(RequestError, match=r"^prompts\[20\]: "):
+        for output in refusing.generate(prompts, SHORT, use_tqdm=False, stream=True):
+            seen.add(output.row)
+    assert set(range(20)) <= seen and len(seen) < 2000
+
+
+def outputs_of(error: Any) -> list[tuple[int, list[int]]]:
+    return [(output.row, output.outputs[0].token_ids) for output in error.outputs]
+
+
+def test_an_interrupted_call_has_the_rows_that_are_done(llm: FakeLLM) -> None:
+    """Oracle: the first row's answer; what strikes is raised where the caller's bar is told of the second one."""
+    told = iter([None, LateError()])
+
+    def update(_: int) -> None:
+        if error := next(told):
+            raise error
+
+    bar = SimpleNamespace(update=update, set_postfix_str=lambda *_, **__: None, close=lambda: None)
+    with pytest.raises(LateError) as caught:
+        llm.generate([IDS, IDS, ENDLESS], [SHORT, SHORT, LONG], use_tqdm=lambda **_: bar)
+    assert [ids for _, ids in outputs_of(caught.value)] == [IDS]
+
+
+def test_a_call_whose_engine_dies_has_the_rows_that_are_done() -> None:
+    """Oracle: the short row's answer, which came before the step that fails."""
+    engine = new_engine(0.001)
+    engine.fail_at_step = 30
+    with FakeLLM(engine) as llm, pytest.raises(RuntimeError, match="told to fail") as caught:
+        llm.generate([IDS, ENDLESS], [SHORT, LONG], use_tqdm=False)
+    assert outputs_of(caught.value) == [(0, IDS)]
 
 
 def test_any_number_of_rows_in_bounded_memory(llm: FakeLLM) -> None:
