@@ -19,7 +19,7 @@ from tests.leaks import footprint, leaked_since
 from tests.plain_environment import make_plain_environment
 from tests.skip_list import pytest_addoption, pytest_configure  # noqa: F401 - the hooks of a plugin
 from tests.tiny_models import make_checkpoint
-from tp_engine.isolation.process import end_isolated_processes
+from tp_engine.system.isolation.process import end_isolated_processes
 
 # Set before torch is imported, here and in every process that a test starts, because several ranks share a few cores.
 os.environ["OMP_NUM_THREADS"] = "1"

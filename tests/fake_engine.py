@@ -31,9 +31,9 @@ from tp_engine.engine.report import (
 from tp_engine.engine.service import EngineService
 from tp_engine.engine.service_socket import new_address
 from tp_engine.errors import RequestError
-from tp_engine.kv_layout import DiskCounters, MoveCounters
+from tp_engine.model_config.kv_layout import DiskCounters, MoveCounters
 from tp_engine.plan import FloatArray, TokenLogprobs
-from tp_engine.request import EngineRequest, FinishReason, SequenceDelta, StepOutput
+from tp_engine.requests.request import EngineRequest, FinishReason, SequenceDelta, StepOutput
 from tp_engine.sched.images import ImageCounters
 from tp_engine.sched.kv_events import KVEventCounters
 from tp_engine.sched.lora import AdapterStats, LoRASlots

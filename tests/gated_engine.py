@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
-from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
+from tp_engine.requests.request import EngineRequest, SequenceDelta, StepOutput
 
 HELD_S = 0.005
 

@@ -19,7 +19,7 @@ GRACE_S = 30.0
 POLL_S = 0.02
 SEGMENT_PREFIX = "tp_engine-"
 SHM = Path("/dev/shm")
-ISOLATED = "tp_engine.isolation.host"
+ISOLATED = "tp_engine.system.isolation.host"
 
 
 @dataclass(frozen=True, slots=True)

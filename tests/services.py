@@ -18,8 +18,8 @@ from tp_engine.api.llm import LLM
 from tp_engine.api.output_streams import Outputs
 from tp_engine.config import EngineConfig
 from tp_engine.engine.service_process import Service, spawn_service
-from tp_engine.outputs import RequestOutput
-from tp_engine.request import EngineRequest
+from tp_engine.requests.outputs import RequestOutput
+from tp_engine.requests.request import EngineRequest
 
 if TYPE_CHECKING:
     from tp_engine.engine.engine import Engine

@@ -13,8 +13,8 @@ from typing import TypeVar
 import torch
 
 from tp_engine.distributed.collectives import Communicator
+from tp_engine.job.topology import RankInfo
 from tp_engine.kernels.linear.tree_sum import tree_sum
-from tp_engine.topology import RankInfo
 
 T = TypeVar("T")
 DEADLINE_S = 60.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tp_engine.version import __version__ as __version__
+from tp_engine.system.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from tp_engine.api.async_llm import AsyncLLM
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tp_engine.api.recommend import recommend
     from tp_engine.errors import ConfigError, EngineDeadError, RequestError
     from tp_engine.lora import LoRARequest
-    from tp_engine.outputs import (
+    from tp_engine.requests.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
         ClassificationRequestOutput,
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
         RequestOutput,
         ScoringRequestOutput,
     )
-    from tp_engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-    from tp_engine.structured_outputs import StructuredOutputsParams
+    from tp_engine.requests.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+    from tp_engine.requests.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -66,12 +66,12 @@ _PLACES = {
     "tp_engine.api.recommend": ("recommend",),
     "tp_engine.errors": ("ConfigError", "EngineDeadError", "RequestError"),
     "tp_engine.lora": ("LoRARequest",),
-    "tp_engine.outputs": (
+    "tp_engine.requests.outputs": (
         "BeamSearchOutput", "BeamSearchSequence", "ClassificationRequestOutput", "CompletionOutput",
         "EmbeddingRequestOutput", "PoolingRequestOutput", "RequestOutput", "ScoringRequestOutput",
     ),
-    "tp_engine.sampling_params": ("BeamSearchParams", "RequestOutputKind", "SamplingParams"),
-    "tp_engine.structured_outputs": ("StructuredOutputsParams",),
+    "tp_engine.requests.sampling_params": ("BeamSearchParams", "RequestOutputKind", "SamplingParams"),
+    "tp_engine.requests.structured_outputs": ("StructuredOutputsParams",),
 }  # fmt: skip
 _LAZY = {name: place for place, names in _PLACES.items() for name in names}
 

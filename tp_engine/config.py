@@ -9,17 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tp_engine.device_map import check_devices
 from tp_engine.errors import ConfigError
-from tp_engine.hf_overrides import parse_overrides
+from tp_engine.job.device_map import check_devices
 from tp_engine.kv_codec import check_codec
 from tp_engine.kv_events import KVEventsConfig
-from tp_engine.log import LOG_FORMATS
 from tp_engine.lora import parse_modules
 from tp_engine.options.fields import check_fields, option
+from tp_engine.options.hf_overrides import parse_overrides
+from tp_engine.requests.structured_outputs import StructuredOutputsDefaults
 from tp_engine.speculative import SpeculativeConfig
-from tp_engine.structured_outputs import StructuredOutputsDefaults
-from tp_engine.units import GIB
+from tp_engine.system.log import LOG_FORMATS
+from tp_engine.system.units import GIB
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.workloads import Workload
-from tp_engine.kv_layout import STATE_BYTES
 from tp_engine.model_config import read_model
+from tp_engine.model_config.kv_layout import STATE_BYTES
 from tp_engine.model_config.recurrent import RecurrentSpec
 from tp_engine.models.weight_sizes import local_parameters
 

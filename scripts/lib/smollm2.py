@@ -18,7 +18,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from tp_engine import env
+from tp_engine.system import env
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGES = """

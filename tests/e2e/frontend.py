@@ -18,7 +18,7 @@ import msgspec
 
 from tests.fake_engine import MODEL_INFO, FakeEngine, ServiceThread, fake_service
 from tp_engine.config import DEMO_MODEL
-from tp_engine.request import EngineRequest
+from tp_engine.requests.request import EngineRequest
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.frontend_process import FrontendSettings, end_frontend, start_frontend
 from tp_engine.server.listener import listener_url, open_listener

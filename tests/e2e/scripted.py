@@ -6,7 +6,7 @@ import pydantic
 
 from tests.e2e.frontend import END_OF_TURN, INFO, repeat_prompt
 from tests.fake_engine import FakeEngine
-from tp_engine.request import EngineRequest
+from tp_engine.requests.request import EngineRequest
 from tp_engine.server.config import ServerConfig
 
 _MARK, _END_OF_MESSAGE = list(b"SAY:"), 258

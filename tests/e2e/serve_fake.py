@@ -17,7 +17,7 @@ from tp_engine.config import EngineConfig
 from tp_engine.ipc.pulse import Pulse
 from tp_engine.options import Options
 from tp_engine.options.launch import run_launched
-from tp_engine.request import StepOutput
+from tp_engine.requests.request import StepOutput
 from tp_engine.server import lifecycle
 from tp_engine.server.config import ServerConfig
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.frontend import END_OF_TURN, INFO, running_server
 from tests.fake_engine import FakeEngine
-from tp_engine.request import EngineRequest
+from tp_engine.requests.request import EngineRequest
 from tp_engine.server.config import ServerConfig
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,7 @@ from tests.fake_engine import FakeEngine
 from tests.gated_engine import GatedEngine
 from tests.tiers import fast_first
 from tests.tiny_server import assert_nothing_in_use, chat_tokenizer, tiny_engine
-from tp_engine.request import EngineRequest
+from tp_engine.requests.request import EngineRequest
 
 PROMPT = [5 + i % 40 for i in range(40)]  # three steps of prefill
 NUM_TOKENS = 6

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.asgi import App, run_served
 from tests.fake_engine import MODEL_INFO, FakeEngine
-from tp_engine.request import EngineRequest
+from tp_engine.requests.request import EngineRequest
 
 TEXT = "b中😀c"
 BYTES = TEXT.encode()

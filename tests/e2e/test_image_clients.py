@@ -19,7 +19,7 @@ from tests.e2e.frontend import RunningServer, running_server, wait_until
 from tests.fake_engine import FakeEngine
 from tests.images import data_url, file_of, image_info, image_tokenizer, picture
 from tp_engine.config import DEMO_MODEL
-from tp_engine.request import EngineRequest
+from tp_engine.requests.request import EngineRequest
 
 pytestmark = pytest.mark.slow
 

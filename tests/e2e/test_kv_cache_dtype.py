@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tp_engine import LLM, ConfigError, SamplingParams
-from tp_engine.outputs import RequestOutput
+from tp_engine.requests.outputs import RequestOutput
 
 pytestmark = pytest.mark.slow
 

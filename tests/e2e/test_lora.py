@@ -17,7 +17,7 @@ from tests.services import stepping
 from tests.tiny_models import make_checkpoint
 from tp_engine import LLM, BeamSearchParams, ConfigError, LoRARequest, RequestError, SamplingParams, run_batch
 from tp_engine.engine.admin_commands import act
-from tp_engine.outputs import RequestOutput
+from tp_engine.requests.outputs import RequestOutput
 
 pytestmark = [needs_peft, pytest.mark.usefixtures("warm_children")]
 

@@ -189,7 +189,14 @@ def test_other_runs_pay_little(tmp_path: Path) -> None:
     found = re.search(r"LOADED (\[.*\])", done.stdout)
     assert found is not None, done.stdout + done.stderr
     assert found[1] == str(
-        ["tp_engine", "tp_engine.testing", "tp_engine.testing.plugin", "tp_engine.testing.server", "tp_engine.version"]
+        [
+            "tp_engine",
+            "tp_engine.system",
+            "tp_engine.system.version",
+            "tp_engine.testing",
+            "tp_engine.testing.plugin",
+            "tp_engine.testing.server",
+        ]
     )
 
 

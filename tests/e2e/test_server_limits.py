@@ -17,7 +17,7 @@ import pytest
 from tests.e2e.frontend import DEADLINE_S, new_engine, running_server, unfinished_body, wait_until
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.frontend_process import check_frontend
-from tp_engine.units import MIB
+from tp_engine.system.units import MIB
 
 MAX_BODY_BYTES = 20_000
 

@@ -21,9 +21,9 @@ from tests.tiny_models import make_checkpoint
 from tests.unit.grammar.structured_cases import Case, cases, choice_case, regex_case, schema_case
 from tp_engine import LLM, SamplingParams, StructuredOutputsParams
 from tp_engine.engine.engine import Engine
-from tp_engine.outputs import RequestOutput
 from tp_engine.plan import StepPlan
-from tp_engine.request import EngineRequest, FinishReason, SequenceDelta
+from tp_engine.requests.outputs import RequestOutput
+from tp_engine.requests.request import EngineRequest, FinishReason, SequenceDelta
 
 pytestmark = pytest.mark.usefixtures("warm_children")
 

@@ -23,7 +23,7 @@ import httpx
 import pytest
 import yaml
 
-from tp_engine.version import __version__
+from tp_engine.system.version import __version__
 
 pytestmark = pytest.mark.slow
 

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tp_engine import LLM, SamplingParams, kv_layout
+from tp_engine import LLM, SamplingParams
 from tp_engine.errors import RequestError
+from tp_engine.model_config import kv_layout
 
 pytestmark = pytest.mark.slow
 

@@ -169,7 +169,7 @@ REFUSALS = (
             node={"P2P": "0"}, options=_SYMMETRIC),
     Refusal("symmetric memory without atomics", "`symmetric_memory.py`: the driver's answer for each pair",
             _NO_SYMMETRIC, ranks=2, node={"ATOMICS": "0"}, options=_SYMMETRIC),
-    Refusal("symmetric memory against NCCL's switch", "`env.py`: NCCL_P2P_DISABLE", _NO_SYMMETRIC, ranks=2,
+    Refusal("symmetric memory against NCCL's switch", "`system/env.py`: NCCL_P2P_DISABLE", _NO_SYMMETRIC, ranks=2,
             environment={"NCCL_P2P_DISABLE": "1"}, options=_SYMMETRIC),
     Refusal("NCCL on one GPU", "`all_reduce.py`: ranks that share a GPU", r"NCCL refuses ranks that share a GPU",
             ranks=2, options={**_NCCL, "device_ids": "0,0"}),

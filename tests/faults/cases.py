@@ -32,8 +32,8 @@ from tests.fault_jobs import (
 )
 from tests.faults.client import Asking
 from tests.faults.gate import Gate
-from tp_engine.faults import ACTIONS, EXIT_CODE, PHASES
-from tp_engine.flight_recorder.record import load_record
+from tp_engine.job.faults import ACTIONS, EXIT_CODE, PHASES
+from tp_engine.job.flight_recorder.record import load_record
 
 START_PHASES = PHASES[: PHASES.index("step_begin")]
 STEP_PHASES = ("step_begin", "move", "collective", "sample")

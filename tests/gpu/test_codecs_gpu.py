@@ -10,10 +10,10 @@ import torch
 
 from tests.unit.kernels import kernel_cases_block_codes
 from tests.unit.kernels.kernel_harness import needs_triton
-from tp_engine.kv_layout import KvKind, MoveCounters, lay_out
+from tp_engine.model_config.kv_layout import KvKind, MoveCounters, lay_out
 from tp_engine.plan import NO_PAIRS, IntArray, StepPlan
+from tp_engine.system.units import ceil_div
 from tp_engine.tier_progress import CHANNEL_WORDS, TierProgress, TierProgressReader, TierReport
-from tp_engine.units import ceil_div
 from tp_engine.worker.codecs import make_codec
 from tp_engine.worker.codecs.pca import TOKENS_PER_DIM
 from tp_engine.worker.memory.kv_cache import KvCacheShape

@@ -170,7 +170,7 @@ def test_groups_of_layers(checkpoint: Callable[..., Path]) -> None:
     folder = checkpoint(**shape, **WINDOWED | two_layers)
     with triton_ops_on_cpus():
         grouped = Engine(folder, TritonBackend)
-        with patch("tp_engine.kv_layout.MAX_GROUPS", 1):
+        with patch("tp_engine.model_config.kv_layout.MAX_GROUPS", 1):
             single = Engine(folder, TritonBackend)
         assert [len(engine.windows) for engine in (grouped, single)] == [2, 1]
         compare(serve(grouped, 2), serve(single, 2))

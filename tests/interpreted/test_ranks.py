@@ -27,7 +27,7 @@ from tp_engine.distributed.reduce_plan import ReducePlan
 from tp_engine.distributed.symmetric_memory import SymmetricCommunicator
 from tp_engine.kernels.distributed.gather_triton import MAX_PROGRAMS, all_gather_triton
 from tp_engine.plan import StepPlan
-from tp_engine.units import KIB
+from tp_engine.system.units import KIB
 from tp_engine.worker.graphs.captured_steps import CapturedSteps
 from tp_engine.worker.graphs.graph_plan import sizes_of
 from tp_engine.worker.graphs.step_runner import GraphPlan

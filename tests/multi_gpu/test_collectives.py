@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tp_engine import env
 from tp_engine.check.collectives import random_part
 from tp_engine.config import EngineConfig
 from tp_engine.distributed import groups as process_groups
@@ -17,7 +16,8 @@ from tp_engine.distributed.collectives import Communicator
 from tp_engine.distributed.reduce_plan import why_not
 from tp_engine.distributed.store import launched_store
 from tp_engine.distributed.symmetric_memory import SymmetricCommunicator, probe_machine
-from tp_engine.progress import RankProgress
+from tp_engine.job.progress import RankProgress
+from tp_engine.system import env
 
 LAUNCHED = env.launched_rank() or pytest.fail("run this through scripts/test_multi_gpu")
 WORLD_SIZE = LAUNCHED.world_size

@@ -21,11 +21,12 @@ import pytest
 import torch
 
 from tests.tiny_models import make_checkpoint
-from tp_engine import LLM, SamplingParams, env
+from tp_engine import LLM, SamplingParams
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.engine.start import serve_rank
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.lifecycle import serve
+from tp_engine.system import env
 from tp_engine.worker import worker
 
 LAUNCHED = env.launched_rank() or pytest.fail("run this through scripts/test_multi_gpu")

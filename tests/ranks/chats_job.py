@@ -18,7 +18,7 @@ import numpy as np
 from tests.ranks.parity_job import main
 from tests.services import stepping
 from tp_engine import LLM, SamplingParams, StructuredOutputsParams
-from tp_engine.request import EngineRequest, FinishReason
+from tp_engine.requests.request import EngineRequest, FinishReason
 
 _REGEX = StructuredOutputsParams(regex="[a-c]{3,7}-[0-9]{2}x")
 _COUNTS = (

@@ -21,8 +21,8 @@ from tp_engine.distributed.shared_memory import DTYPES, SharedMemoryCommunicator
 from tp_engine.distributed.store import join_store
 from tp_engine.distributed.two_level import ordered_sum
 from tp_engine.errors import RankError
-from tp_engine.progress import RankProgress
-from tp_engine.topology import RankInfo
+from tp_engine.job.progress import RankProgress
+from tp_engine.job.topology import RankInfo
 
 SLOT_BYTES = 96 * 1024
 # Odd sizes, one item more than a slot, several pieces, one and two shots.

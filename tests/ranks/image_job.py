@@ -16,7 +16,7 @@ from tests.ranks import draft_head_job, parity_job
 from tests.services import engine_of, stepping
 from tp_engine import LLM, SamplingParams
 from tp_engine.engine.engine import Engine
-from tp_engine.request import EngineRequest
+from tp_engine.requests.request import EngineRequest
 
 
 def prompts_of(files: PixelFiles, folder: Path, prompts: Sequence[Sequence[Any]]) -> list[Prompt]:

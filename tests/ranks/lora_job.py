@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tp_engine import LLM, LoRARequest, RequestError, SamplingParams
-from tp_engine.outputs import RequestOutput
+from tp_engine.requests.outputs import RequestOutput
 
 NUM_TOKENS = 8
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=0, ignore_eos=True)

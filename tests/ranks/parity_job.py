@@ -17,10 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tp_engine import LLM, BeamSearchParams, SamplingParams, env
+from tp_engine import LLM, BeamSearchParams, SamplingParams
 from tp_engine.config import EngineConfig
 from tp_engine.engine.start import serve_rank
-from tp_engine.outputs import RequestOutput
+from tp_engine.requests.outputs import RequestOutput
+from tp_engine.system import env
 
 BEAMS: dict[str, Any] = {"beam_width": 3, "max_tokens": 6}
 

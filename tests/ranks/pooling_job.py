@@ -11,7 +11,7 @@ from tests.services import run_by_hand
 from tp_engine import LLM, SamplingParams
 from tp_engine.api.pooling import Pooler
 from tp_engine.api.scoring import ScorePairs
-from tp_engine.request import EngineRequest, Pooling
+from tp_engine.requests.request import EngineRequest, Pooling
 
 
 def run_pooling(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:

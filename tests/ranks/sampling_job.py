@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from tests.unit.sampling.sampler_cases import mixed_samplings
 from tp_engine.distributed.collectives import ProcessGroupCommunicator, SingleRank
+from tp_engine.job.progress import RankProgress
+from tp_engine.job.topology import RankInfo
 from tp_engine.model_config import padded_vocab_size
 from tp_engine.plan import RowSampling
-from tp_engine.progress import RankProgress
 from tp_engine.sampling.sampler import Sampler
 from tp_engine.sampling.state import ALONE, SamplingState
-from tp_engine.topology import RankInfo
 
 SAMPLINGS = [
     *mixed_samplings(12),

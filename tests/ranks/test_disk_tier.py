@@ -18,7 +18,7 @@ from tests.ranks.test_host_tier import MODELS, TIGHT, assert_same_arrivals
 from tests.ranks.warm_ranks import warm_ranks
 from tests.text_tokenizers import byte_level_tokenizer
 from tp_engine.model_config import load_model_config
-from tp_engine.units import GIB
+from tp_engine.system.units import GIB
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from tests.services import engine_of, stepping
 from tp_engine import LLM, AsyncLLM, RequestError, SamplingParams
 from tp_engine.engine.admin_commands import act
 from tp_engine.errors import EngineDeadError, RankError
-from tp_engine.outputs import RequestOutput
+from tp_engine.requests.outputs import RequestOutput
 from tp_engine.worker import weight_update
 from tp_engine.worker.memory.kv_cache import resident_bytes
 from tp_engine.worker.sleep import drop_memory, take_memory

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from tp_engine import LLM, SamplingParams, env
+from tp_engine import LLM, SamplingParams
 from tp_engine.config import EngineConfig
 from tp_engine.engine.start import serve_rank
+from tp_engine.system import env
 from tp_engine.worker import model_loading
 from tp_engine.worker.worker import Worker
 

@@ -45,7 +45,7 @@ def _start_child(
     pass_fds: Sequence[int] = (),
     output: IO[bytes] | None = None,
 ) -> _Child:
-    """As ``tp_engine.child_process.start_child``; descriptors get a number that is free in the child."""
+    """As ``tp_engine.system.child_process.start_child``; descriptors get a number that is free in the child."""
     out, err = (1, 2) if output is None else (output.fileno(),) * 2
     files = {1: _Descriptor(out), 2: _Descriptor(err)}
     for number in pass_fds:

@@ -30,7 +30,7 @@ from tests.soak.hosts import RSS_ALLOWANCE, soak_hosts
 from tests.soak.lives import Soak, check_process, disturbed_life, fatal_life, findings, quiet_life
 from tests.soak.schedules import many_moves
 from tests.tiny_models import make_checkpoint
-from tp_engine.log import configure_logging
+from tp_engine.system.log import configure_logging
 
 FATAL_KINDS = ("kill", "raise", "stop", "exit", "oom")
 _DISTURBED_SHARE = 0.6

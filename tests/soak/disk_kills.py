@@ -24,10 +24,11 @@ from typing import Any
 import numpy as np
 
 from tests.ranks.warm_ranks import started_ranks, warm_ranks
-from tp_engine import LLM, SamplingParams, env
+from tp_engine import LLM, SamplingParams
 from tp_engine.config import EngineConfig
 from tp_engine.engine.start import serve_rank
-from tp_engine.units import GIB
+from tp_engine.system import env
+from tp_engine.system.units import GIB
 
 MODEL: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 64}
 _BLOCK_SIZE, _FIRST_TOKENS, _MORE_TOKENS, _NUM_TURNS = 16, 40, 24, 9

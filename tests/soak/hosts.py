@@ -24,10 +24,10 @@ from tests.namespaces import hosts
 from tests.ranks.launch import torchrun
 from tests.soak.disturbances import random_sleeps
 from tests.soak.lives import TIER_GIB, Soak, check_process, disturbed_life, fault_of_ranks, findings, quiet_life
-from tp_engine import env
 from tp_engine.engine.start import serve_rank
-from tp_engine.log import configure_logging
-from tp_engine.units import MIB
+from tp_engine.system import env
+from tp_engine.system.log import configure_logging
+from tp_engine.system.units import MIB
 
 RSS_ALLOWANCE = 12 * MIB
 _START_S = 240.0

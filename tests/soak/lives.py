@@ -22,7 +22,7 @@ from tp_engine.config import EngineConfig
 from tp_engine.engine.engine import Engine
 from tp_engine.engine.start import start_engine
 from tp_engine.errors import EngineDeadError, RankError
-from tp_engine.flight_recorder.record import load_record
+from tp_engine.job.flight_recorder.record import load_record
 
 FAULT_VARIABLE = "TP_ENGINE_FAULT"
 NUM_BLOCKS = 40

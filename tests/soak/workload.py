@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.engine.engine import Engine
-from tp_engine.request import FinishReason, SequenceDelta
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.requests.request import FinishReason, SequenceDelta
+from tp_engine.requests.sampling_params import SamplingParams
 
 VOCABULARY = 203
 LONGEST_ANSWER = 48

@@ -18,10 +18,10 @@ from tp_engine.advice.block_size import choose_block_size, describe_waste
 from tp_engine.advice.question import Question, Workload
 from tp_engine.advice.recommendation import Recommendation
 from tp_engine.errors import ConfigError
-from tp_engine.kv_layout import KvCapacity, default_snapshots
 from tp_engine.model_config import MAX_WORLD_SIZE, check_quantization_options, check_tensor_parallel, resolve_dtype
+from tp_engine.model_config.kv_layout import KvCapacity, default_snapshots
 from tp_engine.model_config.spec import ModelSpec
-from tp_engine.units import MIB, format_gib
+from tp_engine.system.units import MIB, format_gib
 
 MAX_NUM_SEQS = 1024
 DEFAULT_NUM_SEQS = 256

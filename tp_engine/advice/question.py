@@ -7,7 +7,7 @@ from tp_engine.advice.block_size import Lengths
 from tp_engine.errors import ConfigError, did_you_mean
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.speculative import SpeculativeConfig
-from tp_engine.units import GIB
+from tp_engine.system.units import GIB
 
 # GiB as torch.cuda.mem_get_info reports them; less than the number in the name.
 GPU_GIB = {

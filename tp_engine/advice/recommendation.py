@@ -5,8 +5,8 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from tp_engine.kv_layout import kv_cache_lines
-from tp_engine.units import format_gib
+from tp_engine.model_config.kv_layout import kv_cache_lines
+from tp_engine.system.units import format_gib
 
 _OPTIONS = (
     "model",

@@ -1,11 +1,11 @@
 """Bytes that a model needs on one rank beside its weights.  Blocks are exact, the rest is an estimate."""
 
-from tp_engine.kv_layout import default_snapshots, local_num_kv_heads
 from tp_engine.model_config import padded_vocab_size
+from tp_engine.model_config.kv_layout import default_snapshots, local_num_kv_heads
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
 from tp_engine.model_config.recurrent import RecurrentSpec
 from tp_engine.model_config.spec import AttentionSpec, ModelSpec
-from tp_engine.units import GIB, MIB
+from tp_engine.system.units import GIB, MIB
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 QUANTISED = ("fp8", "int8")

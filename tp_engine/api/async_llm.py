@@ -14,7 +14,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from tp_engine import env
 from tp_engine.api.beam_search import BeamSearch, beam_search_output, one_token, run_search
 from tp_engine.api.engine_options import ChatTemplateOptions, EngineOptions, read_options
 from tp_engine.api.input_processor import InputProcessor, Prompt, load_tokenizer, prompt_text
@@ -32,8 +31,7 @@ from tp_engine.engine.service_process import Service, spawn_service
 from tp_engine.errors import ConfigError, RankError, RequestError, shown
 from tp_engine.images.sources import has_image_part
 from tp_engine.lora import LoRARequest, load_for
-from tp_engine.off_loop import in_thread, started
-from tp_engine.outputs import (
+from tp_engine.requests.outputs import (
     BeamSearchOutput,
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -42,9 +40,11 @@ from tp_engine.outputs import (
     RequestOutput,
     ScoringRequestOutput,
 )
-from tp_engine.request import EngineRequest
-from tp_engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from tp_engine.requests.request import EngineRequest
+from tp_engine.requests.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from tp_engine.sched.view import ViewLimits
+from tp_engine.system import env
+from tp_engine.system.off_loop import in_thread, started
 
 if TYPE_CHECKING:
     from tp_engine.engine.staged_tensors import NamedTensors

@@ -31,9 +31,9 @@ from tp_engine.engine.sequence_text import SequenceText, hidden_ids
 from tp_engine.engine.token_texts import TokenTexts
 from tp_engine.engine.tokenizer import TokenDecoder
 from tp_engine.errors import RequestError
-from tp_engine.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, Logprob, RequestOutput
-from tp_engine.request import EngineRequest, FinishReason
-from tp_engine.sampling_params import BeamSearchParams, SamplingParams
+from tp_engine.requests.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, Logprob, RequestOutput
+from tp_engine.requests.request import EngineRequest, FinishReason
+from tp_engine.requests.sampling_params import BeamSearchParams, SamplingParams
 
 Result = TypeVar("Result")
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 from tp_engine.api.output_streams import Outputs, Receiver
 from tp_engine.api.request_state import SequenceUpdate
-from tp_engine.closing import Closing
-from tp_engine.off_loop import LoopThread
-from tp_engine.outputs import RequestOutput
-from tp_engine.request import EngineRequest
+from tp_engine.requests.outputs import RequestOutput
+from tp_engine.requests.request import EngineRequest
+from tp_engine.system.closing import Closing
+from tp_engine.system.off_loop import LoopThread
 
 _AT_ONCE = 512  # requests in a message
 _NAP_S = 0.1  # a thread that waits in C sees no exception that another thread sends it

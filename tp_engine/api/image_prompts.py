@@ -13,7 +13,7 @@ from tp_engine.api.openai.chat.messages import omitted
 from tp_engine.errors import RequestError, shown
 from tp_engine.images.image_input import ImageInput
 from tp_engine.images.sources import DocumentSource, ImageSource, image_source, is_document_part
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from tp_engine.images.loading import OpenedImage

@@ -15,9 +15,9 @@ from tp_engine.engine.tokenizer import load_tokenizer, special_ids, tokenize
 from tp_engine.errors import ContextLengthError, RequestError, shown
 from tp_engine.grammar.vocabulary import check_tokenizer
 from tp_engine.images.image_input import ImageInput
-from tp_engine.request import EngineRequest, Pooling
-from tp_engine.sampling_params import SamplingParams
-from tp_engine.structured_outputs import StructuredOutputsDefaults, StructuredOutputsParams
+from tp_engine.requests.request import EngineRequest, Pooling
+from tp_engine.requests.sampling_params import SamplingParams
+from tp_engine.requests.structured_outputs import StructuredOutputsDefaults, StructuredOutputsParams
 
 __all__ = ["InputProcessor", "Prompt", "load_tokenizer", "prompt_text"]
 

@@ -10,7 +10,6 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypeVar, Unpack, overload
 
-from tp_engine import env
 from tp_engine.api.async_llm import AsyncLLM, load_early
 from tp_engine.api.beam_search import BeamSearch, beam_search_output, one_token, run_searches
 from tp_engine.api.calls import Call
@@ -23,13 +22,11 @@ from tp_engine.api.row_runs import OnError, Progress, Result, RowRun
 from tp_engine.api.rows import Rows, as_batch, as_conversations, tokenization_options
 from tp_engine.api.scoring import ScorePairs, paired
 from tp_engine.api.team import EXTERNAL_LAUNCHER, Team, join_team, together
-from tp_engine.closing import Closing, Ending
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.engine.service_process import Service, spawn_service
 from tp_engine.errors import EngineDeadError, RequestError, again
 from tp_engine.lora import LoRARequest, load_for
-from tp_engine.off_loop import LoopThread, started
-from tp_engine.outputs import (
+from tp_engine.requests.outputs import (
     BeamSearchOutput,
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -38,9 +35,12 @@ from tp_engine.outputs import (
     RequestOutput,
     ScoringRequestOutput,
 )
-from tp_engine.request import EngineRequest
-from tp_engine.sampling_params import BeamSearchParams, SamplingParams
+from tp_engine.requests.request import EngineRequest
+from tp_engine.requests.sampling_params import BeamSearchParams, SamplingParams
 from tp_engine.sched.allocation_monitor import AllocationMonitor
+from tp_engine.system import env
+from tp_engine.system.closing import Closing, Ending
+from tp_engine.system.off_loop import LoopThread, started
 
 if TYPE_CHECKING:
     from tp_engine.engine.staged_tensors import NamedTensors

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tp_engine.api.request_state import RequestState, SequenceUpdate
 from tp_engine.engine.tokenizer import TokenDecoder
 from tp_engine.errors import EngineDeadError, RequestError, again
-from tp_engine.outputs import RequestOutput
-from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
+from tp_engine.requests.outputs import RequestOutput
+from tp_engine.requests.request import EngineRequest, SequenceDelta, StepOutput
 
 if TYPE_CHECKING:
     from tp_engine.engine.client import EngineClient

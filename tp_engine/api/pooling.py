@@ -24,7 +24,8 @@ from tp_engine.errors import CODE_UNAVAILABLE, RequestError, shown
 from tp_engine.model_config.classifier import ClassifierSpec, ScoreActivation
 from tp_engine.options.foreign_rows import accepted, to_option, translated
 from tp_engine.options.intake import takes_names_of_others
-from tp_engine.outputs import (
+from tp_engine.plan import FloatArray
+from tp_engine.requests.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
     EmbeddingOutput,
@@ -33,9 +34,8 @@ from tp_engine.outputs import (
     PoolingRequestOutput,
     RequestOutput,
 )
-from tp_engine.plan import FloatArray
-from tp_engine.request import NOT_FINITE, EngineRequest, Pooling
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.requests.request import NOT_FINITE, EngineRequest, Pooling
+from tp_engine.requests.sampling_params import SamplingParams
 
 # Numbers of one result; a text's tokens may be many, and so may a model's labels.
 _MOST_SCORES = 1 << 20

@@ -10,7 +10,8 @@
     large bodies      one: the parser of JSON keeps the GIL, so it pauses after each as long as that took
 
 Who waits has a place by the time it came, and later by its size: a small request passes larger ones.  What a thread
-does for a task that is cancelled ends soon if it is an isolated call (``isolation/``), and its result is dropped.
+does for a task that is cancelled ends soon if it is an isolated call (``system/isolation/``), and its result is
+dropped.
 """
 
 import asyncio
@@ -25,10 +26,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from tp_engine.heap import HeapTrimmer
-from tp_engine.isolation.cancellation import Cancellation, cancelled_by
-from tp_engine.panics import panics_refused
-from tp_engine.units import KIB
+from tp_engine.system.heap import HeapTrimmer
+from tp_engine.system.isolation.cancellation import Cancellation, cancelled_by
+from tp_engine.system.panics import panics_refused
+from tp_engine.system.units import KIB
 
 LARGE = 64 * KIB
 _NUM_LARGE_THREADS = 2

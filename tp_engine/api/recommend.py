@@ -18,7 +18,7 @@ from tp_engine.model_config.drafting import has_assistant, with_own_head
 from tp_engine.model_config.source import QUANTIZATION_FILES
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.speculative import SpeculativeConfig
-from tp_engine.units import parse_bytes
+from tp_engine.system.units import parse_bytes
 from tp_engine.worker.memory.host_memory import host_memory
 
 CONFIG_FILES = ("config.json", "generation_config.json", *QUANTIZATION_FILES, *PROCESSOR_FILES)

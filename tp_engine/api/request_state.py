@@ -10,9 +10,9 @@ from typing import Any, overload
 from tp_engine.engine.sequence_text import SequenceText, hidden_ids
 from tp_engine.engine.token_texts import TokenTexts
 from tp_engine.engine.tokenizer import TokenDecoder
-from tp_engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tp_engine.plan import FloatArray, TokenLogprobs
-from tp_engine.request import EngineRequest, FinishReason, SequenceDelta
+from tp_engine.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from tp_engine.requests.request import EngineRequest, FinishReason, SequenceDelta
 
 
 @dataclass(slots=True, kw_only=True)

@@ -11,8 +11,8 @@ from tqdm import tqdm
 from tp_engine.api.calls import Call, RequestEnd
 from tp_engine.api.rows import Row, Rows
 from tp_engine.errors import NO_TOKEN_LEFT, RequestError, again
-from tp_engine.outputs import RequestOutput
-from tp_engine.structured_outputs import PARAM
+from tp_engine.requests.outputs import RequestOutput
+from tp_engine.requests.structured_outputs import PARAM
 
 _ENDING_S = 60.0
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from tp_engine.api.input_processor import Prompt, is_token_id
 from tp_engine.errors import RequestError, did_you_mean, shown
-from tp_engine.request import EngineRequest
+from tp_engine.requests.request import EngineRequest
 
 _TOKENIZATION = "tokenization_kwargs"
 _TOKENIZATION_KEYS = ("add_special_tokens", "truncation", "max_length", "truncation_side", "truncate_prompt_tokens")

@@ -10,7 +10,7 @@ from typing import Any
 from tp_engine.errors import ConfigError
 from tp_engine.model_config.source import read_json, resolve_model_folder
 from tp_engine.options.fields import check_fields, json_object, option
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.requests.sampling_params import SamplingParams
 
 _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _LIMIT = "max_new_tokens"

@@ -22,8 +22,8 @@ from tp_engine.api.input_processor import InputProcessor, Prompt, check_text
 from tp_engine.api.pooling import Pooler, PoolingParams
 from tp_engine.errors import RequestError
 from tp_engine.model_config.classifier import YES_OR_NO
-from tp_engine.outputs import RequestOutput, ScoringOutput, ScoringRequestOutput
-from tp_engine.request import EngineRequest
+from tp_engine.requests.outputs import RequestOutput, ScoringOutput, ScoringRequestOutput
+from tp_engine.requests.request import EngineRequest
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 """Of a reranker's request that brings none: that of the models' card."""

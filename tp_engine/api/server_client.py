@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from tp_engine.errors import printable
-from tp_engine.units import KIB, MIB
+from tp_engine.system.units import KIB, MIB
 
 _MOST_BYTES = 64 * MIB  # of an answer
 _MOST_LINE_BYTES = 16 * MIB  # of a streamed one; the whole of it may have:

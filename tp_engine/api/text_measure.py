@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from tp_engine.engine.byte_letters import byte_letters
-from tp_engine.units import ceil_div
+from tp_engine.system.units import ceil_div
 
 # Characters that Python or Rust take for white space, those of ASCII first.
 _ASCII_SPACES = "\t\n\v\f\r\x1c\x1d\x1e\x1f "

@@ -11,7 +11,7 @@ from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.attention.triton_mla import TritonMLABackend
 from tp_engine.cpu import native_library, simd_width_of
 from tp_engine.errors import ConfigError
-from tp_engine.log import get_logger
+from tp_engine.system.log import get_logger
 
 _logger = get_logger(__name__)
 

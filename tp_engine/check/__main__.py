@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tp_engine import env
 from tp_engine.check.report import EXIT_WRONG, CheckFinding, CheckReport, describe_environment
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.errors import RankError
-from tp_engine.log import configure_logging
 from tp_engine.options import Options
 from tp_engine.options.fields import check_fields, option
 from tp_engine.options.launch import run_launched
+from tp_engine.system import env
+from tp_engine.system.log import configure_logging
 
 _LAST_WORDS_S = 8.0
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tp_engine.check.prompts import CheckPrompt
-from tp_engine.outputs import Logprob, RequestOutput
+from tp_engine.requests.outputs import Logprob, RequestOutput
 
 ALTERNATIVES = 4  # likeliest tokens compared at each position, beside the token itself
 

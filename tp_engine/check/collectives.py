@@ -23,7 +23,7 @@ from tp_engine.check.report import CheckFinding, CheckStatus
 from tp_engine.distributed.collectives import Communicator
 from tp_engine.distributed.rank import Agreeing
 from tp_engine.kernels.linear.tree_sum import tree_sum
-from tp_engine.units import KIB, MIB
+from tp_engine.system.units import KIB, MIB
 
 DTYPES = (torch.float32, torch.bfloat16)
 SIZES = (16, 4 * KIB, 256 * KIB, 1 * MIB + 16, 6 * MIB)

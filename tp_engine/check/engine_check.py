@@ -26,10 +26,10 @@ from tp_engine.check.set_ups import CHUNK, Sizes
 from tp_engine.check.stored import StoredWeights
 from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.errors import ConfigError, EngineDeadError, WeightError
-from tp_engine.hf_overrides import parse_overrides
 from tp_engine.model_config import load_model_config
 from tp_engine.model_config.source import resolve_model_folder
 from tp_engine.model_config.spec import ModelSpec
+from tp_engine.options.hf_overrides import parse_overrides
 
 _QUICK_LONG, _LONG = 96, 768
 _BEHIND_WINDOW = 48

@@ -21,8 +21,8 @@ from tp_engine.check.prompts import (
 )
 from tp_engine.check.report import CheckFinding
 from tp_engine.errors import RequestError
-from tp_engine.sampling_params import SamplingParams
-from tp_engine.structured_outputs import StructuredOutputsParams
+from tp_engine.requests.sampling_params import SamplingParams
+from tp_engine.requests.structured_outputs import StructuredOutputsParams
 
 _JSON_TOKENS = 96
 _ARGUMENTS = {"city": "Oslo"}

@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from tp_engine import files
 from tp_engine.check.answers import Answer
 from tp_engine.check.files import sha256
 from tp_engine.check.report import CheckFinding, CheckStatus
 from tp_engine.errors import ConfigError
 from tp_engine.model_config.checkpoint_files import weight_files
+from tp_engine.system import files
 
 _NAME = "golden"
 _MAX_NAMED = 6

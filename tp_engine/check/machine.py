@@ -15,12 +15,12 @@ import torch
 from tp_engine.check.collectives import Way, check_collectives, check_speed
 from tp_engine.check.report import CheckFinding, CheckStatus
 from tp_engine.config import EngineConfig
-from tp_engine.device_map import parse_devices
 from tp_engine.distributed.all_reduce import STRATEGIES, Ranks, ReduceDevice, agreed_machine, probe_devices
 from tp_engine.distributed.groups import RankGroups
 from tp_engine.engine.start import joined_ranks
 from tp_engine.errors import RankError
-from tp_engine.units import MIB
+from tp_engine.job.device_map import parse_devices
+from tp_engine.system.units import MIB
 from tp_engine.worker.gpu_host import choose_device_type
 
 _SPEED_BYTES = {"cuda": 32 * MIB, "cpu": 4 * MIB}

@@ -16,7 +16,7 @@ from tp_engine.check.sampling import Draws, Processed, draw, prompt_of, show_pro
 from tp_engine.check.set_ups import ALONE, BATCH, CACHED, OTHERS, Other, Sizes, was_cached
 from tp_engine.check.watched import Watched, watch
 from tp_engine.errors import ConfigError, EngineDeadError, MemoryBudgetError, RequestError
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.requests.sampling_params import SamplingParams
 
 _QUICK_DRAWS, _DRAWS = 128, 512
 _PROCESSED_MODE = "processed_logprobs"

@@ -27,11 +27,11 @@ import torch
 
 from tp_engine.check.rounding import Round, Rounding, keep
 from tp_engine.check.stored import StoredWeights
-from tp_engine.closing import Closing
 from tp_engine.errors import ConfigError, WeightError
-from tp_engine.hf_overrides import overridden
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.families import named
+from tp_engine.options.hf_overrides import overridden
+from tp_engine.system.closing import Closing
 
 _POSITIONS_AT_ONCE = 256  # whose logits exist at once
 ROUTERS = ("gate", "router", "shared_expert_gate")

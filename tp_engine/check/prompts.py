@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tp_engine.check.report import CheckFinding
-from tp_engine.panics import panics_refused
+from tp_engine.system.panics import panics_refused
 
 TEXTS: Mapping[str, str] = {
     "english": "The harbour was quiet that morning. Two fishermen mended a net beside the wall, and the older one said",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from xml.etree import ElementTree
 
-from tp_engine.version import __version__, installed_version
+from tp_engine.system.version import __version__, installed_version
 
 EXIT_RIGHT, EXIT_WRONG, EXIT_NOT_CHECKED = 0, 1, 2
 _COLUMNS = 120

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from tp_engine.check.answers import ALTERNATIVES
 from tp_engine.check.prompts import CheckPrompt
 from tp_engine.check.report import CheckFinding
-from tp_engine.outputs import RequestOutput
+from tp_engine.requests.outputs import RequestOutput
 
 FALSE_ALARM = 1e-6
 """How likely all draws together raise an alarm where there is no fault."""

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from tp_engine.closing import Closing
 from tp_engine.errors import WeightError
 from tp_engine.model_config.checkpoint_files import weight_files
+from tp_engine.system.closing import Closing
 
 # The values of a 4-bit float (e2m1), by its code; bit 3 is the sign.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

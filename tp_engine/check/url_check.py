@@ -24,9 +24,9 @@ from tp_engine.check.report import CheckFinding, CheckReport, describe_environme
 from tp_engine.check.served import ServedModel
 from tp_engine.check.set_ups import ALONE, BATCH, CACHED
 from tp_engine.engine.tokenizer import load_tokenizer
-from tp_engine.hf_overrides import parse_overrides
 from tp_engine.model_config import load_model_config
 from tp_engine.model_config.source import resolve_model_folder
+from tp_engine.options.hf_overrides import parse_overrides
 
 CHATTED = "chats"
 ENGINE_OPTIONS = ("dtype", "kv_cache_dtype", "quantization", "revision", "hf_overrides")

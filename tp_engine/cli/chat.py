@@ -24,9 +24,9 @@ from tp_engine.cli.session import (
     show,
 )
 from tp_engine.errors import ConfigError, did_you_mean
-from tp_engine.files import read_bytes
 from tp_engine.options.fields import option
-from tp_engine.units import MIB
+from tp_engine.system.files import read_bytes
+from tp_engine.system.units import MIB
 
 _MAX_IMAGE_BYTES = 32 * MIB
 CHAT_PROMPT = "> "

@@ -11,14 +11,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from tp_engine import env
 from tp_engine.check.report import CheckReport
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
-from tp_engine.log import configure_logging
 from tp_engine.options import Options, parse_options
 from tp_engine.options.fields import check_fields, option
 from tp_engine.server.config import ServerConfig
+from tp_engine.system import env
+from tp_engine.system.log import configure_logging
 
 _DESCRIPTION = (
     "Is what this machine answers right?  Runs the model as it would be served, and compares it with transformers in "

@@ -11,7 +11,7 @@ from tp_engine.cli.findings import Finding, Status, as_text, check_packages
 from tp_engine.config import DEMO_MODEL
 from tp_engine.options import parse_options
 from tp_engine.options.fields import check_fields, option
-from tp_engine.version import __version__
+from tp_engine.system.version import __version__
 
 SOMETHING_MISSING = 1
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
-from tp_engine.version import installed_version
+from tp_engine.system.version import installed_version
 
 MIN_PYTHON = (3, 11)
 PROJECT = "tp-engine"

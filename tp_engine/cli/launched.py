@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 
-from tp_engine import env
 from tp_engine.api.batch_job.config import STANDARD_STREAM, BatchConfig
 from tp_engine.api.batch_job.summary import BatchStatus, BatchSummary
 from tp_engine.config import EngineConfig
@@ -16,6 +15,7 @@ from tp_engine.options import Options
 from tp_engine.options.launch import run_launched
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.lifecycle import run_interruptible, serve
+from tp_engine.system import env
 
 SERVE_TABLES = {"engine": EngineConfig, "server": ServerConfig}
 BATCH_TABLES = {"engine": EngineConfig, "batch": BatchConfig}

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import torch
 
-from tp_engine import env
 from tp_engine.attention.registry import obstacles
 from tp_engine.cli.findings import Finding, Status
 from tp_engine.config import EngineConfig
 from tp_engine.cpu import native_library
-from tp_engine.cpus import cpu_quota
 from tp_engine.distributed.symmetric_memory import has_native_atomics
 from tp_engine.errors import ConfigError
 from tp_engine.ipc.segment import SHM_FOLDER, needed_bytes, shm_option
 from tp_engine.kernels.quantization.weights import Codes, QuantisedWeight, values_per_byte
 from tp_engine.layers.quantization.int8 import takes_int8_products
 from tp_engine.layers.quantization.quantised_products import choose_quantised_product
-from tp_engine.units import GIB, MIB, format_gib
+from tp_engine.system import env
+from tp_engine.system.cpus import cpu_quota
+from tp_engine.system.units import GIB, MIB, format_gib
 from tp_engine.worker.effective_config import resolve
 from tp_engine.worker.gpu_host import driver_version, why_no_gpus, why_unseen
 from tp_engine.worker.memory.host_memory import host_memory

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tp_engine.errors import ConfigError, EngineDeadError, RequestError, did_you_mean
-from tp_engine.version import __version__
+from tp_engine.system.version import __version__
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tp_engine.child_process import start_child
 from tp_engine.config import EngineConfig
 from tp_engine.engine.processes import die_with_parent, end_process
-from tp_engine.log import configure_logging
+from tp_engine.system.child_process import start_child
+from tp_engine.system.log import configure_logging
 
 _STOP_S = 30.0
 _POLL_S = 0.05

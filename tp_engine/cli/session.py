@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from tp_engine import env
 from tp_engine.api.server_client import ChunkChoice, ServerClient
 from tp_engine.cli.own_server import own_server
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError, printable
 from tp_engine.options import Options, parse_options
 from tp_engine.options.fields import check_fields, option
+from tp_engine.system import env
 
 Ask = Callable[[str], str]  # a prompt -> the line; EOFError at the end, KeyboardInterrupt for Ctrl-C
 

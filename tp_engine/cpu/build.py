@@ -21,11 +21,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from tp_engine import env
-from tp_engine.compile_turn import Turn, take_turn
 from tp_engine.cpu.prototypes import FOLDER, PLAYERS, players
-from tp_engine.log import get_logger
-from tp_engine.progress import tell_progress
+from tp_engine.job.progress import tell_progress
+from tp_engine.kernels.compile_turn import Turn, take_turn
+from tp_engine.system import env
+from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
 

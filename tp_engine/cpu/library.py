@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-from tp_engine import env
 from tp_engine.cpu.build import BuildError, built_library
 from tp_engine.cpu.prototypes import prototypes
 from tp_engine.cpu.self_check import disagreement
 from tp_engine.cpu.tape import NativeFunction
-from tp_engine.log import get_logger
+from tp_engine.system import env
+from tp_engine.system.log import get_logger
 
 _logger = get_logger(__name__)
 

@@ -8,7 +8,7 @@ import torch
 from tp_engine.cpu.layout import DTYPE_CODES
 from tp_engine.kernels import huge_pages
 from tp_engine.model_config.mlp import Activation
-from tp_engine.units import round_up
+from tp_engine.system.units import round_up
 
 BOTH_PARTS, NO_ACTIVATION = -2, -1  # as in gated.h
 _WIDENED_ALIGNMENT = 16  # numbers of the longest vector

@@ -33,7 +33,7 @@ from tp_engine.kernels.linear import adapters
 from tp_engine.kernels.quantization.int8_rows import TorchInt8Rows
 from tp_engine.kernels.quantization.weights import Codes, QuantisedWeight, multiply_quantised, values_per_byte
 from tp_engine.kernels.recurrent import Chunk, LayerStates
-from tp_engine.kv_layout import StateKind
+from tp_engine.model_config.kv_layout import StateKind
 from tp_engine.model_config.mlp import Activation, ActivationKind, RoutingRule
 
 _ACTIVATIONS = tuple(Activation(kind) for kind in get_args(ActivationKind))

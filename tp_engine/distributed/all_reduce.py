@@ -19,9 +19,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import torch
 
-from tp_engine import env
 from tp_engine.config import EngineConfig
-from tp_engine.device_map import parse_devices, shares_devices
 from tp_engine.distributed.collectives import Communicator
 from tp_engine.distributed.groups import RankGroups
 from tp_engine.distributed.rank import Agreeing
@@ -30,7 +28,9 @@ from tp_engine.distributed.shared_memory import with_shared_memory
 from tp_engine.distributed.symmetric_memory import allocate_symmetric, probe_machine, with_symmetric_memory
 from tp_engine.distributed.two_level import swap_between
 from tp_engine.errors import ConfigError
-from tp_engine.log import get_logger
+from tp_engine.job.device_map import parse_devices, shares_devices
+from tp_engine.system import env
+from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from tp_engine.distributed.reduce_plan import RecordedSizes
+from tp_engine.job.progress import RankProgress
+from tp_engine.job.topology import RankInfo
 from tp_engine.kernels.linear.tree_sum import tree_sum
-from tp_engine.progress import RankProgress
-from tp_engine.topology import RankInfo
 
 # Newer versions of torch have renamed it.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

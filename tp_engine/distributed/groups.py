@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import GroupName, _abort_process_group, _new_process_group_helper, _world
 
-from tp_engine import env
 from tp_engine.distributed.collectives import Communicator, ProcessGroupCommunicator, SingleRank
 from tp_engine.distributed.device_threads import use_device
 from tp_engine.distributed.store import Store, WatchedStore
 from tp_engine.errors import RankError, again
-from tp_engine.log import get_logger
-from tp_engine.progress import RankPhase, RankProgress
-from tp_engine.topology import RankInfo
+from tp_engine.job.progress import RankPhase, RankProgress
+from tp_engine.job.topology import RankInfo
+from tp_engine.system import env
+from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
 

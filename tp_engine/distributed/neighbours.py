@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tp_engine import env
 from tp_engine.distributed.groups import make_group
 from tp_engine.distributed.store import store_of_job
+from tp_engine.system import env
 
 _LONGEST_CALL = timedelta(days=7)
 

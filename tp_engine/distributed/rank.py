@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from tp_engine.errors import ConfigError, RankError, RequestError
-from tp_engine.log import get_logger
-from tp_engine.topology import RankInfo
+from tp_engine.job.topology import RankInfo
+from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
 

@@ -17,7 +17,7 @@ largest two-shot all-reduce.
 import enum
 from dataclasses import dataclass
 
-from tp_engine.units import KIB, MIB
+from tp_engine.system.units import KIB, MIB
 
 MIN_CAPABILITY = (8, 0)
 ALIGNMENT = 16

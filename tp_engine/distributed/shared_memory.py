@@ -20,8 +20,8 @@ from tp_engine.distributed.reduce_plan import SHARED_SLOT_BYTES, shared_two_shot
 from tp_engine.distributed.two_level import Exchange, LocalRanks, TwoLevelExchange, ordered_sum
 from tp_engine.errors import RankError, again
 from tp_engine.ipc.tensor_slots import SEMAPHORES_OFFSET, TensorSlots
-from tp_engine.log import get_logger
-from tp_engine.progress import RankProgress
+from tp_engine.job.progress import RankProgress
+from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
 

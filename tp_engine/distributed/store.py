@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from tp_engine import env
-from tp_engine.interfaces import is_loopback
-from tp_engine.log import get_logger
+from tp_engine.system import env
+from tp_engine.system.interfaces import is_loopback
+from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
 

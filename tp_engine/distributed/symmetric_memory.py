@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 
-from tp_engine import env
 from tp_engine.distributed.collectives import Communicator
 from tp_engine.distributed.rank import Agreeing, all_do
 from tp_engine.distributed.reduce_plan import (
@@ -30,10 +29,11 @@ from tp_engine.distributed.reduce_plan import (
     ReducePlan,
     plan_reduces,
 )
+from tp_engine.job.progress import RankProgress
+from tp_engine.job.topology import RankInfo
 from tp_engine.kernels.ops import has_triton
-from tp_engine.log import get_logger
-from tp_engine.progress import RankProgress
-from tp_engine.topology import RankInfo
+from tp_engine.system import env
+from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
 

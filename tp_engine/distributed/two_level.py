@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from tp_engine.distributed.rank import Agreeing
+from tp_engine.job.topology import RankInfo
 from tp_engine.kernels.linear.tree_sum import tree_sum
-from tp_engine.topology import RankInfo
 
 
 class Exchange(Protocol):

@@ -11,7 +11,7 @@ from tp_engine.engine.grammar_queue import GrammarQueue
 from tp_engine.engine.job import Job
 from tp_engine.errors import RequestError, shown
 from tp_engine.plan import Order, StepPlan
-from tp_engine.request import StepOutput
+from tp_engine.requests.request import StepOutput
 from tp_engine.sched.lora import LoRASlots
 from tp_engine.sched.scheduler import Scheduler
 from tp_engine.worker.orders import Outcome

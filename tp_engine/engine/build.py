@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable, Sequence
 
-from tp_engine import env
 from tp_engine.config import EngineConfig
 from tp_engine.distributed.groups import RankGroups
 from tp_engine.engine.admin_commands import act
@@ -19,15 +18,16 @@ from tp_engine.ipc.job_board import EchoCheck
 from tp_engine.ipc.plan_channel import PlanPublisher
 from tp_engine.ipc.relay import PlanLink
 from tp_engine.ipc.ring_buffer import RingWriter
+from tp_engine.job.progress import RankPhase
 from tp_engine.kv_codec import may_refuse
 from tp_engine.kv_events import KVEventsConfig
-from tp_engine.log import get_logger
 from tp_engine.lora import parse_modules
 from tp_engine.plan import NO_IDS
-from tp_engine.progress import RankPhase
 from tp_engine.sched.limits import ImageLimits, TierReports
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
 from tp_engine.sched.tiers.disk_tier import TierLinks
+from tp_engine.system import env
+from tp_engine.system.log import get_logger
 from tp_engine.tier_progress import TIER_CHANNELS, TierProgressReader
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.worker import Worker

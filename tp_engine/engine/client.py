@@ -12,10 +12,10 @@ from tp_engine.engine import messages
 from tp_engine.engine.messages import ModelInfo, ToEngine
 from tp_engine.engine.report import EngineReport
 from tp_engine.errors import EngineDeadError, RequestError, again, shown
-from tp_engine.log import get_logger
-from tp_engine.off_loop import started
-from tp_engine.request import EngineRequest, StepOutput
+from tp_engine.requests.request import EngineRequest, StepOutput
 from tp_engine.sched.view import ViewLimits
+from tp_engine.system.log import get_logger
+from tp_engine.system.off_loop import started
 
 logger = get_logger(__name__)
 

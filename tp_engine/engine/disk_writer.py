@@ -14,12 +14,12 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
-from tp_engine.files import sync_folder
-from tp_engine.log import get_logger
 from tp_engine.plan import StepPlan
 from tp_engine.sched.scheduler import Scheduler
 from tp_engine.sched.tiers.disk_journal import DiskContents, JournalHeader, read_header, read_nodes
 from tp_engine.sched.tiers.tier_waits import DiskWaits
+from tp_engine.system.files import sync_folder
+from tp_engine.system.log import get_logger
 from tp_engine.worker.tiers.disk_start import DiskStart
 
 logger = get_logger(__name__)

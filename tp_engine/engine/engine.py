@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from tp_engine.closing import Ending
 from tp_engine.engine.admin import EngineAdmin
 from tp_engine.engine.disk_writer import DiskWriter
 from tp_engine.engine.grammar_queue import GrammarQueue
@@ -26,11 +25,12 @@ from tp_engine.engine.report import EngineReport, StepStatistics, expert_balance
 from tp_engine.ipc.job_board import EchoCheck
 from tp_engine.ipc.plan_channel import PlanPublisher
 from tp_engine.ipc.rank_slot import StepRecorder
+from tp_engine.job.progress import RankPhase
 from tp_engine.plan import Control, StepPlan, StepResult
-from tp_engine.progress import RankPhase
-from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
+from tp_engine.requests.request import EngineRequest, SequenceDelta, StepOutput
 from tp_engine.sched.scheduler import Scheduler
 from tp_engine.sched.view import SchedulerStats, ViewLimits
+from tp_engine.system.closing import Ending
 from tp_engine.worker.orders import Outcome
 from tp_engine.worker.results.readback import PendingStep
 from tp_engine.worker.worker import Worker

@@ -21,11 +21,11 @@ from tp_engine.grammar.compiler import GrammarCompiler
 from tp_engine.grammar.library import llguidance
 from tp_engine.grammar.matcher import MaskFiller
 from tp_engine.grammar.vocabulary import make_vocabulary
-from tp_engine.log import get_logger
-from tp_engine.request import EngineRequest, SequenceDelta
+from tp_engine.requests.request import EngineRequest, SequenceDelta
+from tp_engine.requests.structured_outputs import PARAM, StructuredOutputsDefaults
 from tp_engine.sched.constraint import Grammar, MaskWriter, TokenRules, restricting_fields
 from tp_engine.sched.scheduler import Scheduler
-from tp_engine.structured_outputs import PARAM, StructuredOutputsDefaults
+from tp_engine.system.log import get_logger
 from tp_engine.worker.effective_config import EffectiveConfig
 
 logger = get_logger(__name__)

@@ -20,7 +20,7 @@ from typing import Final
 from tp_engine.engine.incident import on_host, where
 from tp_engine.ipc.job_board import JobBoard
 from tp_engine.ipc.rank_slot import PHASE_WORD, RankSlot, State, process_vitals
-from tp_engine.progress import RankPhase
+from tp_engine.job.progress import RankPhase
 
 _PRESENT: Final = (State.STARTING, State.READY, State.STOPPING)
 _GAP_S: Final = 2.0

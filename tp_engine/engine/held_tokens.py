@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 
 from tp_engine.plan import TokenLogprobs
-from tp_engine.request import SequenceDelta, StepOutput
+from tp_engine.requests.request import SequenceDelta, StepOutput
 
 
 class _Held:

@@ -38,7 +38,7 @@ import msgspec
 from tp_engine.ipc.board_mirror import Mirrored, PackedSlot, SlotPacker, unpack_slots
 from tp_engine.ipc.job_board import JobBoard
 from tp_engine.ipc.rank_slot import Ended, State, process_vitals, resident_bytes
-from tp_engine.log import get_logger
+from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
 

@@ -23,18 +23,18 @@ from collections.abc import Mapping
 
 import torch
 
-from tp_engine import env
 from tp_engine.config import EngineConfig
 from tp_engine.distributed.store import Store, WatchedStore
 from tp_engine.engine.job import Job
 from tp_engine.errors import ConfigError, RankError
-from tp_engine.interfaces import address_towards, interface_of, is_loopback
 from tp_engine.ipc.handshake import KEY_BYTES, PURPOSES, Listener, connect, watch_peer
 from tp_engine.ipc.relay import PlanLink, RelayReader
 from tp_engine.ipc.ring_buffer import RingWriter
-from tp_engine.log import get_logger
-from tp_engine.topology import Topology
-from tp_engine.version import __version__
+from tp_engine.job.topology import Topology
+from tp_engine.system import env
+from tp_engine.system.interfaces import address_towards, interface_of, is_loopback
+from tp_engine.system.log import get_logger
+from tp_engine.system.version import __version__
 from tp_engine.weights.fingerprint import checkpoint_fingerprint
 from tp_engine.worker.device import kind_of_device
 from tp_engine.worker.effective_config import EffectiveConfig

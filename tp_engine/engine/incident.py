@@ -14,7 +14,6 @@ from typing import TypeAlias
 
 from tp_engine.config import EngineConfig
 from tp_engine.errors import RankError
-from tp_engine.flight_recorder.record import FORMAT, FlightRecord, RankRecord, StepRecord, save_record
 from tp_engine.ipc.job_board import JobBoard
 from tp_engine.ipc.rank_slot import (
     NUM_RECORDS,
@@ -26,9 +25,10 @@ from tp_engine.ipc.rank_slot import (
     process_vitals,
     split_echo,
 )
-from tp_engine.log import get_logger
-from tp_engine.progress import RankPhase
-from tp_engine.version import __version__
+from tp_engine.job.flight_recorder.record import FORMAT, FlightRecord, RankRecord, StepRecord, save_record
+from tp_engine.job.progress import RankPhase
+from tp_engine.system.log import get_logger
+from tp_engine.system.version import __version__
 
 ExitCode: TypeAlias = Callable[[int], int | None]
 """How a rank's process ended (negative: by a signal) if this process is its parent, else None."""
@@ -143,7 +143,7 @@ class FlightRecorder:
             except Exception as error:
                 logger.warning("the flight record could not be made: %s: %s", type(error).__name__, error)
             if self._path is not None:
-                logger.error("flight record: python -m tp_engine.flight_recorder %s", self._path)
+                logger.error("flight record: python -m tp_engine.job.flight_recorder %s", self._path)
             return self._path
 
 

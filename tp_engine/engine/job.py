@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Iterator
 from time import monotonic, sleep
 
-from tp_engine import env
 from tp_engine.config import EngineConfig
 from tp_engine.engine.hang_watch import HangLimits
 from tp_engine.engine.host_link import HostLinks
@@ -28,7 +27,8 @@ from tp_engine.errors import MemoryBudgetError, PlanError, RankError, WeightErro
 from tp_engine.ipc.job_board import JobBoard
 from tp_engine.ipc.pulse import Pulse
 from tp_engine.ipc.rank_slot import COLLECTIVE_WORD, PHASE_WORD, State
-from tp_engine.progress import RankProgress
+from tp_engine.job.progress import RankProgress
+from tp_engine.system import env
 
 _DYING_S = 2.0
 _FOLLOWER_DYING_S = 0.5

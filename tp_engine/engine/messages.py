@@ -18,7 +18,7 @@ from tp_engine.engine.report import EngineReport
 from tp_engine.engine.told_errors import ToldError
 from tp_engine.images.settings import ImageSettings
 from tp_engine.model_config.classifier import ClassifierSpec
-from tp_engine.request import EngineRequest, StepOutput
+from tp_engine.requests.request import EngineRequest, StepOutput
 from tp_engine.sched.view import ViewLimits
 
 

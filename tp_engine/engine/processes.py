@@ -9,12 +9,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tp_engine import env
-from tp_engine.child_process import start_child
 from tp_engine.engine.incident import describe_exit
 from tp_engine.engine.peers import ProcessHandle
 from tp_engine.errors import RankError
 from tp_engine.ipc.rank_slot import process_vitals
+from tp_engine.system import env
+from tp_engine.system.child_process import start_child
 
 _LOOK_S = 0.5
 _WORKS = 0.05  # the share of a processor from which on a process is at work

@@ -8,14 +8,14 @@ import sys
 
 import msgspec
 
-from tp_engine.child_process import ignore_stop_signals
 from tp_engine.config import EngineConfig
 from tp_engine.engine.job import Job
 from tp_engine.engine.processes import die_with_parent
-from tp_engine.faults import fault_injector
 from tp_engine.ipc.job_board import JobBoard
-from tp_engine.log import configure_logging, get_logger
-from tp_engine.progress import RankPhase, RankProgress
+from tp_engine.job.faults import fault_injector
+from tp_engine.job.progress import RankPhase, RankProgress
+from tp_engine.system.child_process import ignore_stop_signals
+from tp_engine.system.log import configure_logging, get_logger
 
 logger = get_logger(__name__)
 

@@ -12,9 +12,9 @@ from tp_engine.engine.job import Job
 from tp_engine.ipc.plan_channel import MessageSource, PlanSubscriber
 from tp_engine.ipc.rank_slot import StepRecorder
 from tp_engine.ipc.ring_buffer import RingReader, RingWriter
+from tp_engine.job.progress import RankPhase
+from tp_engine.job.topology import RankInfo
 from tp_engine.plan import FIRST_STEP_ID, Control
-from tp_engine.progress import RankPhase
-from tp_engine.topology import RankInfo
 from tp_engine.worker.effective_config import EffectiveConfig, resolve
 from tp_engine.worker.worker import Worker
 

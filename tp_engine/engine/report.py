@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from tp_engine.ipc.job_board import JobBoard
 from tp_engine.ipc.rank_slot import NUM_RECORDS, RECORD_FIELDS, resident_bytes
-from tp_engine.kv_layout import DiskCounters, MoveCounters
+from tp_engine.model_config.kv_layout import DiskCounters, MoveCounters
 from tp_engine.sched.view import SchedulerStats, SchedulerView
 
 #: Upper bounds of the distributions' buckets; a last bucket without a bound follows.

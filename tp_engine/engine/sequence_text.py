@@ -18,7 +18,7 @@ detokenizer holds back
 from collections.abc import Sequence
 
 from tp_engine.engine.tokenizer import TokenDecoder
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.requests.sampling_params import SamplingParams
 
 _REPLACEMENT = "\ufffd"
 # More than a character has bytes: decoding from any token that far back gives the same end as decoding all tokens.

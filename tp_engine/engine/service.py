@@ -23,8 +23,8 @@ from tp_engine.engine.held_tokens import HeldTokens
 from tp_engine.engine.service_socket import ServiceSocket
 from tp_engine.engine.told_errors import ToldError
 from tp_engine.errors import CODE_UNAVAILABLE, RequestError
-from tp_engine.log import get_logger
-from tp_engine.request import EngineRequest, StepOutput
+from tp_engine.requests.request import EngineRequest, StepOutput
+from tp_engine.system.log import get_logger
 
 if TYPE_CHECKING:
     from tp_engine.engine.engine import Engine

@@ -23,15 +23,15 @@ from typing import BinaryIO, Protocol
 
 import msgspec
 
-from tp_engine import env
-from tp_engine.child_process import ignore_stop_signals
 from tp_engine.config import EngineConfig
 from tp_engine.engine.processes import ChildRanks, die_with_parent
 from tp_engine.engine.service_socket import new_address, remove_address
 from tp_engine.engine.told_errors import ToldError
 from tp_engine.errors import RankError
 from tp_engine.ipc.pulse import Pulse
-from tp_engine.log import configure_logging, get_logger
+from tp_engine.system import env
+from tp_engine.system.child_process import ignore_stop_signals
+from tp_engine.system.log import configure_logging, get_logger
 
 logger = get_logger(__name__)
 

@@ -12,7 +12,7 @@ from tp_engine.engine.service import EngineService
 from tp_engine.engine.service_process import Service
 from tp_engine.engine.service_socket import new_address, remove_address
 from tp_engine.engine.start import start_engine
-from tp_engine.log import get_logger
+from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
 

@@ -21,9 +21,7 @@ from collections.abc import Iterator
 import msgspec
 import torch
 
-from tp_engine import env
 from tp_engine.config import EngineConfig
-from tp_engine.device_map import parse_devices
 from tp_engine.distributed import groups as process_groups
 from tp_engine.distributed.groups import RankGroups
 from tp_engine.distributed.store import Store, host_store, job_store, launched_store
@@ -36,14 +34,16 @@ from tp_engine.engine.rank_process import RankSpec
 from tp_engine.engine.rank_worker import join_ranks, run_worker
 from tp_engine.engine.tokenizer import tokenizer_eos_ids
 from tp_engine.errors import ConfigError
-from tp_engine.faults import fault_injector
 from tp_engine.grammar.compiler import check_defaults
 from tp_engine.ipc.job_board import JobBoard
 from tp_engine.ipc.pulse import Pulse
-from tp_engine.log import get_logger
-from tp_engine.progress import RankPhase, RankProgress
-from tp_engine.structured_outputs import StructuredOutputsDefaults
-from tp_engine.topology import RankInfo, Topology
+from tp_engine.job.device_map import parse_devices
+from tp_engine.job.faults import fault_injector
+from tp_engine.job.progress import RankPhase, RankProgress
+from tp_engine.job.topology import RankInfo, Topology
+from tp_engine.requests.structured_outputs import StructuredOutputsDefaults
+from tp_engine.system import env
+from tp_engine.system.log import get_logger
 from tp_engine.worker.effective_config import EffectiveConfig, resolve
 from tp_engine.worker.gpu_host import choose_device_type
 

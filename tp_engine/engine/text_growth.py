@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from tp_engine.errors import ConfigError
-from tp_engine.files import MAX_TOKENIZER_BYTES, read_text
+from tp_engine.system.files import MAX_TOKENIZER_BYTES, read_text
 
 MOST_GROWTH = 128
 """Characters that may become of one; those of real tokenizers make 36 at most."""

@@ -16,8 +16,8 @@ from typing import Any
 
 from tp_engine.engine.byte_letters import byte_letters
 from tp_engine.errors import shown
-from tp_engine.files import read_json, read_text
-from tp_engine.units import MIB
+from tp_engine.system.files import read_json, read_text
+from tp_engine.system.units import MIB
 
 TEKKEN_FILE = "tekken.json"
 _KIMI_FILE = "tiktoken.model"

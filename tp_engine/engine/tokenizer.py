@@ -12,9 +12,9 @@ from tp_engine.engine.byte_letters import byte_letters
 from tp_engine.engine.text_growth import check_growth
 from tp_engine.engine.tiktoken_model import TEKKEN_FILE, is_ranked, load_ranked
 from tp_engine.errors import ConfigError
-from tp_engine.files import MAX_TOKENIZER_BYTES, check_folder, read_json, read_text
-from tp_engine.log import get_logger, warn_once
-from tp_engine.panics import is_panic, panics_refused
+from tp_engine.system.files import MAX_TOKENIZER_BYTES, check_folder, read_json, read_text
+from tp_engine.system.log import get_logger, warn_once
+from tp_engine.system.panics import is_panic, panics_refused
 
 logger = get_logger(__name__)
 

@@ -30,7 +30,7 @@ from tp_engine.engine.peers import Peers
 from tp_engine.ipc.job_board import JobBoard
 from tp_engine.ipc.pulse import Pulse
 from tp_engine.ipc.rank_slot import Ended, State
-from tp_engine.log import get_logger
+from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from tp_engine.grammar.vocabulary import GrammarVocabulary
 from tp_engine.plan import MASK_TOKENS, BoolArray, IntArray
-from tp_engine.request import EngineRequest
+from tp_engine.requests.request import EngineRequest
 
 _MAX_REMEMBERED = 16
 _MAX_PLACES = 256  # whose tokens are remembered

@@ -23,15 +23,15 @@ from tp_engine.grammar.compiler_process import CompilerProcess, TookTooLongError
 from tp_engine.grammar.library import SpecialTokens, new_matcher, refusal
 from tp_engine.grammar.matcher import GrammarMatcher, Pace
 from tp_engine.grammar.vocabulary import GrammarVocabulary, byte_vocabulary
-from tp_engine.isolation.cancellation import Cancellation, cancelled_by
-from tp_engine.structured_outputs import (
+from tp_engine.requests.structured_outputs import (
     COMPILATION_TIMEOUT_S,
     CONFIG_NAME,
     PARAM,
     StructuredOutputsDefaults,
     StructuredOutputsParams,
 )
-from tp_engine.units import MIB
+from tp_engine.system.isolation.cancellation import Cancellation, cancelled_by
+from tp_engine.system.units import MIB
 
 QUICK_S = 0.25
 _FIRST_S = 0.05  # ordinary ones take some milliseconds

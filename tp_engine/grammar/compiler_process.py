@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from tp_engine.closing import Closing
 from tp_engine.errors import RequestError
 from tp_engine.grammar.library import (
     SpecialTokens,
@@ -18,7 +17,9 @@ from tp_engine.grammar.library import (
     refusal,
     timed_mask,
 )
-from tp_engine.isolation.process import (
+from tp_engine.requests.structured_outputs import PARAM, StructuredOutputsParams
+from tp_engine.system.closing import Closing
+from tp_engine.system.isolation.process import (
     CallError,
     CancelledCallError,
     CrashedError,
@@ -26,8 +27,7 @@ from tp_engine.isolation.process import (
     Limits,
     OutOfTimeError,
 )
-from tp_engine.structured_outputs import PARAM, StructuredOutputsParams
-from tp_engine.units import MIB
+from tp_engine.system.units import MIB
 
 _MEMORY_BYTES = 256 * MIB
 _NUM_TRIED = 4

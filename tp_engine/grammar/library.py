@@ -13,8 +13,8 @@ from typing import Any
 from tp_engine.errors import INVALID_GRAMMAR, RequestError
 from tp_engine.grammar.closed_schema import closed_schema
 from tp_engine.grammar.schema import normal_schema, unkept_keywords
-from tp_engine.panics import panics_refused
-from tp_engine.structured_outputs import PARAM, StructuredOutputsParams
+from tp_engine.requests.structured_outputs import PARAM, StructuredOutputsParams
+from tp_engine.system.panics import panics_refused
 
 # Some models write white space without end, so it is limited to some blanks, or a line end and an indentation.
 WHITESPACE = r"[\x20\x09]{1,8}|\x0D?\x0A[\x20\x09]{0,20}"

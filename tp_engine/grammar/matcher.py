@@ -22,7 +22,7 @@ import numpy as np
 from tp_engine.errors import INVALID_GRAMMAR
 from tp_engine.grammar.vocabulary import GrammarVocabulary
 from tp_engine.plan import IntArray
-from tp_engine.units import ceil_div
+from tp_engine.system.units import ceil_div
 
 # Processor time.  Masks of ordinary grammars take 0.01 to 1 ms, and up to 40 ms where much is new.
 _MOST_MASK_S = 0.2

@@ -10,8 +10,8 @@ import numpy as np
 from tp_engine.errors import RequestError
 from tp_engine.grammar.library import SpecialTokens, byte_tokens, llguidance
 from tp_engine.plan import MASK_TOKENS, IntArray
-from tp_engine.structured_outputs import PARAM
-from tp_engine.units import ceil_div
+from tp_engine.requests.structured_outputs import PARAM
+from tp_engine.system.units import ceil_div
 
 
 @dataclass(frozen=True, slots=True)

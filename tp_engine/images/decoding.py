@@ -4,8 +4,9 @@
 
     file -> header: format, size, scans -> ... -> RGB: alpha on white, 16 bits to 8 -> turn (EXIF) -> resize -> pixels
 
-``read_header`` and ``decode`` are functions of isolated calls (``isolation/``).  Their input is a line of JSON, which
-says what to do, and the file behind it.  This module imports Pillow and nothing large, as each call runs in a fork.
+``read_header`` and ``decode`` are functions of isolated calls (``system/isolation/``).  Their input is a line of JSON,
+which says what to do, and the file behind it.  This module imports Pillow and nothing large, as each call runs in a
+fork.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from tp_engine.images.decoding import Size
 from tp_engine.images.loading import MAX_CALLS, MAX_CPU_S, OpenedImage, call_isolated
 from tp_engine.images.settings import ImageSettings
 from tp_engine.images.sources import DocumentSource, ImageSource, file_bytes
-from tp_engine.isolation.process import IsolatedProcess, Limits
-from tp_engine.units import MIB
+from tp_engine.system.isolation.process import IsolatedProcess, Limits
+from tp_engine.system.units import MIB
 
 _HEAD_BYTES = 1024  # where readers look for the mark of a PDF
 _LIMITS = Limits(cpu_s=5.0, memory_bytes=1024 * MIB)

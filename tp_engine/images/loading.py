@@ -24,7 +24,7 @@ from tp_engine.errors import RequestError
 from tp_engine.images import decoding
 from tp_engine.images.decoding import Size
 from tp_engine.images.sources import ImageSource
-from tp_engine.isolation.process import (
+from tp_engine.system.isolation.process import (
     CallError,
     CancelledCallError,
     IsolatedProcess,
@@ -32,7 +32,7 @@ from tp_engine.isolation.process import (
     OutOfMemoryError,
     OutOfTimeError,
 )
-from tp_engine.units import MIB
+from tp_engine.system.units import MIB
 
 MAX_CPU_S = 20.0
 """Processor time of decoding one image."""

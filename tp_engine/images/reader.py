@@ -27,7 +27,7 @@ from tp_engine.images.rules import ImageRules
 from tp_engine.images.settings import MOST_PIXELS, ImageSettings
 from tp_engine.images.sources import DocumentSource, ImageSource, file_bytes
 from tp_engine.images.staged import ALIGNMENT, ByteBudget, ImageMemory, StagedImage
-from tp_engine.units import GIB, MIB, round_up
+from tp_engine.system.units import GIB, MIB, round_up
 
 # Of decodes beyond a size at which all threads together take as much.
 _DECODING_BYTES, _SMALL_DECODE = 2 * GIB, 64 * MIB

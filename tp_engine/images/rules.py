@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from tp_engine.errors import ConfigError, RequestError, did_you_mean, shown
-from tp_engine.files import read_json
-from tp_engine.units import round_up
+from tp_engine.system.files import read_json
+from tp_engine.system.units import round_up
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 

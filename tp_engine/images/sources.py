@@ -20,10 +20,10 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from tp_engine.errors import RequestError, shown
-from tp_engine.files import open_regular
 from tp_engine.images.fetching import fetch
 from tp_engine.images.settings import ImageSettings
-from tp_engine.units import MIB
+from tp_engine.system.files import open_regular
+from tp_engine.system.units import MIB
 
 MAX_FILE_BYTES = 20 * MIB
 """Of an image that is fetched or read; a data URL is as large as its body may be."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tp_engine.api.llm import LLM
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.requests.sampling_params import SamplingParams
 
 
 class Generate:

@@ -27,7 +27,7 @@ from typing import Final, Literal, TypeAlias, get_args
 import msgspec
 
 from tp_engine.errors import RankError
-from tp_engine.log import get_logger
+from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
 

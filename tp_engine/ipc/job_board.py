@@ -23,7 +23,7 @@ import numpy.typing as npt
 from tp_engine.errors import PlanError, RankError
 from tp_engine.ipc.rank_slot import NUM_ECHOES, RECORD_FIELDS, SLOT_WORDS, RankSlot, echo_word, split_echo
 from tp_engine.ipc.segment import Segment, create_segment, open_segment
-from tp_engine.topology import Topology
+from tp_engine.job.topology import Topology
 
 Echoes: TypeAlias = "Sequence[memoryview[int]]"
 

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tp_engine.kv_layout import MAX_GROUPS
+from tp_engine.model_config.kv_layout import MAX_GROUPS
 from tp_engine.plan import Admission, RowSampling
 
 Buffer: TypeAlias = bytes | bytearray | memoryview

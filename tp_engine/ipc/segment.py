@@ -13,7 +13,7 @@ import mmap
 import os
 from pathlib import Path
 
-from tp_engine.units import MIB
+from tp_engine.system.units import MIB
 
 SHM_FOLDER = Path("/dev/shm")
 _LEAST_BYTES = 16 * MIB  # plans, and on CPUs tensors

@@ -11,7 +11,7 @@ import mmap
 import os
 import time
 
-from tp_engine.cpus import num_cpus
+from tp_engine.system.cpus import num_cpus
 
 SEMAPHORE_BYTES = 64
 """Room for one ``sem_t`` (32 bytes on 64-bit Linux), in a cache line of its own."""

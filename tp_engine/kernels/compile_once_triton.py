@@ -17,9 +17,9 @@ from typing import Any
 from triton import knobs
 from triton.runtime.cache import FileCacheManager
 
-from tp_engine.compile_turn import take_turn
-from tp_engine.log import get_logger
-from tp_engine.progress import tell_progress
+from tp_engine.job.progress import tell_progress
+from tp_engine.kernels.compile_turn import take_turn
+from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
 

@@ -42,7 +42,7 @@ from tp_engine.kernels.recurrent import (
     in_runs,
     in_tiles,
 )
-from tp_engine.kv_layout import StateKind
+from tp_engine.model_config.kv_layout import StateKind
 
 LENGTH_EPS = 1e-6
 CHUNK = 64

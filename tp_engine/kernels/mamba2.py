@@ -38,7 +38,7 @@ from tp_engine.kernels.recurrent import (
     in_runs,
     in_tiles,
 )
-from tp_engine.kv_layout import StateKind
+from tp_engine.model_config.kv_layout import StateKind
 
 CHUNK = 64
 TOGETHER = 8  # tiles, which bounds the memory that a chunk takes

@@ -19,7 +19,7 @@ from tp_engine.kernels.dependent_launch_triton import (
 )
 from tp_engine.kernels.jit import jit
 from tp_engine.kernels.recurrent import Chunk, LayerStates
-from tp_engine.kv_layout import StateKind
+from tp_engine.model_config.kv_layout import StateKind
 
 _BLOCK = 256
 _WARPS = 2

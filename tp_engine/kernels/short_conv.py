@@ -17,7 +17,7 @@ import torch
 
 from tp_engine.kernels.layer_ops import widened
 from tp_engine.kernels.recurrent import Chunk, Computed, LayerStates, convolve_chunk, convolve_step, in_chunks, in_runs
-from tp_engine.kv_layout import StateKind
+from tp_engine.model_config.kv_layout import StateKind
 
 
 @dataclass(frozen=True, slots=True, eq=False)

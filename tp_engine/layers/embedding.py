@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from tp_engine.cpu import PackedWeight
+from tp_engine.job.topology import RankInfo
 from tp_engine.kernels.quantization.row_codes import Rows
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.linear import LocalLinear
@@ -25,7 +26,6 @@ from tp_engine.layers.quantization.base import LinearFormat, ParameterFactory, P
 from tp_engine.layers.quantization.dense import Dense
 from tp_engine.layers.quantization.stored import LinearShape, Part
 from tp_engine.model_config import padded_vocab_size
-from tp_engine.topology import RankInfo
 from tp_engine.weights.source import Span, vocab_share
 
 Lookup: TypeAlias = Callable[[torch.Tensor, int | None, float], torch.Tensor]

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tp_engine.units import round_up
+from tp_engine.system.units import round_up
 
 Array: TypeAlias = npt.NDArray[Any]
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from tp_engine.config import QUANTIZATIONS
 from tp_engine.errors import ConfigError, shown
-from tp_engine.hf_overrides import REMEDY, overridden, parse_overrides
 from tp_engine.model_config.checkpoint_files import CheckpointHeaders
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.families import named, read_spec
@@ -17,7 +16,8 @@ from tp_engine.model_config.source import CONFIG_FILE, MODEL_FILES, QUANTIZATION
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.model_config.stored_model import fitted, says_dtype
 from tp_engine.model_config.vision import read_vision
-from tp_engine.units import round_up
+from tp_engine.options.hf_overrides import REMEDY, overridden, parse_overrides
+from tp_engine.system.units import round_up
 
 MAX_WORLD_SIZE = 64
 VOCAB_ALIGNMENT = 16

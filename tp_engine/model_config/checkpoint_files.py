@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tp_engine.errors import ConfigError, WeightError
-from tp_engine.files import MAX_INDEX_BYTES, open_regular, read_header, read_json
 from tp_engine.model_config.source import other_content
+from tp_engine.system.files import MAX_INDEX_BYTES, open_regular, read_header, read_json
 
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from tp_engine.errors import ConfigError, shown
-from tp_engine.kv_layout import KvKind
 from tp_engine.model_config.assistant import ARCHITECTURES as ASSISTANTS
 from tp_engine.model_config.assistant import AssistantSpec, read_assistant, serves_assistants
 from tp_engine.model_config.checkpoint_files import CheckpointHeaders
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
+from tp_engine.model_config.kv_layout import KvKind
 from tp_engine.model_config.names import CheckpointNames
 from tp_engine.model_config.rope import RopeRules
 from tp_engine.model_config.source import CONFIG_FILE, MODEL_FILES, read_json, resolve_model_folder

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError, shown
-from tp_engine.files import read_json
 from tp_engine.model_config.patterns import compile_pattern
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.model_config.unread_keys import is_nothing
+from tp_engine.system.files import read_json
 
 Value = TypeVar("Value")
 

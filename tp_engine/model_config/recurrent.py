@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from tp_engine.kv_layout import StateKind
+from tp_engine.model_config.kv_layout import StateKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

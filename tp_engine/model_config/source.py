@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tp_engine import files
 from tp_engine.errors import ConfigError
+from tp_engine.system import files
 
 CONFIG_FILE = "config.json"
 # Files beside config.json that say what it may lack: whose they are, if they do not say it, and the end of a tensor's

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, Self
 
-from tp_engine.kv_layout import KvKind, KvLayout, lay_out
 from tp_engine.model_config.classifier import ClassifierSpec
+from tp_engine.model_config.kv_layout import KvKind, KvLayout, lay_out
 from tp_engine.model_config.mla import MLASpec
 from tp_engine.model_config.mlp import Activation, ExpertsSpec, MlpSpec
 from tp_engine.model_config.names import USUAL_NAMES, CheckpointNames

@@ -7,6 +7,7 @@ import torch
 
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.distributed.collectives import SingleRank
+from tp_engine.job.topology import RankInfo
 from tp_engine.layers.experts import Experts
 from tp_engine.layers.linear import LocalLinear
 from tp_engine.layers.quantization import HEAD, choose_formats
@@ -14,7 +15,6 @@ from tp_engine.model_config import padded_vocab_size
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.model_config.vision import VisionSpec
 from tp_engine.models.causal_lm import CausalLM, build_model
-from tp_engine.topology import RankInfo
 
 _OF_ROUTING = ("correction", "expert_scale")  # of experts; they are read whole
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tp_engine.errors import ConfigError
-from tp_engine.files import read_text
-from tp_engine.log import get_logger
 from tp_engine.options.flags import MODEL_TAG, make_parser
 from tp_engine.options.intake import flag_of, take_options
+from tp_engine.system.files import read_text
+from tp_engine.system.log import get_logger
 
 Config = TypeVar("Config")
 

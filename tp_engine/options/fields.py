@@ -15,7 +15,7 @@ from dataclasses import field
 from typing import Any
 
 from tp_engine.errors import ConfigError, shown
-from tp_engine.units import parse_bytes, parse_count
+from tp_engine.system.units import parse_bytes, parse_count
 
 _KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,), "int": (int,), "float": (int, float)}
 

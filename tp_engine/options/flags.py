@@ -23,7 +23,7 @@ from tp_engine.errors import ConfigError, did_you_mean
 from tp_engine.options.fields import base_type, is_switch
 from tp_engine.options.foreign import OPTIONS
 from tp_engine.options.intake import flag_of, known_value, parsed_text
-from tp_engine.units import parse_bytes, parse_count, shown_size
+from tp_engine.system.units import parse_bytes, parse_count, shown_size
 
 MODEL_TAG = "model_tag"
 _ENGINE = "engine"

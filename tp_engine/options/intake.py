@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from tp_engine.errors import ConfigError, RequestError, did_you_mean, shown
-from tp_engine.log import get_logger
 from tp_engine.options.fields import is_switch
 from tp_engine.options.foreign import OPTIONS, VALUES
 from tp_engine.options.foreign_rows import ForeignOption, ForeignValue
+from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
 

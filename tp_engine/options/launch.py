@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tp_engine import env
 from tp_engine.errors import (
     ConfigError,
     EngineDeadError,
@@ -17,8 +16,9 @@ from tp_engine.errors import (
     RequestError,
     WeightError,
 )
-from tp_engine.log import configure_logging, get_logger
 from tp_engine.options import Options, adopt_world_size, parse_options
+from tp_engine.system import env
+from tp_engine.system.log import configure_logging, get_logger
 
 EXIT_DONE = 0
 EXIT_MACHINE = 1

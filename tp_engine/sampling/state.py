@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tp_engine.job.topology import RankInfo
 from tp_engine.kernels.ops import has_triton
 from tp_engine.kernels.sampling.tables import SamplingTables
 from tp_engine.layers.embedding import VocabSlice
 from tp_engine.layers.upload import upload_all
 from tp_engine.plan import IntArray, RowSampling, StepPlan
 from tp_engine.sampling.processors import GrammarBitmasks, PenaltyCounts
-from tp_engine.topology import RankInfo
 
 ALONE = RankInfo()
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy: dividing by them only overflows

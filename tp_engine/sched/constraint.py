@@ -24,8 +24,8 @@ import numpy as np
 
 from tp_engine.errors import NO_TOKEN_LEFT
 from tp_engine.plan import MASK_TOKENS, BoolArray, IntArray
-from tp_engine.request import EngineRequest
-from tp_engine.units import ceil_div
+from tp_engine.requests.request import EngineRequest
+from tp_engine.system.units import ceil_div
 
 
 class WordRules(Protocol):

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tp_engine.plan import StepPlan, StepResult
-from tp_engine.request import EngineRequest, StepOutput
+from tp_engine.requests.request import EngineRequest, StepOutput
 from tp_engine.sched.blocks.block_manager import Hits
 from tp_engine.sched.sequence import RequestGroup, Sequence
 from tp_engine.sched.step_scheduler import StepPlanBuilder

@@ -27,7 +27,7 @@ import numpy as np
 from tp_engine.errors import RequestError
 from tp_engine.images.image_input import ImageInput
 from tp_engine.plan import IntArray, StepPlan, StepResult
-from tp_engine.request import EngineRequest
+from tp_engine.requests.request import EngineRequest
 from tp_engine.sched.encoder_cache import EncoderCache
 from tp_engine.sched.encodes import Encodes
 from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks

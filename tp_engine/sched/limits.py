@@ -7,11 +7,11 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import TypeAlias
 
-from tp_engine.kv_layout import TILE_TOKENS
+from tp_engine.model_config.kv_layout import TILE_TOKENS
 from tp_engine.sched.blocks.kv_windows import KvWindows
 from tp_engine.speculative import SpeculativeConfig
+from tp_engine.system.units import ceil_div
 from tp_engine.tier_progress import TierReport
-from tp_engine.units import ceil_div
 
 _CHUNKS_PER_POOL = 4
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from tp_engine.errors import RequestError, shown
 from tp_engine.plan import NO_IDS, NO_PAIRS, StepPlan
-from tp_engine.request import EngineRequest
+from tp_engine.requests.request import EngineRequest
 from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks
 from tp_engine.sched.sequence import RequestGroup, Sequence
 

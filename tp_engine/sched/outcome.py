@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tp_engine.plan import BoolArray, IntArray, StepResult, TokenLogprobs
-from tp_engine.request import NOT_FINITE, FinishReason, SequenceDelta, StepOutput
+from tp_engine.requests.request import NOT_FINITE, FinishReason, SequenceDelta, StepOutput
 from tp_engine.sched.constraint import TokenConstraint
 from tp_engine.sched.decode_run import RowSet
 from tp_engine.sched.sequence import RequestGroup, Sequence

@@ -8,7 +8,7 @@ import xxhash
 
 from tp_engine.errors import RequestError
 from tp_engine.plan import NO_FLOATS, NO_IDS, POOLS_ALL, POOLS_LAST, POOLS_NONE, IntArray, RowSampling
-from tp_engine.request import EngineRequest
+from tp_engine.requests.request import EngineRequest
 from tp_engine.sched.blocks.cache_keys import CacheKeys
 from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.sequence import RequestGroup, Sequence

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from tp_engine.errors import RequestError
 from tp_engine.hooks import Feature, find_feature
 from tp_engine.plan import IntArray, StepPlan, StepResult
-from tp_engine.request import EngineRequest, SequenceDelta, StepOutput
+from tp_engine.requests.request import EngineRequest, SequenceDelta, StepOutput
 from tp_engine.sched.admission import Admitter
 from tp_engine.sched.blocks.cache_keys import CacheKeys
 from tp_engine.sched.constraint import FillMasks, Grammar

@@ -4,7 +4,6 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tp_engine.log import get_logger
 from tp_engine.plan import IntArray
 from tp_engine.sched.blocks.block_manager import BlockManager
 from tp_engine.sched.limits import SchedulerLimits
@@ -12,6 +11,7 @@ from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.running_batch import RunningBatch
 from tp_engine.sched.sequence import NO_ROW, Entry, OrderKey, Sequence, SequencePhase
 from tp_engine.sched.tiers.disk_tier import NO_LINKS, TierLinks
+from tp_engine.system.log import get_logger
 
 _logger = get_logger(__name__)
 

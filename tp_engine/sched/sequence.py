@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 
 from tp_engine.plan import POOLS_ALL, FloatArray, IntArray, RowSampling, TokenLogprobs
-from tp_engine.request import EngineRequest
+from tp_engine.requests.request import EngineRequest
 from tp_engine.sched.blocks.kv_windows import Counts
 from tp_engine.sched.blocks.lru_queue import BlockIds
 from tp_engine.sched.blocks.prefix_cache import Place

@@ -5,7 +5,7 @@ it changes are not read before the run of such steps is over, so they are noted,
 """
 
 from tp_engine.plan import NO_IDS, StepPlan, StepResult
-from tp_engine.request import StepOutput
+from tp_engine.requests.request import StepOutput
 from tp_engine.sched.outcome import StopChecker
 from tp_engine.sched.scheduler_state import SchedulerState
 

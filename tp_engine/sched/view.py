@@ -23,7 +23,7 @@ from tp_engine.sched.running_batch import RunningBatch
 from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import Sequence
 from tp_engine.sched.spec_decode.speculation import SpeculationCounters
-from tp_engine.units import ceil_div
+from tp_engine.system.units import ceil_div
 
 _MAX_ID = 24
 _CELLS_PER_BYTE = 4

@@ -28,9 +28,9 @@ from starlette.types import Scope
 
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.errors import RequestError, shown
-from tp_engine.log import get_logger
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.listener import is_local
+from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
 

@@ -20,7 +20,7 @@ from tp_engine.server.query import SWITCH, known_query, query_choice
 from tp_engine.server.replies import json_reply
 from tp_engine.server.state import ServerState
 from tp_engine.server.web_page import tiers
-from tp_engine.version import __version__, installed_version
+from tp_engine.system.version import __version__, installed_version
 
 _QUICK_S = 10.0
 _ACTS = [Depends(known_query)]

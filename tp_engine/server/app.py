@@ -24,7 +24,7 @@ from tp_engine.server.request_guard import RequestGuard
 from tp_engine.server.state import ServerState
 from tp_engine.server.web_page import ASSETS, add_web_page
 from tp_engine.server.weight_routes import add_weight_routes
-from tp_engine.version import __version__
+from tp_engine.system.version import __version__
 
 # All other paths need a key where the server has keys.
 OPEN_PATHS = ("/live", "/health", "/ping", "/ready", "/version", "/metrics", "/")

@@ -31,11 +31,11 @@ from tp_engine.api.batches.store import BatchStore
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.api.preparing import LARGE
 from tp_engine.errors import EngineDeadError, RequestError
-from tp_engine.log import get_logger
-from tp_engine.request import EngineRequest
+from tp_engine.requests.request import EngineRequest
 from tp_engine.server.access import act_for
 from tp_engine.server.generation import whole_outputs
 from tp_engine.server.state import ServerState
+from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
 

@@ -11,11 +11,11 @@ from tp_engine.api.openai.errors import HttpError
 from tp_engine.api.openai.protocol import parse_body
 from tp_engine.api.preparing import LARGE
 from tp_engine.errors import shown
-from tp_engine.log import get_logger
 from tp_engine.server.access import current_caller
 from tp_engine.server.body_budget import BODY_ROOM, BodyRoom
 from tp_engine.server.replies import until_disconnect
 from tp_engine.server.state import ServerState
+from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
 

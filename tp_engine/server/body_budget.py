@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Iterator
 
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.api.preparing import LARGE
-from tp_engine.heap import HeapTrimmer
+from tp_engine.system.heap import HeapTrimmer
 
 BODY_ROOM = "body_room"
 """The request's ``BodyRoom`` in its scope's state."""

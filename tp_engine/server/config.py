@@ -6,13 +6,13 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tp_engine import env
 from tp_engine.api.openai.chat.options import ChatOptions
 from tp_engine.api.sampling_defaults import SamplingDefaultOptions
 from tp_engine.errors import ConfigError
-from tp_engine.files import read_text
 from tp_engine.options.fields import option
-from tp_engine.units import MIB
+from tp_engine.system import env
+from tp_engine.system.files import read_text
+from tp_engine.system.units import MIB
 
 _PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 NO_BATCHES = "none"

@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from tp_engine.api.openai.errors import HttpError
-from tp_engine.log import get_logger
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.middleware import TOO_MANY_CONNECTIONS
+from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
 

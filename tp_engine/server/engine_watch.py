@@ -14,9 +14,9 @@ from tp_engine.api.async_llm import AsyncLLM
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.engine.report import EngineReport
 from tp_engine.errors import EngineDeadError
-from tp_engine.log import get_logger
 from tp_engine.sched.view import SchedulerStats, ViewLimits
 from tp_engine.server.metrics.figures import RequestFigures
+from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
 

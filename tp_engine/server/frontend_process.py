@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from tp_engine.child_process import start_child
 from tp_engine.engine.incident import describe_exit
 from tp_engine.engine.processes import end_process
+from tp_engine.system.child_process import start_child
 
 _FLUSH_S = 3.0
 

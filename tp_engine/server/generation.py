@@ -14,8 +14,8 @@ from tp_engine.api.openai.requests import PreparedAnswer, PreparedBody, Prepared
 from tp_engine.api.preparing import LARGE
 from tp_engine.api.request_state import SequenceUpdate
 from tp_engine.errors import RequestError
-from tp_engine.outputs import RequestOutput
-from tp_engine.request import EngineRequest
+from tp_engine.requests.outputs import RequestOutput
+from tp_engine.requests.request import EngineRequest
 from tp_engine.server.bodies import in_thread, read_body
 from tp_engine.server.middleware import name_request
 from tp_engine.server.replies import EventStream, PartsReply, json_reply, until_disconnect

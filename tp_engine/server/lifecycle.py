@@ -25,23 +25,23 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from tp_engine import env
 from tp_engine.api.openai.requests import default_model_name
-from tp_engine.child_process import kill_children
 from tp_engine.config import EngineConfig
 from tp_engine.engine.processes import die_with_launcher
 from tp_engine.engine.service import EngineService
 from tp_engine.engine.service_socket import new_address, remove_address
 from tp_engine.ipc.pulse import Pulse
-from tp_engine.log import get_logger
+from tp_engine.job.progress import hearing_progress
 from tp_engine.lora import adapter_names
-from tp_engine.progress import hearing_progress
 from tp_engine.server.access import warn_of_exposure
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.frontend_process import FrontendSettings, check_frontend, end_frontend, start_frontend
 from tp_engine.server.listener import close_listener, is_listened_on, open_listener, write_port_file
 from tp_engine.server.signals import StopRequested, StopSignals, end_process, end_process_after
 from tp_engine.server.tracing import check_tracing
+from tp_engine.system import env
+from tp_engine.system.child_process import kill_children
+from tp_engine.system.log import get_logger
 
 if TYPE_CHECKING:
     from tp_engine.engine.engine import Engine

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tp_engine.errors import ConfigError
-from tp_engine.interfaces import is_loopback
 from tp_engine.server.config import ServerConfig
+from tp_engine.system.interfaces import is_loopback
 
 BACKLOG = 2048
 _PROBE_S = 1.0

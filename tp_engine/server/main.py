@@ -16,14 +16,12 @@ import msgspec
 import uvicorn
 from fastapi import FastAPI
 
-from tp_engine import env
 from tp_engine.api.async_llm import AsyncLLM
 from tp_engine.api.batches.store import BatchStore
 from tp_engine.engine.processes import die_with_parent
 from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.errors import ConfigError, EngineDeadError
 from tp_engine.ipc.pulse import Pulse
-from tp_engine.log import configure_logging, get_logger
 from tp_engine.server.app import create_app
 from tp_engine.server.batch_worker import BatchWorker
 from tp_engine.server.config import NO_BATCHES, ServerConfig
@@ -31,6 +29,8 @@ from tp_engine.server.connections import Connections, http_protocol
 from tp_engine.server.frontend_process import FrontendSettings
 from tp_engine.server.listener import BACKLOG, listener_url
 from tp_engine.server.state import ServerState
+from tp_engine.system import env
+from tp_engine.system.log import configure_logging, get_logger
 
 logger = get_logger(__name__)
 

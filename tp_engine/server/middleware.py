@@ -23,10 +23,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.api.openai.protocol import MAX_REQUEST_ID, REQUEST_ID
 from tp_engine.errors import RequestError
-from tp_engine.log import bind_request
 from tp_engine.server.body_budget import BODY_ROOM, BodyBudget, BodyRoom
 from tp_engine.server.metrics.figures import HttpFigures
 from tp_engine.server.replies import error_reply
+from tp_engine.system.log import bind_request
 
 PER_TURN, REFUSED_PER_TURN = 2, 64
 TOO_MANY_CONNECTIONS = "too_many_connections"

@@ -6,13 +6,13 @@ from typing import Self
 
 from tp_engine.api.request_state import SequenceUpdate
 from tp_engine.errors import EngineDeadError, RequestError
-from tp_engine.log import get_logger
-from tp_engine.outputs import RequestMetrics, RequestOutput
-from tp_engine.request import EngineRequest, FinishReason
+from tp_engine.requests.outputs import RequestMetrics, RequestOutput
+from tp_engine.requests.request import EngineRequest, FinishReason
 from tp_engine.server.metrics import families as f
 from tp_engine.server.metrics.figures import RequestFigures
 from tp_engine.server.middleware import trace_carrier
 from tp_engine.server.tracing import RequestTracer
+from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
 

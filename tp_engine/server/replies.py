@@ -14,9 +14,9 @@ from starlette.types import Receive, Scope, Send
 from tp_engine.api.json_parts import json_parts
 from tp_engine.api.openai.errors import HttpError, describe_error
 from tp_engine.errors import EngineDeadError
-from tp_engine.log import get_logger
-from tp_engine.panics import panics_refused
 from tp_engine.server.body_budget import NO_ROOM_FOR_BODY
+from tp_engine.system.log import get_logger
+from tp_engine.system.panics import panics_refused
 
 logger = get_logger(__name__)
 

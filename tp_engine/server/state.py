@@ -12,7 +12,7 @@ from tp_engine.api.openai.errors import HttpError
 from tp_engine.api.preparing import PreparingThreads
 from tp_engine.errors import RequestError
 from tp_engine.ipc.pulse import Pulse
-from tp_engine.request import EngineRequest
+from tp_engine.requests.request import EngineRequest
 from tp_engine.server.access import Caller, ModelDirs, current_caller
 from tp_engine.server.body_budget import BodyBudget
 from tp_engine.server.config import ServerConfig

@@ -16,7 +16,7 @@ from tp_engine.api.openai.errors import describe_error
 from tp_engine.api.openai.requests import PreparedAnswer, PreparedFromChat
 from tp_engine.api.openai.tools.events import CallArguments, CallStarted, ChatEvent, ContentText, ReasoningText
 from tp_engine.api.request_state import SequenceUpdate
-from tp_engine.outputs import CompletionOutput
+from tp_engine.requests.outputs import CompletionOutput
 from tp_engine.server.replies import DONE_EVENT, PING, event
 
 Item = TypeVar("Item")

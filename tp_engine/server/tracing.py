@@ -11,12 +11,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tp_engine import env
 from tp_engine.errors import ConfigError
 from tp_engine.images.staged import StagedImage
-from tp_engine.outputs import RequestMetrics
-from tp_engine.request import EngineRequest
-from tp_engine.version import __version__
+from tp_engine.requests.outputs import RequestMetrics
+from tp_engine.requests.request import EngineRequest
+from tp_engine.system import env
+from tp_engine.system.version import __version__
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tp_engine.errors import WeightError
-from tp_engine.files import check_regular
 from tp_engine.model_config.checkpoint_files import weight_files, weight_map
+from tp_engine.system.files import check_regular
 from tp_engine.weights.source import Source
 
 # Names of safetensors -> types.

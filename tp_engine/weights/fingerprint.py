@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from tp_engine.files import open_regular
+from tp_engine.system.files import open_regular
 
 _NUM_PLACES: Final = 16
 _PLACE_BYTES: Final = 4096

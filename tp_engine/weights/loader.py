@@ -11,8 +11,8 @@ from typing import TypeAlias
 import torch
 
 from tp_engine.errors import WeightError
+from tp_engine.job.topology import RankInfo
 from tp_engine.model_config.spec import ModelSpec
-from tp_engine.topology import RankInfo
 from tp_engine.weights.checkpoint import Checkpoint
 from tp_engine.weights.dummy import DummyWeights
 from tp_engine.weights.source import Source, keeps_stored_type, sources_of

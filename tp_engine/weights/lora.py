@@ -14,8 +14,8 @@ import torch
 from safetensors import SafetensorError
 
 from tp_engine.errors import ConfigError, WeightError
-from tp_engine.files import read_bytes
 from tp_engine.model_config.lora import ADAPTER_WEIGHTS, EXPERT_PARAMETERS, AdapterSpec, read_adapter_config
+from tp_engine.system.files import read_bytes
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _PREFIX = "base_model.model."

@@ -18,8 +18,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from tp_engine.cpus import num_cpus
 from tp_engine.distributed.device_threads import device_pool
+from tp_engine.system.cpus import num_cpus
 
 _ROOM_BYTES = 16 << 20
 _MAX_THREADS = 8

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from tp_engine.cpus import threads_of_rank
-from tp_engine.device_map import DeviceMap
 from tp_engine.distributed.device_threads import use_device
 from tp_engine.distributed.rank import Agreeing
 from tp_engine.errors import ConfigError
-from tp_engine.heap import trim_heap
+from tp_engine.job.device_map import DeviceMap
+from tp_engine.system.cpus import threads_of_rank
+from tp_engine.system.heap import trim_heap
 from tp_engine.worker.memory.host_memory import host_memory, process_memory, reset_peak
 from tp_engine.worker.results.readback import Check, never_fails, record_event, wait_for
 

@@ -10,13 +10,12 @@ import torch
 from tp_engine.attention.base import AttentionNeeds
 from tp_engine.attention.registry import check_backend
 from tp_engine.config import EngineConfig
-from tp_engine.device_map import DeviceMap, map_devices, parse_devices
 from tp_engine.distributed import all_reduce
 from tp_engine.errors import ConfigError
 from tp_engine.images.rules import PROCESSOR_FILES, has_processor
 from tp_engine.images.settings import image_settings
+from tp_engine.job.device_map import DeviceMap, map_devices, parse_devices
 from tp_engine.kv_codec import is_lossy, may_refuse, pca_settings
-from tp_engine.kv_layout import default_snapshots
 from tp_engine.layers.quantization import check_quantization
 from tp_engine.lora import AdapterLimits, parse_modules
 from tp_engine.model_config import (
@@ -29,6 +28,7 @@ from tp_engine.model_config import (
 from tp_engine.model_config.assistant import AssistantSpec
 from tp_engine.model_config.draft_head import DraftHeadSpec, load_draft_head
 from tp_engine.model_config.drafting import has_assistant, with_own_head
+from tp_engine.model_config.kv_layout import default_snapshots
 from tp_engine.model_config.lora import check_expert_adapters, read_adapter_config
 from tp_engine.model_config.pooling import TEXT, PoolingSpec, pooled, read_pooling
 from tp_engine.model_config.spec import ModelSpec

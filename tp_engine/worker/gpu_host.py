@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from tp_engine import env
 from tp_engine.errors import ConfigError
-from tp_engine.log import get_logger, warn_once
+from tp_engine.system import env
+from tp_engine.system.log import get_logger, warn_once
 
 logger = get_logger(__name__)
 

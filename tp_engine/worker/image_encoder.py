@@ -20,6 +20,7 @@ import torch
 
 from tp_engine.attention.tiles import ImageSpan
 from tp_engine.distributed.collectives import Communicator
+from tp_engine.job.progress import RankPhase, RankProgress
 from tp_engine.layers.attention import Attention
 from tp_engine.layers.image_rows import StepImages, seeing
 from tp_engine.layers.upload import upload_all
@@ -27,7 +28,6 @@ from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.tower_run import TowerRun
 from tp_engine.models.vision_tower import VisionTower
 from tp_engine.plan import IntArray, StepPlan
-from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.worker.batch.step_inputs import StepInputs
 from tp_engine.worker.feature import RunnerFeature, RunnerHooks
 from tp_engine.worker.results.readback import PendingStep, SpanClock

@@ -23,7 +23,7 @@ import torch
 from tp_engine.layers.lora import LocalPair, LoRALayerSlots, StepAdapters, adapting, group_step
 from tp_engine.model_config.names import CheckpointNames
 from tp_engine.plan import StepPlan
-from tp_engine.units import MIB
+from tp_engine.system.units import MIB
 from tp_engine.weights.lora import check_all_used, read_adapter
 from tp_engine.worker.batch.step_inputs import BatchLayout, StepInputs
 from tp_engine.worker.feature import RunnerFeature, RunnerHooks

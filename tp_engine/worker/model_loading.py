@@ -6,17 +6,17 @@ from typing import Any
 
 from tp_engine.attention.base import Backends
 from tp_engine.distributed.groups import RankGroups
+from tp_engine.job.topology import RankInfo
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.quantization import choose_formats
-from tp_engine.log import get_logger
 from tp_engine.model_config.assistant import AssistantSpec
 from tp_engine.models.assistant_head import AssistantHead
 from tp_engine.models.causal_lm import CausalLM, build_model
 from tp_engine.models.draft_head import DraftHead
 from tp_engine.models.eagle3_head import Eagle3Head
 from tp_engine.models.weight_sizes import weight_sizes
-from tp_engine.topology import RankInfo
-from tp_engine.units import format_gib
+from tp_engine.system.log import get_logger
+from tp_engine.system.units import format_gib
 from tp_engine.weights.loader import LoadReport, load_weights
 from tp_engine.worker.device import Device
 from tp_engine.worker.effective_config import EffectiveConfig

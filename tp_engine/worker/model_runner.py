@@ -9,10 +9,10 @@ import torch
 from tp_engine.attention.base import Backends, prepare_groups
 from tp_engine.distributed.collectives import Communicator
 from tp_engine.hooks import Feature, find_feature
+from tp_engine.job.progress import RankPhase, RankProgress
 from tp_engine.layers.attention import forward_context
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import StepPlan
-from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.sampling.logprobs import LogprobTensors
 from tp_engine.sampling.sampler import Sampler
 from tp_engine.sampling.state import SamplingState

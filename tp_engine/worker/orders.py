@@ -24,9 +24,9 @@ import msgspec
 from tp_engine.distributed.groups import HostGroup, RankGroups
 from tp_engine.distributed.rank import attempt
 from tp_engine.errors import RankError
-from tp_engine.log import get_logger
+from tp_engine.job.progress import RankPhase, RankProgress, tell_progress
 from tp_engine.plan import Order
-from tp_engine.progress import RankPhase, RankProgress, tell_progress
+from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
 

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from tp_engine.config import EngineConfig
 from tp_engine.cpu import naming_calls
 from tp_engine.errors import ConfigError
-from tp_engine.log import get_logger
+from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
 

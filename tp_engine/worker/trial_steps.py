@@ -35,7 +35,7 @@ from tp_engine.sampling.device_sampler import MAX_RANKED
 from tp_engine.sampling.sampler import Sampler
 from tp_engine.sampling.state import SamplingState
 from tp_engine.speculative import SpeculativeConfig
-from tp_engine.units import ceil_div
+from tp_engine.system.units import ceil_div
 from tp_engine.worker.device import Device
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.memory.live_bytes import largest_image_bytes

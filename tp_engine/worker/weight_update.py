@@ -29,7 +29,7 @@ from tp_engine.model_config.checkpoint_files import CheckpointHeaders
 from tp_engine.model_config.pooling import pooled
 from tp_engine.model_config.stored_model import with_head
 from tp_engine.models.weight_sizes import local_weight_bytes
-from tp_engine.units import format_gib
+from tp_engine.system.units import format_gib
 from tp_engine.worker.orders import Prepared
 
 if TYPE_CHECKING:

@@ -14,17 +14,17 @@ import torch
 from tp_engine.attention.registry import select_backend, simd_width
 from tp_engine.distributed import all_reduce
 from tp_engine.distributed.groups import RankGroups
+from tp_engine.job.progress import RankPhase, RankProgress
+from tp_engine.job.topology import RankInfo
 from tp_engine.kernels.ops import has_triton
 from tp_engine.kv_codec import may_refuse
-from tp_engine.kv_layout import KvCapacity, KvLayout
+from tp_engine.model_config.kv_layout import KvCapacity, KvLayout
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.draft_head import DraftHead
 from tp_engine.models.weight_sizes import layer_parameters
 from tp_engine.plan import StepPlan
-from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.sampling.state import SamplingState
 from tp_engine.tier_progress import TierProgress
-from tp_engine.topology import RankInfo
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.codecs import make_codec
 from tp_engine.worker.device import Device, check_devices, make_device

@@ -22,7 +22,7 @@ from tp_engine.engine.report import Distribution, EngineReport
 from tp_engine.options import Options
 from tp_engine.options.fields import option
 from tp_engine.options.launch import run_launched
-from tp_engine.request import EngineRequest, FinishReason, SequenceDelta, StepOutput
+from tp_engine.requests.request import EngineRequest, FinishReason, SequenceDelta, StepOutput
 from tp_engine.sched.view import SchedulerStats, ViewLimits
 from tp_engine.server import lifecycle
 from tp_engine.server.config import ServerConfig

@@ -21,9 +21,9 @@ from tests.pooling_models import eos_tokenizer
 from tests.text_tokenizers import byte_level_tokenizer
 from tp_engine.api.async_llm import AsyncLLM
 from tp_engine.errors import ConfigError, EngineDeadError, RequestError
-from tp_engine.outputs import RequestOutput
-from tp_engine.request import EngineRequest, Pooling
-from tp_engine.sampling_params import RequestOutputKind, SamplingParams
+from tp_engine.requests.outputs import RequestOutput
+from tp_engine.requests.request import EngineRequest, Pooling
+from tp_engine.requests.sampling_params import RequestOutputKind, SamplingParams
 
 DEADLINE_S = 100.0
 LONG = SamplingParams(max_tokens=900, ignore_eos=True)

@@ -15,9 +15,9 @@ from tests.text_tokenizers import byte_level_tokenizer
 from tp_engine.api.async_llm import AsyncLLM
 from tp_engine.api.beam_search import BeamSearch, beam_search_output, one_token, request_output, run_searches
 from tp_engine.errors import EngineDeadError
-from tp_engine.outputs import CompletionOutput, Logprob, RequestOutput
-from tp_engine.request import EngineRequest
-from tp_engine.sampling_params import BeamSearchParams
+from tp_engine.requests.outputs import CompletionOutput, Logprob, RequestOutput
+from tp_engine.requests.request import EngineRequest
+from tp_engine.requests.sampling_params import BeamSearchParams
 
 DEADLINE_S = 100.0
 EOS = 1

@@ -21,7 +21,7 @@ from tests.unit.api.test_reasoning import follows
 from tp_engine.api.input_processor import load_tokenizer
 from tp_engine.api.output_streams import MAX_WAITING
 from tp_engine.config import DEMO_MODEL
-from tp_engine.request import EngineRequest
+from tp_engine.requests.request import EngineRequest
 from tp_engine.server.config import ServerConfig
 
 GOLDEN = Path(__file__).parents[2] / "golden"

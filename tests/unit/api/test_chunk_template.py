@@ -6,7 +6,7 @@ import pytest
 
 from tp_engine.api.openai.answer_shape import AnswerShape
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody, GenerationBody, parse_body
-from tp_engine.outputs import CompletionOutput
+from tp_engine.requests.outputs import CompletionOutput
 from tp_engine.server.replies import event
 from tp_engine.server.streaming import ChunkTemplate
 

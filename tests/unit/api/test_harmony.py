@@ -25,8 +25,8 @@ from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.api.openai.tools.token_writing import TokenWriting
 from tp_engine.grammar.compiler import compile_grammar
 from tp_engine.grammar.vocabulary import byte_vocabulary, make_vocabulary
-from tp_engine.sampling_params import SamplingParams
-from tp_engine.structured_outputs import StructuredOutputsParams
+from tp_engine.requests.sampling_params import SamplingParams
+from tp_engine.requests.structured_outputs import StructuredOutputsParams
 
 THOUGHT = "<|channel|>analysis<|message|>Hm, 1 < 2. 😀\n<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>"

@@ -22,10 +22,10 @@ from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.api.openai.tools.token_writing import TokenWriting
 from tp_engine.errors import RequestError
 from tp_engine.grammar.schema import lenient_schema, normal_schema, object_schema, unkept_keywords
-from tp_engine.isolation.cancellation import Cancellation, cancelled_by
-from tp_engine.isolation.process import CancelledCallError
-from tp_engine.nesting import is_schema_deeper
-from tp_engine.structured_outputs import StructuredOutputsParams
+from tp_engine.requests.nesting import is_schema_deeper
+from tp_engine.requests.structured_outputs import StructuredOutputsParams
+from tp_engine.system.isolation.cancellation import Cancellation, cancelled_by
+from tp_engine.system.isolation.process import CancelledCallError
 
 DEADLINE_S = 120.0
 Schema = dict[str, Any]
@@ -171,7 +171,8 @@ def test_work_on_a_schema_ends_with_its_client() -> None:
             chat_params(body)
 
     def forks() -> set[int]:
-        hosts = [one for one in psutil.Process().children() if one.cmdline()[-1:] == ["tp_engine.isolation.host"]]
+        host = ["tp_engine.system.isolation.host"]
+        hosts = [one for one in psutil.Process().children() if one.cmdline()[-1:] == host]
         return {fork.pid for host in hosts for fork in host.children()}
 
     others = forks()  # those of chat templates stay

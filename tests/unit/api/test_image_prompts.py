@@ -19,8 +19,8 @@ from tp_engine.api.openai.pooled import TokenizeBody, tokenize
 from tp_engine.api.openai.protocol import ChatBody
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
 from tp_engine.errors import RequestError
-from tp_engine.request import EngineRequest
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.requests.request import EngineRequest
+from tp_engine.requests.sampling_params import SamplingParams
 
 PICTURE = picture(96, 64)  # 2 x 3 cells
 URL = data_url(PICTURE)

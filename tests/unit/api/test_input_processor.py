@@ -14,7 +14,7 @@ from tests.fake_engine import MODEL_INFO
 from tests.text_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
 from tp_engine.api.input_processor import InputProcessor, load_tokenizer, prompt_text
 from tp_engine.errors import ConfigError, RequestError
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.requests.sampling_params import SamplingParams
 
 INFO = msgspec.structs.replace(MODEL_INFO, max_model_len=32, vocab_size=400)
 PROCESSOR = InputProcessor(INFO, byte_level_tokenizer())

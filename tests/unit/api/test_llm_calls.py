@@ -25,7 +25,7 @@ from tests.patience import on_this_machine
 from tests.services import FakeLLM
 from tp_engine import RequestError, SamplingParams
 from tp_engine.errors import NO_TOKEN_LEFT, EngineDeadError
-from tp_engine.request import FinishReason, SequenceDelta, StepOutput
+from tp_engine.requests.request import FinishReason, SequenceDelta, StepOutput
 
 ENDLESS = [258 - 10]  # a prompt of one token, which the engine repeats until max_tokens
 LONG = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)

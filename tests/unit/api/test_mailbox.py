@@ -11,7 +11,7 @@ import pytest
 from tp_engine.api.output_streams import MAX_FOLDED_TOKENS, MAX_WAITING, SLICE, SMALL_STEP, Mailbox, Outputs, Processed
 from tp_engine.api.request_state import SequenceUpdate
 from tp_engine.errors import EngineDeadError
-from tp_engine.request import SequenceDelta, StepOutput
+from tp_engine.requests.request import SequenceDelta, StepOutput
 
 DEADLINE_S = 100.0
 

@@ -14,7 +14,7 @@ from tp_engine.api.openai.protocol import ChatBody, CompletionBody, parse_body
 from tp_engine.api.openai.requests import prepare
 from tp_engine.api.openai.sampling import beam_search_params
 from tp_engine.errors import RequestError
-from tp_engine.sampling_params import BeamSearchParams
+from tp_engine.requests.sampling_params import BeamSearchParams
 
 CONTEXT = 1024
 

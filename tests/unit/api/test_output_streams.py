@@ -11,9 +11,9 @@ from tests.fake_engine import FakeEngine, says
 from tests.text_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
 from tp_engine.api.output_streams import Outputs, Processed
 from tp_engine.api.request_state import SequenceUpdate
-from tp_engine.outputs import Logprob, RequestOutput
-from tp_engine.request import EngineRequest, FinishReason, SequenceDelta
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.requests.outputs import Logprob, RequestOutput
+from tp_engine.requests.request import EngineRequest, FinishReason, SequenceDelta
+from tp_engine.requests.sampling_params import SamplingParams
 
 TOKENIZER = byte_level_tokenizer()
 EOS = 1

@@ -15,7 +15,7 @@ from tests.unit.server.test_server_api import error_of
 from tp_engine.api.preparing import LARGE, PreparingThreads
 from tp_engine.engine.tokenizer import load_tokenizer, tokenize
 from tp_engine.errors import RequestError
-from tp_engine.panics import is_panic, panics_refused
+from tp_engine.system.panics import is_panic, panics_refused
 
 
 class Panic(BaseException):

@@ -23,10 +23,10 @@ from tp_engine.api.scoring import ScorePairs, fields_of, paired
 from tp_engine.errors import ConfigError, RequestError
 from tp_engine.model_config.classifier import YES_OR_NO, ClassifierSpec, HeadLinear
 from tp_engine.model_config.pooling import read_pooling
-from tp_engine.outputs import CompletionOutput, RequestOutput
 from tp_engine.plan import POOLS_ALL, POOLS_LAST, StepPlan, StepResult
-from tp_engine.request import EngineRequest, FinishReason, Pooling
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.requests.outputs import CompletionOutput, RequestOutput
+from tp_engine.requests.request import EngineRequest, FinishReason, Pooling
+from tp_engine.requests.sampling_params import SamplingParams
 from tp_engine.sched.scheduler import Scheduler
 
 EMBED = msgspec.structs.replace(MODEL_INFO, convert="embed", hidden_size=8, dimensions=())

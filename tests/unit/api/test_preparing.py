@@ -12,7 +12,7 @@ import pytest
 
 from tp_engine.api import preparing
 from tp_engine.api.preparing import LARGE, PreparingThreads
-from tp_engine.isolation.cancellation import Cancellation, current_cancellation
+from tp_engine.system.isolation.cancellation import Cancellation, current_cancellation
 
 DEADLINE_S = 100.0
 

@@ -13,8 +13,8 @@ from tp_engine.api.openai.errors import HttpError, describe_error
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody, parse_body
 from tp_engine.api.openai.sampling import chat_params, completion_params, listed_prompts
 from tp_engine.errors import EngineDeadError, RequestError
-from tp_engine.outputs import CompletionOutput, Logprob, RequestOutput
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.requests.outputs import CompletionOutput, Logprob, RequestOutput
+from tp_engine.requests.sampling_params import SamplingParams
 
 
 def completion(**fields: Any) -> CompletionBody:

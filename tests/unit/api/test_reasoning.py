@@ -24,7 +24,7 @@ from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.api.openai.tools.token_writing import TokenWriting
 from tp_engine.grammar.compiler import compile_grammar
 from tp_engine.grammar.vocabulary import byte_vocabulary
-from tp_engine.structured_outputs import StructuredOutputsParams
+from tp_engine.requests.structured_outputs import StructuredOutputsParams
 
 
 def begins(inside: bool) -> Beginning:

@@ -12,9 +12,9 @@ from tp_engine.api.openai.protocol import ChatBody, CompletionBody, parse_body
 from tp_engine.api.openai.sampling import beam_search_params, chat_params, completion_params
 from tp_engine.engine import messages
 from tp_engine.errors import RequestError
-from tp_engine.request import EngineRequest
-from tp_engine.sampling_params import SamplingParams
-from tp_engine.structured_outputs import StructuredOutputsParams
+from tp_engine.requests.request import EngineRequest
+from tp_engine.requests.sampling_params import SamplingParams
+from tp_engine.requests.structured_outputs import StructuredOutputsParams
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 SPELLINGS: list[tuple[dict[str, Any], StructuredOutputsParams | None]] = [

@@ -13,8 +13,8 @@ from tp_engine.api.input_processor import InputProcessor
 from tp_engine.config import EngineConfig
 from tp_engine.engine.start import check_config
 from tp_engine.errors import ConfigError
-from tp_engine.sampling_params import SamplingParams
-from tp_engine.structured_outputs import StructuredOutputsParams
+from tp_engine.requests.sampling_params import SamplingParams
+from tp_engine.requests.structured_outputs import StructuredOutputsParams
 
 CONFIG = '{"whitespace_pattern": " ?", "disable_additional_properties": true}'
 REFUSED = [

@@ -312,7 +312,7 @@ def test_a_template_that_does_not_tell_of_tools_is_named(
     source: str, is_told: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: a warning with the remedy, for requests with tools only."""
-    monkeypatch.setattr("tp_engine.log._said", set())
+    monkeypatch.setattr("tp_engine.system.log._said", set())
     assert probed(source).shows_tools is is_told
     chat = ChatFormat(byte_level_tokenizer(), ChatOptions(chat_template=source))
     chat.render([USER])

@@ -20,8 +20,8 @@ from tp_engine.api.openai.reasoning import REASONING_FORMATS, Beginning, Reasoni
 from tp_engine.api.openai.tools.token_writing import TokenWriting
 from tp_engine.grammar.library import new_matcher
 from tp_engine.grammar.vocabulary import make_vocabulary
+from tp_engine.requests.structured_outputs import StructuredOutputsParams
 from tp_engine.server.config import ServerConfig
-from tp_engine.structured_outputs import StructuredOutputsParams
 
 BUDGET = 5
 QWEN = REASONING_FORMATS["qwen3"]

@@ -23,7 +23,7 @@ from tp_engine.api.openai.tools.token_writing import TokenWriting
 from tp_engine.api.openai.tools.tool_format import ForcedForm
 from tp_engine.grammar.compiler import compile_grammar
 from tp_engine.grammar.vocabulary import make_vocabulary
-from tp_engine.structured_outputs import StructuredOutputsParams
+from tp_engine.requests.structured_outputs import StructuredOutputsParams
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "n": {"type": "integer"}}}
 TOOLS = ToolRequest(

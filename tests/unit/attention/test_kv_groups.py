@@ -11,20 +11,19 @@ import pytest
 import torch
 
 from tests.repeating_recorder import RepeatingRecorder
-from tp_engine import kv_layout
 from tp_engine.attention.base import AttentionBackend
 from tp_engine.attention.native_backend import NativeBackend
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.config import EngineConfig
 from tp_engine.cpu.library import native_library
 from tp_engine.distributed.collectives import SingleRank
-from tp_engine.kv_layout import TILE_TOKENS
-from tp_engine.model_config import load_model_config
+from tp_engine.job.progress import RankProgress
+from tp_engine.job.topology import RankInfo
+from tp_engine.model_config import kv_layout, load_model_config
+from tp_engine.model_config.kv_layout import TILE_TOKENS
 from tp_engine.models.causal_lm import build_model
 from tp_engine.plan import Admission, IntArray, RowSampling, StepPlan, StepResult
-from tp_engine.progress import RankProgress
 from tp_engine.sampling.state import SamplingState
-from tp_engine.topology import RankInfo
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.codecs.base import BlockCopy

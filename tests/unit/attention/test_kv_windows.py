@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.kernels.kernel_harness import needs_triton
 from tests.unit.sched.scheduler_harness import limits
-from tp_engine.kv_layout import TILE_TOKENS
+from tp_engine.model_config.kv_layout import TILE_TOKENS
 from tp_engine.plan import BoolArray
 from tp_engine.sched.blocks.kv_windows import KvWindows
 

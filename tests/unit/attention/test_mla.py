@@ -29,8 +29,8 @@ from tp_engine.kernels.attention.latents import HEADS_TOGETHER, absorb_w_uk, pre
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv, layer_view, states_at, store_kv
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.ops import has_triton, implementation
-from tp_engine.kv_layout import KvKind, lay_out
 from tp_engine.model_config import check_tensor_parallel, read_model, resolve_max_model_len
+from tp_engine.model_config.kv_layout import KvKind, lay_out
 from tp_engine.model_config.mla import MLASpec
 from tp_engine.models.weight_sizes import local_parameters
 from tp_engine.worker.effective_config import resolve

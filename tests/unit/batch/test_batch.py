@@ -29,7 +29,7 @@ from tp_engine.api.input_processor import InputProcessor, load_tokenizer
 from tp_engine.cli.launched import exit_code
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError, RequestError
-from tp_engine.request import FinishReason
+from tp_engine.requests.request import FinishReason
 
 
 def test_every_line_gets_its_result(

@@ -21,13 +21,13 @@ from tp_engine.config import EngineConfig
 from tp_engine.distributed.collectives import Communicator
 from tp_engine.distributed.reduce_plan import ReducePlan
 from tp_engine.distributed.symmetric_memory import SymmetricCommunicator
-from tp_engine.kv_layout import MAX_GROUPS
+from tp_engine.job.progress import RankProgress
 from tp_engine.layers.attention import forward_context
 from tp_engine.model_config import load_model_config
+from tp_engine.model_config.kv_layout import MAX_GROUPS
 from tp_engine.models.causal_lm import build_model
-from tp_engine.progress import RankProgress
 from tp_engine.sampling.device_sampler import SHARE_BYTES
-from tp_engine.units import KIB
+from tp_engine.system.units import KIB
 from tp_engine.worker.graphs.graph_plan import graph_plan, sizes_of
 
 Checkpoint = Callable[..., Path]

@@ -19,8 +19,8 @@ from tp_engine.distributed.reduce_plan import SHARED_SLOT_BYTES, shared_two_shot
 from tp_engine.distributed.shared_memory import SharedMemoryCommunicator, _spin_s, with_shared_memory
 from tp_engine.errors import ConfigError, RankError
 from tp_engine.ipc.tensor_slots import TensorSlots
-from tp_engine.progress import RankProgress
-from tp_engine.topology import RankInfo
+from tp_engine.job.progress import RankProgress
+from tp_engine.job.topology import RankInfo
 
 needs_c = pytest.mark.skipif(native_library() is None, reason="the native kernels can not be built here")
 

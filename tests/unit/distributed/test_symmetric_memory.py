@@ -28,9 +28,9 @@ from tp_engine.distributed.symmetric_memory import (
     with_symmetric_memory,
 )
 from tp_engine.errors import ConfigError, RankError
-from tp_engine.progress import RankProgress
-from tp_engine.topology import RankInfo
-from tp_engine.units import KIB, MIB
+from tp_engine.job.progress import RankProgress
+from tp_engine.job.topology import RankInfo
+from tp_engine.system.units import KIB, MIB
 
 H200 = Machine(
     world_size=4, capability=(9, 0), has_peer_access=True, has_peer_atomics=True, has_multicast=True, has_triton=True

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from tp_engine.distributed import groups
 from tp_engine.distributed.store import WatchedStore
 from tp_engine.errors import RankError
-from tp_engine.progress import RankProgress
-from tp_engine.topology import RankInfo
+from tp_engine.job.progress import RankProgress
+from tp_engine.job.topology import RankInfo
 
 ROOT = Path(__file__).parents[3]
 

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tp_engine import child_process
-from tp_engine.child_process import start_child
+from tp_engine.system import child_process
+from tp_engine.system.child_process import start_child
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 100.0
@@ -30,7 +30,7 @@ def main():
 """
 
 _IGNORES = """
-from tp_engine.child_process import ignore_stop_signals
+from tp_engine.system.child_process import ignore_stop_signals
 def main():
     ignore_stop_signals()
     return 7
@@ -142,6 +142,6 @@ def test_one_place_starts_python() -> None:
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 used = f"{node.value.id}.{node.attr}"
                 if used == "sys.executable":
-                    assert name in ("child_process.py", "cli/findings.py"), f"{name}: use start_child"
+                    assert name in ("system/child_process.py", "cli/findings.py"), f"{name}: use start_child"
                 assert not used.startswith("multiprocessing."), f"{name}: use start_child"
-                assert used != "os.fork" or name == "isolation/host.py", f"{name}: use start_child"
+                assert used != "os.fork" or name == "system/isolation/host.py", f"{name}: use start_child"

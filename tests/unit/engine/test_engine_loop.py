@@ -11,8 +11,8 @@ from tests.unit.sched.scheduler_harness import EOS, FakeWorker
 from tp_engine.engine.engine import Engine
 from tp_engine.ipc.rank_slot import StepRecorder
 from tp_engine.plan import StepPlan
-from tp_engine.request import EngineRequest
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.requests.request import EngineRequest
+from tp_engine.requests.sampling_params import SamplingParams
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
 from tp_engine.worker.results.readback import PendingStep
 

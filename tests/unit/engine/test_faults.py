@@ -11,13 +11,13 @@ import time
 import pytest
 
 from tp_engine.errors import ConfigError
-from tp_engine.faults import ALWAYS, EXIT_CODE, Fault, fault_injector, parse_faults
-from tp_engine.progress import RankPhase, RankProgress, split_phase
+from tp_engine.job.faults import ALWAYS, EXIT_CODE, Fault, fault_injector, parse_faults
+from tp_engine.job.progress import RankPhase, RankProgress, split_phase
 
 SCRIPT = """
 import sys
-from tp_engine.faults import fault_injector
-from tp_engine.progress import RankPhase, RankProgress
+from tp_engine.job.faults import fault_injector
+from tp_engine.job.progress import RankPhase, RankProgress
 progress = RankProgress(fault_injector(int(sys.argv[1])))
 progress.reach(RankPhase.LOAD)
 print("loaded", flush=True)

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tp_engine.flight_recorder.__main__ import main
-from tp_engine.flight_recorder.analysis import explain
-from tp_engine.flight_recorder.record import (
+from tp_engine.job.flight_recorder.__main__ import main
+from tp_engine.job.flight_recorder.analysis import explain
+from tp_engine.job.flight_recorder.record import (
     FORMAT,
     BadRecordError,
     FlightRecord,
@@ -22,8 +22,8 @@ from tp_engine.flight_recorder.record import (
     load_record,
     save_record,
 )
-from tp_engine.flight_recorder.report import report_lines
-from tp_engine.version import __version__
+from tp_engine.job.flight_recorder.report import report_lines
+from tp_engine.system.version import __version__
 
 NOW_NS = 1_000_000_000_000
 STEP = 812
@@ -263,8 +263,8 @@ def test_writing_never_raises(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 
 def test_a_folder_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: a file system that never answers costs no more than the patience set here."""
-    monkeypatch.setattr("tp_engine.flight_recorder.record._PATIENCE_S", 0.05)
-    monkeypatch.setattr("tp_engine.flight_recorder.record._write", lambda *_: time.sleep(30))
+    monkeypatch.setattr("tp_engine.job.flight_recorder.record._PATIENCE_S", 0.05)
+    monkeypatch.setattr("tp_engine.job.flight_recorder.record._write", lambda *_: time.sleep(30))
     began_s = time.monotonic()
     assert save_record(record(rank(0)), str(tmp_path)) is None
     assert time.monotonic() - began_s < 10
@@ -297,7 +297,7 @@ def test_a_bad_file_is_a_clear_error(
 def test_the_command_prints_a_record(tmp_path: Path) -> None:
     """Oracle: the report; a file that does not exist is exit code 2."""
     path = save_record(record(rank(0), rank(1)), str(tmp_path))
-    command = [sys.executable, "-m", "tp_engine.flight_recorder"]
+    command = [sys.executable, "-m", "tp_engine.job.flight_recorder"]
     done = subprocess.run([*command, str(path)], capture_output=True, text=True)
     assert done.returncode == 0 and "Ranks 0 and 1 are in collective 7 of step 812" in done.stdout
     missing = subprocess.run([*command, str(tmp_path / "none.json")], capture_output=True, text=True)

@@ -14,11 +14,11 @@ import pytest
 
 from tp_engine.config import EngineConfig
 from tp_engine.engine.incident import FlightRecorder, process_state, read_board
-from tp_engine.flight_recorder.record import FlightRecord, load_record
 from tp_engine.ipc.job_board import JobBoard
 from tp_engine.ipc.rank_slot import NUM_RECORDS, PHASE_WORD, State, StepRecorder, process_start
+from tp_engine.job.flight_recorder.record import FlightRecord, load_record
+from tp_engine.job.progress import RankPhase, RankProgress
 from tp_engine.plan import StepPlan
-from tp_engine.progress import RankPhase, RankProgress
 
 
 def plan(step_id: int) -> StepPlan:
@@ -130,7 +130,7 @@ def test_one_engine_leaves_one_record(tmp_path: Path, caplog: pytest.LogCaptureF
     assert list(tmp_path.iterdir()) == [path]
     record = load_record(path)
     assert (record.cause, record.culprit, record.written_by) == ("the cause", 1, "rank 0")
-    assert f"python -m tp_engine.flight_recorder {path}" in caplog.text
+    assert f"python -m tp_engine.job.flight_recorder {path}" in caplog.text
 
 
 def test_no_record_is_written_where_none_is_wanted(caplog: pytest.LogCaptureFixture) -> None:

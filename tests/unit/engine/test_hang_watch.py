@@ -11,7 +11,7 @@ from tp_engine.engine.hang_watch import Hang, HangLimits, HangWatch
 from tp_engine.engine.incident import find_incident, where
 from tp_engine.ipc.job_board import JobBoard
 from tp_engine.ipc.rank_slot import PHASE_WORD, State
-from tp_engine.progress import RankPhase, RankProgress
+from tp_engine.job.progress import RankPhase, RankProgress
 
 SECOND = 1_000_000_000
 LIMITS = HangLimits(soft_s=30.0, hard_s=120.0, startup_s=600.0, cpu_proves_life=True)

@@ -16,11 +16,11 @@ from tp_engine.config import EngineConfig
 from tp_engine.distributed.store import host_store
 from tp_engine.engine.hosts import Hosts, identity_of, topology_of
 from tp_engine.engine.job import Job
-from tp_engine.env import LaunchedRank
 from tp_engine.errors import ConfigError, RankError
-from tp_engine.interfaces import address_towards, interface_of, is_loopback
 from tp_engine.ipc.handshake import differences
 from tp_engine.ipc.job_board import JobBoard
+from tp_engine.system.env import LaunchedRank
+from tp_engine.system.interfaces import address_towards, interface_of, is_loopback
 from tp_engine.weights.fingerprint import checkpoint_fingerprint
 from tp_engine.worker.effective_config import resolve
 

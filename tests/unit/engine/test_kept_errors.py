@@ -13,7 +13,6 @@ import pytest
 from tests.fake_engine import FakeEngine, arith, fake_service
 from tests.unit.engine.test_service import DEADLINE_S, connected, request
 from tp_engine.api.output_streams import Mailbox
-from tp_engine.closing import Ending
 from tp_engine.errors import (
     NO_TOKEN_LEFT,
     ConfigError,
@@ -25,6 +24,7 @@ from tp_engine.errors import (
     WeightError,
     again,
 )
+from tp_engine.system.closing import Ending
 
 ERRORS = [
     ConfigError("a"),

@@ -16,8 +16,8 @@ from tp_engine.engine.told_errors import ToldError
 from tp_engine.errors import RequestError
 from tp_engine.images.image_input import ImageInput
 from tp_engine.plan import TokenLogprobs
-from tp_engine.request import EngineRequest, FinishReason, Pooling, SequenceDelta, StepOutput
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.requests.request import EngineRequest, FinishReason, Pooling, SequenceDelta, StepOutput
+from tp_engine.requests.sampling_params import SamplingParams
 
 EVERY_PARAM = SamplingParams(
     n=3,

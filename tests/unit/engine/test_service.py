@@ -20,8 +20,8 @@ from tp_engine.engine.client import EngineClient
 from tp_engine.engine.service import EngineService
 from tp_engine.engine.service_socket import ServiceSocket, new_address, remove_address
 from tp_engine.errors import CODE_UNAVAILABLE, EngineDeadError, RequestError
-from tp_engine.request import EngineRequest, FinishReason, SequenceDelta, StepOutput
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.requests.request import EngineRequest, FinishReason, SequenceDelta, StepOutput
+from tp_engine.requests.sampling_params import SamplingParams
 
 DEADLINE_S = 100.0
 

@@ -19,7 +19,7 @@ from tp_engine.engine.report import (
 )
 from tp_engine.ipc.job_board import JobBoard
 from tp_engine.ipc.rank_slot import COLLECTIVE_WORD, MEMORY_LINES, NUM_RECORDS, PHASE_WORD, RankSlot
-from tp_engine.progress import RankPhase, RankProgress
+from tp_engine.job.progress import RankPhase, RankProgress
 
 US = 1000  # nanoseconds
 

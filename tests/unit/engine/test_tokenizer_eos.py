@@ -14,7 +14,7 @@ import pytest
 from tests.text_tokenizers import byte_level_tokenizer
 from tp_engine import LLM, SamplingParams
 from tp_engine.engine.tokenizer import tokenizer_eos_ids
-from tp_engine.outputs import RequestOutput
+from tp_engine.requests.outputs import RequestOutput
 
 OPTIONS: dict[str, Any] = {"num_gpu_blocks_override": 32, "max_model_len": 64}
 PROMPT = [5, 6, 7]

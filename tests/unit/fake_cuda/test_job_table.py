@@ -13,7 +13,7 @@ from tests.fake_cuda.cuda_lines import cuda_lines
 from tests.fake_cuda.jobs import FAULTS, JOBS, LAUNCHED_OPTIONS, REFUSALS, Job
 from tests.families import FAMILIES
 from tp_engine.config import EngineConfig
-from tp_engine.faults import parse_faults
+from tp_engine.job.faults import parse_faults
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "design" / "fake_gpus.md").read_text()

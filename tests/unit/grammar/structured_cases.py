@@ -10,7 +10,7 @@ from typing import Any
 
 import jsonschema
 
-from tp_engine.structured_outputs import StructuredOutputsParams
+from tp_engine.requests.structured_outputs import StructuredOutputsParams
 
 Judge = Callable[[str], bool]
 Case = tuple[StructuredOutputsParams, Judge]

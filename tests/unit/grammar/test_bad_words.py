@@ -20,8 +20,8 @@ from tp_engine.errors import INVALID_GRAMMAR, NO_TOKEN_LEFT, RequestError
 from tp_engine.grammar.banned_words import SpelledWords, TokenSpellings, TokenWords, WordRulesMaker
 from tp_engine.grammar.vocabulary import make_vocabulary
 from tp_engine.plan import IntArray
-from tp_engine.request import EngineRequest
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.requests.request import EngineRequest
+from tp_engine.requests.sampling_params import SamplingParams
 from tp_engine.sched.constraint import MaskWriter, TokenGuard, TokenRules, WordRules
 
 VOCAB = 70

@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 
 from tp_engine.errors import RequestError
-from tp_engine.nesting import is_expression_deeper, is_grammar_deeper, is_schema_deeper
-from tp_engine.structured_outputs import MAX_CHOICES, MAX_CONSTRAINT_CHARACTERS, MAX_NESTING, StructuredOutputsParams
+from tp_engine.requests.nesting import is_expression_deeper, is_grammar_deeper, is_schema_deeper
+from tp_engine.requests.structured_outputs import (
+    MAX_CHOICES,
+    MAX_CONSTRAINT_CHARACTERS,
+    MAX_NESTING,
+    StructuredOutputsParams,
+)
 
 LONG = MAX_CONSTRAINT_CHARACTERS
 

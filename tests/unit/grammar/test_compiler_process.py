@@ -18,8 +18,8 @@ from tp_engine.grammar.compiler_process import CompilerProcess, TookTooLongError
 from tp_engine.grammar.library import SpecialTokens, grammar_text
 from tp_engine.grammar.matcher import GrammarMatcher
 from tp_engine.grammar.vocabulary import byte_vocabulary
-from tp_engine.structured_outputs import StructuredOutputsParams
-from tp_engine.units import MIB
+from tp_engine.requests.structured_outputs import StructuredOutputsParams
+from tp_engine.system.units import MIB
 
 DEADLINE_S = 150.0
 GOOD = StructuredOutputsParams(json={"type": "integer"})

@@ -18,7 +18,7 @@ from tp_engine.grammar.compiler import GrammarCompiler, compile_grammar
 from tp_engine.grammar.matcher import GrammarMatcher, MaskFiller
 from tp_engine.grammar.vocabulary import GrammarVocabulary, check_tokenizer, make_vocabulary
 from tp_engine.plan import IntArray
-from tp_engine.structured_outputs import StructuredOutputsParams
+from tp_engine.requests.structured_outputs import StructuredOutputsParams
 
 EOS = 1
 MAX_TOKENS = 400

@@ -15,7 +15,7 @@ from tp_engine.errors import RequestError
 from tp_engine.grammar.compiler import CompiledGrammar, compile_grammar
 from tp_engine.grammar.schema import lenient_schema, normal_schema, placed_schema
 from tp_engine.grammar.vocabulary import byte_vocabulary
-from tp_engine.structured_outputs import StructuredOutputsParams
+from tp_engine.requests.structured_outputs import StructuredOutputsParams
 
 STRING: dict[str, Any] = {"type": "string"}
 INTEGER: dict[str, Any] = {"type": "integer"}

@@ -14,7 +14,7 @@ from tp_engine.errors import RequestError
 from tp_engine.grammar.compiler import GrammarCompiler, compile_grammar
 from tp_engine.grammar.matcher import GrammarMatcher, MaskFiller, Pace
 from tp_engine.grammar.vocabulary import byte_vocabulary
-from tp_engine.structured_outputs import StructuredOutputsParams
+from tp_engine.requests.structured_outputs import StructuredOutputsParams
 
 DEADLINE_S = 100.0
 

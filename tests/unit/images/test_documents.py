@@ -20,7 +20,7 @@ from tp_engine.api.openai.protocol import ChatBody
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
 from tp_engine.errors import RequestError
 from tp_engine.images.sources import DocumentSource, file_bytes
-from tp_engine.request import EngineRequest
+from tp_engine.requests.request import EngineRequest
 
 PAGES = [picture(96, 64), picture(64, 96), Image.new("RGB", (64, 64), (200, 30, 30))]
 

@@ -18,8 +18,8 @@ from tp_engine.images.loading import open_bytes
 from tp_engine.images.reader import ImageReader
 from tp_engine.images.settings import MOST_PIXELS
 from tp_engine.images.sources import ImageSource
-from tp_engine.isolation.cancellation import Cancellation, cancelled_by
-from tp_engine.isolation.process import CancelledCallError, Limits
+from tp_engine.system.isolation.cancellation import Cancellation, cancelled_by
+from tp_engine.system.isolation.process import CancelledCallError, Limits
 
 DEADLINE_S = 100.0
 SOURCE = ImageSource(where="messages[0].content[1]", content="data:")

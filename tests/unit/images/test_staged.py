@@ -17,8 +17,8 @@ from tp_engine.images.image_input import ImageInput
 from tp_engine.images.reader import ImageReader
 from tp_engine.images.sources import ImageSource
 from tp_engine.images.staged import ByteBudget
-from tp_engine.request import EngineRequest
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.requests.request import EngineRequest
+from tp_engine.requests.sampling_params import SamplingParams
 
 
 def reader(**limits: Any) -> ImageReader:

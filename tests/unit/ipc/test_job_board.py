@@ -23,11 +23,11 @@ from tp_engine.ipc.rank_slot import (
     process_start,
     split_echo,
 )
-from tp_engine.progress import RankPhase, RankProgress
+from tp_engine.job.progress import RankPhase, RankProgress
 
 RANK_1 = """
 import sys
-from tp_engine.progress import RankPhase, RankProgress
+from tp_engine.job.progress import RankPhase, RankProgress
 from tp_engine.ipc.job_board import JobBoard
 from tp_engine.ipc.rank_slot import PHASE_WORD, State
 slot = JobBoard.open(sys.argv[1]).slots[1]

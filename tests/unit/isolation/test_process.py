@@ -18,8 +18,8 @@ import pytest
 
 from tests.unit.isolation import functions
 from tp_engine.errors import RequestError
-from tp_engine.isolation.cancellation import Cancellation, cancelled_by
-from tp_engine.isolation.process import (
+from tp_engine.system.isolation.cancellation import Cancellation, cancelled_by
+from tp_engine.system.isolation.process import (
     CallError,
     CancelledCallError,
     CrashedError,
@@ -29,7 +29,7 @@ from tp_engine.isolation.process import (
     OutOfTimeError,
     OutputTooLargeError,
 )
-from tp_engine.units import MIB
+from tp_engine.system.units import MIB
 
 DEADLINE_S = 150.0
 LIMITS = Limits(cpu_s=10.0, memory_bytes=256 * MIB)
@@ -214,7 +214,7 @@ def test_it_ends_with_its_parent(tmp_path: Path) -> None:
     """Oracle: neither the process nor its fork is left when the parent is killed meanwhile."""
     script = (
         "from tests.unit.isolation import functions\n"
-        "from tp_engine.isolation.process import IsolatedProcess, Limits\n"
+        "from tp_engine.system.isolation.process import IsolatedProcess, Limits\n"
         f"IsolatedProcess().call(functions.idle, {os.fsencode(tmp_path / 'pid')!r}, Limits(cpu_s=9, memory_bytes=1))\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[3])

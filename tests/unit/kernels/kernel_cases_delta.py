@@ -16,7 +16,7 @@ from tests.unit.kernels.kernel_cases_layer_ops import DTYPES, Case, assert_close
 from tp_engine.kernels.gated_delta_net import DeltaRule
 from tp_engine.kernels.ops import implementation
 from tp_engine.kernels.recurrent import LayerStates
-from tp_engine.kv_layout import StateKind
+from tp_engine.model_config.kv_layout import StateKind
 
 # Key heads, value heads, key_dim, value_dim, taps.
 KINDS = ((2, 4, 16, 8, 4), (1, 3, 24, 40, 2), (3, 3, 8, 64, 3), (1, 2, 48, 16, 1))

@@ -18,7 +18,7 @@ from tests.unit.kernels.recurrent_runs import Runs, chunks_of
 from tp_engine.kernels.mamba2 import Mamba2Rule
 from tp_engine.kernels.ops import implementation
 from tp_engine.kernels.recurrent import Chunk, LayerStates
-from tp_engine.kv_layout import StateKind
+from tp_engine.model_config.kv_layout import StateKind
 
 # Tokens, slot, is_fresh: shorter than the convolution, a tile of tokens and longer, not kept.
 RUNS: Runs = [

@@ -30,7 +30,7 @@ from tp_engine.kernels.kv_cache.layer_kv import (
     layer_view,
     store_kv,
 )
-from tp_engine.kv_layout import KvKind, lay_out
+from tp_engine.model_config.kv_layout import KvKind, lay_out
 from tp_engine.worker.memory.kv_cache import KvCacheShape
 
 INT8, FP8 = LARGEST_VALUE

@@ -17,7 +17,7 @@ from tests.unit.kernels.recurrent_runs import Runs, chunks_of
 from tp_engine.kernels.ops import implementation
 from tp_engine.kernels.recurrent import Chunk, LayerStates
 from tp_engine.kernels.short_conv import ShortConvRule
-from tp_engine.kv_layout import StateKind
+from tp_engine.model_config.kv_layout import StateKind
 
 SIZES = ((40, 3), (300, 4), (16, 2))  # channels, taps
 # Tokens, slot, is_fresh: shorter than the convolution, as many as a program has and more, not kept.

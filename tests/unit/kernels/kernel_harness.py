@@ -21,7 +21,7 @@ import torch
 
 from tp_engine.kernels import ops
 from tp_engine.kernels.ops import has_triton
-from tp_engine.units import KIB
+from tp_engine.system.units import KIB
 
 needs_triton = pytest.mark.skipif(not has_triton(), reason="triton is not installed")
 # Triton warns of its own environment variable while it compiles for some targets.

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 
 from tp_engine.kernels.recurrent import Chunk, LayerStates
-from tp_engine.kv_layout import StateKind
+from tp_engine.model_config.kv_layout import StateKind
 
 Runs: TypeAlias = list[tuple[int, int | None, bool]]
 # Tokens, slot, is_fresh: shorter than the convolution, as long as a block of 32 tokens, and longer; None is not kept.

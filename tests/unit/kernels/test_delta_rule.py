@@ -21,7 +21,7 @@ from tp_engine.kernels.gated_delta_net import (
     gated_delta_net_prefill,
 )
 from tp_engine.kernels.recurrent import Chunk, LayerStates
-from tp_engine.kv_layout import StateGroup, StateKind
+from tp_engine.model_config.kv_layout import StateGroup, StateKind
 from tp_engine.plan import StepPlan
 from tp_engine.worker.batch.recurrent_states import RecurrentStatePool
 

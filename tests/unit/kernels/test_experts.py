@@ -18,6 +18,7 @@ from tests.unit.models.test_weights import empty_parameters
 from tp_engine.cpu.experts import NativeExperts
 from tp_engine.cpu.library import native_library
 from tp_engine.errors import ConfigError, WeightError
+from tp_engine.job.topology import RankInfo
 from tp_engine.kernels.experts import routing
 from tp_engine.kernels.experts.experts import ExpertWeights, mix_experts
 from tp_engine.kernels.ops import implementation
@@ -37,7 +38,6 @@ from tp_engine.model_config.mlp import (
     block_bounds,
     local_inner_size,
 )
-from tp_engine.topology import RankInfo
 from tp_engine.weights.loader import load_weights
 from tp_engine.weights.source import Source, set_sources
 

@@ -9,11 +9,11 @@ import torch
 from tests.unit.kernels.kernel_harness import needs_triton
 from tests.unit.sampling.sampler_cases import ids
 from tp_engine.distributed.collectives import SingleRank
+from tp_engine.job.topology import RankInfo
 from tp_engine.plan import RowSampling
 from tp_engine.sampling import noise
 from tp_engine.sampling.device_sampler import SHARE_BYTES, DeviceSampler, SamplerVariant
 from tp_engine.sampling.state import SamplingState
-from tp_engine.topology import RankInfo
 
 
 def test_noise_keys_on_the_device() -> None:

@@ -15,7 +15,7 @@ from tp_engine.cpu import recurrent as native
 from tp_engine.cpu.library import native_library
 from tp_engine.kernels.mamba2 import Mamba2Rule, group_squares, mamba2_decode, mamba2_prefill, norm_groups
 from tp_engine.kernels.recurrent import Chunk, LayerStates
-from tp_engine.kv_layout import StateKind
+from tp_engine.model_config.kv_layout import StateKind
 
 KINDS = [
     StateKind(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=8, taps=4),

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from tp_engine import compile_turn, env
 from tp_engine.cpu import build, library
 from tp_engine.cpu.build import BuildError, built_library, is_intact
 from tp_engine.cpu.library import native_library
 from tp_engine.cpu.prototypes import players, prototypes
+from tp_engine.job.progress import hearing_progress, tell_progress
+from tp_engine.kernels import compile_turn
 from tp_engine.kernels.ops import OPS, is_recordable, op
-from tp_engine.progress import hearing_progress, tell_progress
+from tp_engine.system import env
 
 ROOT = Path(__file__).parents[3]
 # Writes its arguments to the file after -o, and a line per call to a log beside itself.

@@ -13,7 +13,7 @@ from tp_engine.cpu import recurrent as native
 from tp_engine.cpu.library import native_library
 from tp_engine.kernels.recurrent import Chunk, LayerStates
 from tp_engine.kernels.short_conv import ShortConvRule, short_conv_decode, short_conv_prefill
-from tp_engine.kv_layout import StateGroup, StateKind
+from tp_engine.model_config.kv_layout import StateGroup, StateKind
 from tp_engine.worker.batch.recurrent_states import RecurrentStatePool
 
 # Channels, and taps: less than a vector, less and more than a task's, of real models.

@@ -26,6 +26,7 @@ from tp_engine.cpu.linear import PackedWeight
 from tp_engine.cpu.ops import best_tokens
 from tp_engine.cpu.tape import Tape, call, naming_calls, recording
 from tp_engine.distributed.collectives import SingleRank
+from tp_engine.job.topology import RankInfo
 from tp_engine.kernels.attention.heads import HeadNorm, Rotation
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.layer_ops import NormRule
@@ -38,7 +39,6 @@ from tp_engine.plan import Admission, IntArray, RowSampling, StepPlan
 from tp_engine.sampling.ranking import row_argmax
 from tp_engine.sampling.sampler import Sampler
 from tp_engine.sampling.state import SamplingState
-from tp_engine.topology import RankInfo
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.batch.recurrent_states import RecurrentStatePool

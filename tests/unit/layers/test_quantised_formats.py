@@ -21,6 +21,7 @@ from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.check.stored import StoredWeights
 from tp_engine.cpu.library import native_library
 from tp_engine.cpu.quantised import QuantisedPanels
+from tp_engine.job.topology import RankInfo
 from tp_engine.kernels.quantization.weights import QuantisedWeight, dequantise
 from tp_engine.layers.experts import Experts
 from tp_engine.layers.linear import LocalLinear
@@ -32,7 +33,6 @@ from tp_engine.model_config import load_model_config
 from tp_engine.model_config.recurrent import GatedDeltaNetSpec
 from tp_engine.model_config.spec import AttentionSpec
 from tp_engine.models.causal_lm import CausalLM, build_model
-from tp_engine.topology import RankInfo
 from tp_engine.weights.loader import load_weights
 
 # 192 inner elements: with blocks of 128, a shard of 96 or 48 cuts one.

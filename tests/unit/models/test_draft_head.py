@@ -15,12 +15,12 @@ from tests.simulated_ranks import run_ranks
 from tests.unit.models.test_models import BACKENDS, CPU, LENGTHS, bind_caches, prefill_metadata
 from tp_engine.distributed.collectives import Communicator, SingleRank
 from tp_engine.errors import ConfigError, WeightError
-from tp_engine.kv_layout import MAX_GROUPS, KvKind, lay_out
 from tp_engine.layers.attention import forward_context
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.quantization import choose_formats
 from tp_engine.model_config import load_model_config
 from tp_engine.model_config.draft_head import DraftHeadSpec, load_draft_head
+from tp_engine.model_config.kv_layout import MAX_GROUPS, KvKind, lay_out
 from tp_engine.models.causal_lm import build_model
 from tp_engine.models.eagle3_head import Eagle3Head
 from tp_engine.weights.loader import load_weights

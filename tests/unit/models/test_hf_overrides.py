@@ -12,9 +12,9 @@ from tests.unit.models.test_families import PUBLISHED
 from tests.unit.models.test_model_config import LLAMA3_ROPE, llama
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
-from tp_engine.hf_overrides import overridden
 from tp_engine.model_config import load_model_config
 from tp_engine.model_config.spec import ModelSpec
+from tp_engine.options.hf_overrides import overridden
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 

@@ -20,7 +20,7 @@ from tp_engine.model_config.mlp import ExpertsSpec
 from tp_engine.model_config.recurrent import GatedDeltaNetSpec
 from tp_engine.model_config.spec import AttentionSpec
 from tp_engine.models.weight_sizes import local_parameters, local_weight_bytes
-from tp_engine.units import MIB
+from tp_engine.system.units import MIB
 from tp_engine.weights.source import Span
 from tp_engine.worker.effective_config import resolve
 

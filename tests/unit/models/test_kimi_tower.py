@@ -18,9 +18,9 @@ from transformers import Kimi_K25ForConditionalGeneration
 
 from tests.image_models import KimiProcessor, make_image_model, write_hub_form_of_kimi
 from tp_engine.errors import ConfigError
+from tp_engine.job.topology import RankInfo
 from tp_engine.model_config import load_model_config, read_model
 from tp_engine.models.vision_tower import VisionTower, build_tower
-from tp_engine.topology import RankInfo
 from tp_engine.weights.loader import load_weights
 
 

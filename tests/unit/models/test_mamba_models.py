@@ -19,7 +19,7 @@ from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
 from tp_engine.model_config.recurrent import Mamba2Spec
 from tp_engine.model_config.spec import AttentionSpec
 from tp_engine.models.weight_sizes import local_parameters, local_weight_bytes
-from tp_engine.units import MIB
+from tp_engine.system.units import MIB
 from tp_engine.weights.source import Span
 
 # Of Nemotron 3 Nano 30B-A3B.

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tp_engine.errors import ConfigError
-from tp_engine.kv_layout import local_num_kv_heads
 from tp_engine.layers.rotary import inverse_frequencies
 from tp_engine.model_config import (
     check_tensor_parallel,
@@ -20,6 +19,7 @@ from tp_engine.model_config import (
     resolve_max_model_len,
 )
 from tp_engine.model_config.checkpoint_files import weight_files
+from tp_engine.model_config.kv_layout import local_num_kv_heads
 from tp_engine.model_config.rope import RopeSpec
 from tp_engine.model_config.spec import AttentionSpec, ModelSpec, QkNormSpec
 

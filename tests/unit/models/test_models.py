@@ -19,10 +19,10 @@ from tp_engine.attention.mla import MLABackend
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.distributed.collectives import Communicator, SingleRank
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
-from tp_engine.kv_layout import MAX_GROUPS
 from tp_engine.layers.attention import Attention, forward_context
 from tp_engine.layers.quantization import dense
 from tp_engine.model_config import check_tensor_parallel, load_model_config
+from tp_engine.model_config.kv_layout import MAX_GROUPS
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.models.causal_lm import CausalLM, build_model
 from tp_engine.weights.loader import load_weights

@@ -11,11 +11,11 @@ import torch
 
 from tests.unit.models.test_model_config import QWEN3_06B, llama
 from tp_engine.attention.torch_backend import TorchBackend
+from tp_engine.job.topology import RankInfo
 from tp_engine.layers.rotary import interleaved_to_halves
 from tp_engine.model_config import padded_vocab_size, read_model
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.models.causal_lm import build_model
-from tp_engine.topology import RankInfo
 from tp_engine.weights.source import Source, Span, equal_share, kv_head_share, sources_of, times, vocab_share
 
 

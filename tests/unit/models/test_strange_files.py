@@ -23,12 +23,12 @@ from tp_engine.api.openai.chat.options import ChatOptions
 from tp_engine.api.sampling_defaults import load_generation_defaults
 from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.errors import ConfigError, WeightError
-from tp_engine.files import MAX_JSON_BYTES, read_json
 from tp_engine.model_config import load_model_config, read_model
 from tp_engine.model_config.checkpoint_files import CheckpointHeaders
 from tp_engine.model_config.patterns import compile_pattern
 from tp_engine.options import load_tables
 from tp_engine.server.config import ServerConfig
+from tp_engine.system.files import MAX_JSON_BYTES, read_json
 from tp_engine.weights.checkpoint import Checkpoint
 from tp_engine.weights.fingerprint import checkpoint_fingerprint
 from tp_engine.weights.lora import read_adapter

@@ -19,11 +19,11 @@ from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.check import stored
 from tp_engine.check.stored import StoredWeights
 from tp_engine.errors import ConfigError, WeightError
+from tp_engine.job.topology import RankInfo
 from tp_engine.model_config import load_model_config, padded_vocab_size, read_model
 from tp_engine.model_config.names import CheckpointNames
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.models.causal_lm import build_model
-from tp_engine.topology import RankInfo
 from tp_engine.weights import checkpoint
 from tp_engine.weights.checkpoint import Checkpoint
 from tp_engine.weights.dummy import HALF_WIDTH, POOL_SIZE, DummyWeights

@@ -11,7 +11,7 @@ import pytest
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.options import Options, parse_options
 from tp_engine.server.config import ServerConfig
-from tp_engine.units import ceil_div
+from tp_engine.system.units import ceil_div
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 FILES = sorted(CONFIGS.glob("*.toml"))

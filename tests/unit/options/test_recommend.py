@@ -23,14 +23,14 @@ from tp_engine.cli.main import main
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
 from tp_engine.images.settings import image_settings
-from tp_engine.kv_layout import KvKind, lay_out
+from tp_engine.job.topology import RankInfo
 from tp_engine.layers.embedding import VocabSlice
 from tp_engine.model_config import load_model_config, read_model
+from tp_engine.model_config.kv_layout import KvKind, lay_out
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.models.vision_tower import build_tower
 from tp_engine.models.weight_sizes import local_parameters
-from tp_engine.topology import RankInfo
-from tp_engine.units import GIB
+from tp_engine.system.units import GIB
 from tp_engine.worker.memory.kv_cache import KvCacheShape
 
 

@@ -36,7 +36,7 @@ STARTS = {
     "import tp_engine.engine.rank_process": ("torch", "transformers", *HTTP),
     "import tp_engine.engine.start": ("transformers", "tokenizers", "triton", *COMPILERS, *HTTP),
     # the process for isolated calls, and what it imports for grammars
-    "import tp_engine.isolation.host": ("torch", "transformers", "numpy", "zmq", "llguidance", *HTTP),
+    "import tp_engine.system.isolation.host": ("torch", "transformers", "numpy", "zmq", "llguidance", *HTTP),
     "import tp_engine.grammar.compiler_process, llguidance": ("torch", "transformers", "numpy", "zmq", *HTTP),
     "from tp_engine import LLM": ("transformers", "tokenizers", "triton", *COMPILERS, "fastapi", "uvicorn"),
     f"from tp_engine.engine.tokenizer import load_tokenizer; load_tokenizer({str(DEMO)!r})": (

@@ -48,7 +48,7 @@ DIRECTIONS = {
 LAUNCHERS = {"serve", "batch", "__main__"}
 
 # Folders that belong to the foundation: modules of it that now have several files.
-FOUNDATION_FOLDERS = {"advice", "model_config", "options", "flight_recorder", "images", "isolation"}
+FOUNDATION_FOLDERS = {"advice", "images", "job", "model_config", "options", "requests", "system"}
 
 # The C kernels belong to the kernels; they stand in a folder of their own so that who works on GPUs may pass it by.
 KERNELS = {"cpu", "kernels"}
@@ -65,8 +65,8 @@ DOORS = {
     "PIL": "tp_engine/images/",
     "pypdfium2": "tp_engine/images/",
     "pytest": "tp_engine/testing/",
-    "os.environ": "tp_engine/env.py",
-    "os.getenv": "tp_engine/env.py",
+    "os.environ": "tp_engine/system/env.py",
+    "os.getenv": "tp_engine/system/env.py",
 }
 
 # The oracle reads checkpoints without the code that it judges.

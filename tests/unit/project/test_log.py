@@ -15,8 +15,8 @@ from tests.fake_engine import FakeEngine, arith
 from tests.text_tokenizers import byte_level_tokenizer
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
-from tp_engine.log import bind_request, configure_logging, get_logger
 from tp_engine.server.config import ServerConfig
+from tp_engine.system.log import bind_request, configure_logging, get_logger
 
 logger = get_logger("tp_engine.example")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 from packaging.version import Version
 
-from tp_engine.version import __version__
+from tp_engine.system.version import __version__
 
 ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -20,7 +20,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 def test_the_version_is_told_once() -> None:
     """Oracle: pyproject.toml takes the package's own; nothing else but the list of changes has these characters."""
     assert "version" not in PROJECT["project"] and PROJECT["project"]["dynamic"] == ["version"]
-    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "tp_engine.version.__version__"}
+    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "tp_engine.system.version.__version__"}
     told = re.compile(rf"(?<![\d.]){re.escape(__version__)}(?![\d.])")
     places = [*ROOT.glob("*.md"), *ROOT.glob("*.cff"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*")]
     places += (ROOT / "tp_engine").rglob("*.py")
@@ -58,4 +58,4 @@ def test_a_tag_of_another_version_is_not_released() -> None:
     """Oracle: the script ends before it builds anything, and names both versions."""
     done = subprocess.run([".ci/release", "v0.0.1"], cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert done.returncode == 1 and not done.stdout
-    assert f"the tag is v0.0.1, but tp_engine/version.py says {__version__}" in done.stderr
+    assert f"the tag is v0.0.1, but tp_engine/system/version.py says {__version__}" in done.stderr

@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tp_engine.plan import StepPlan, StepResult
-from tp_engine.request import EngineRequest, FinishReason, SequenceDelta
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.requests.request import EngineRequest, FinishReason, SequenceDelta
+from tp_engine.requests.sampling_params import SamplingParams
 from tp_engine.sched.kv_events import KVEventSink
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
 from tp_engine.sched.spec_decode.proposer import Proposer

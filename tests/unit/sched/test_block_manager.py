@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tests.unit.sched.scheduler_harness import limits
-from tp_engine.request import EngineRequest
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.requests.request import EngineRequest
+from tp_engine.requests.sampling_params import SamplingParams
 from tp_engine.sched.blocks.cache_keys import CacheKeys
 from tp_engine.sched.request_validation import build_group
 from tp_engine.sched.scheduler_state import SchedulerState

@@ -10,8 +10,8 @@ from tests.tiers import slow_but
 from tests.unit.sched.disk_tier_harness import DiskSimulation
 from tests.unit.sched.scheduler_harness import RandomLoad, Simulation, limits
 from tests.unit.sched.test_scheduler_properties import SHAPES
-from tp_engine.request import EngineRequest
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.requests.request import EngineRequest
+from tp_engine.requests.sampling_params import SamplingParams
 from tp_engine.sched.blocks.cache_keys import CacheKeys
 from tp_engine.sched.tiers.prefetch import Prefetcher
 

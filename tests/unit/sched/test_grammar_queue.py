@@ -17,10 +17,10 @@ from tp_engine.grammar.compiler import CompiledGrammar, GrammarCompiler
 from tp_engine.grammar.compiler_process import TriedGrammar
 from tp_engine.grammar.library import grammar_text
 from tp_engine.grammar.vocabulary import make_vocabulary
-from tp_engine.request import EngineRequest, FinishReason
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.requests.request import EngineRequest, FinishReason
+from tp_engine.requests.sampling_params import SamplingParams
+from tp_engine.requests.structured_outputs import StructuredOutputsParams
 from tp_engine.sched.scheduler import Scheduler
-from tp_engine.structured_outputs import StructuredOutputsParams
 
 DEADLINE_S = 100.0
 VOCAB = 384

@@ -26,8 +26,8 @@ from tests.unit.sched.scheduler_harness import (
 from tp_engine.errors import RequestError
 from tp_engine.images.image_input import ImageInput
 from tp_engine.plan import StepPlan, StepResult
-from tp_engine.request import EngineRequest, FinishReason
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.requests.request import EngineRequest, FinishReason
+from tp_engine.requests.sampling_params import SamplingParams
 from tp_engine.sched.encoder_cache import EncoderCache
 from tp_engine.sched.images import ImageCounters
 from tp_engine.sched.limits import ImageLimits, SchedulerLimits

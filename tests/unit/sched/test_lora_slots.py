@@ -11,8 +11,8 @@ from tests.tiers import fast_first
 from tests.unit.sched.scheduler_harness import Simulation, limits
 from tp_engine.errors import RequestError
 from tp_engine.plan import StepPlan
-from tp_engine.request import EngineRequest
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.requests.request import EngineRequest
+from tp_engine.requests.sampling_params import SamplingParams
 from tp_engine.sched.lora import PATIENCE, LoRASlots
 
 LIMITS = limits(max_loras=2, num_blocks=64)

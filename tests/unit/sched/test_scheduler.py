@@ -11,8 +11,8 @@ import pytest
 from tests.unit.sched.scheduler_harness import Simulation, limits
 from tp_engine.errors import RequestError
 from tp_engine.plan import StepPlan, StepResult
-from tp_engine.request import EngineRequest, FinishReason
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.requests.request import EngineRequest, FinishReason
+from tp_engine.requests.sampling_params import SamplingParams
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
 
 FOREVER: dict[str, Any] = {"ignore_eos": True, "max_tokens": None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.sched.scheduler_harness import Simulation, expected_tokens, limits
-from tp_engine.request import FinishReason
+from tp_engine.requests.request import FinishReason
 
 
 def run(ahead: int, **changes: object) -> Simulation:

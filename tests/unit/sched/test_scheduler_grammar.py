@@ -30,11 +30,11 @@ from tests.unit.sched.scheduler_harness import (
 from tests.unit.sched.test_speculation import PROPOSERS, ScriptedSource
 from tp_engine.errors import INVALID_GRAMMAR
 from tp_engine.plan import IntArray, StepPlan
-from tp_engine.request import EngineRequest, FinishReason
+from tp_engine.requests.request import EngineRequest, FinishReason
+from tp_engine.requests.structured_outputs import StructuredOutputsParams
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
 from tp_engine.sched.spec_decode.proposer import Proposer
 from tp_engine.speculative import SpeculativeConfig
-from tp_engine.structured_outputs import StructuredOutputsParams
 
 NUM_WORDS = 2
 CONSTRAINED_SEEDS = 10_000  # seeds from here on belong to sequences with a grammar

@@ -9,8 +9,8 @@ import pytest
 
 from tests.unit.sched.scheduler_harness import EOS, limits
 from tp_engine.plan import NO_IDS, StepPlan, StepResult, TokenLogprobs
-from tp_engine.request import EngineRequest, FinishReason, SequenceDelta
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.requests.request import EngineRequest, FinishReason, SequenceDelta
+from tp_engine.requests.sampling_params import SamplingParams
 from tp_engine.sched.scheduler import Scheduler
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH

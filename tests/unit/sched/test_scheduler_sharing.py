@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.unit.sched.scheduler_harness import RandomLoad, Simulation, limits
-from tp_engine.request import EngineRequest, FinishReason
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.requests.request import EngineRequest, FinishReason
+from tp_engine.requests.sampling_params import SamplingParams
 
 ROOMY = limits(num_blocks=600, max_num_seqs=32, max_num_batched_tokens=2048, max_model_len=512)
 ENDLESS: dict[str, Any] = {"ignore_eos": True}

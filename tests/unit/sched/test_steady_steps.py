@@ -15,7 +15,7 @@ import pytest
 from tests.tiers import fast_first, slow_but
 from tests.unit.sched.scheduler_harness import RandomLoad, Simulation, limits
 from tp_engine.plan import StepPlan, StepResult
-from tp_engine.request import StepOutput
+from tp_engine.requests.request import StepOutput
 from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.steady_steps import SteadySteps
 

@@ -23,10 +23,10 @@ from tp_engine.grammar.compiler import compile_grammar
 from tp_engine.grammar.matcher import MaskFiller
 from tp_engine.grammar.vocabulary import make_vocabulary
 from tp_engine.plan import IntArray
-from tp_engine.request import EngineRequest
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.requests.request import EngineRequest
+from tp_engine.requests.sampling_params import SamplingParams
+from tp_engine.requests.structured_outputs import StructuredOutputsParams
 from tp_engine.sched.constraint import MaskWriter, TokenGuard, TokenRules, follow, masks_of
-from tp_engine.structured_outputs import StructuredOutputsParams
 
 VOCAB = 384
 EOS = 1

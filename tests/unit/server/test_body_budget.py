@@ -14,7 +14,7 @@ from tp_engine.errors import ConfigError
 from tp_engine.server import body_budget
 from tp_engine.server.body_budget import BodyBudget, BodyRoom
 from tp_engine.server.config import ServerConfig
-from tp_engine.units import MIB
+from tp_engine.system.units import MIB
 
 LONG = {"prompt": "x" * 2 * LARGE}
 

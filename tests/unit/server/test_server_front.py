@@ -27,7 +27,7 @@ from tp_engine.server.app import OPEN_PATHS
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.listener import close_listener, listener_url, open_listener
 from tp_engine.server.main import Frontend
-from tp_engine.version import __version__
+from tp_engine.system.version import __version__
 
 
 def serve(scenario: Any, **config: Any) -> None:

@@ -16,8 +16,8 @@ from tests.text_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer,
 from tp_engine.api.openai.logprobs import completion_logprobs
 from tp_engine.engine.token_texts import TokenTexts
 from tp_engine.engine.tokenizer import TokenDecoder
-from tp_engine.outputs import Logprob
-from tp_engine.request import EngineRequest
+from tp_engine.requests.outputs import Logprob
+from tp_engine.requests.request import EngineRequest
 
 TOKENIZERS = {
     "byte level": byte_level_tokenizer, "byte fallback": byte_fallback_tokenizer, "metaspace": metaspace_tokenizer,

@@ -34,8 +34,8 @@ def serve(scenario: Callable[[App], Awaitable[None]], info: Any = EMBED, config:
 
 def expected(text: str | list[int], dimensions: int = 4) -> list[float]:
     """The fake engine's state of this input, cut and divided by its length."""
-    from tp_engine.request import EngineRequest, Pooling
-    from tp_engine.sampling_params import SamplingParams
+    from tp_engine.requests.request import EngineRequest, Pooling
+    from tp_engine.requests.sampling_params import SamplingParams
 
     ids = eos_tokenizer().encode(text) if isinstance(text, str) else text
     request = EngineRequest(request_id="", prompt_token_ids=ids, params=SamplingParams(), pooling=Pooling())

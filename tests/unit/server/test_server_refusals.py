@@ -13,7 +13,7 @@ from tests.asgi import App, Exchange, run_served, until
 from tests.fake_engine import FakeEngine, arith, echo
 from tests.tiny_server import chat_tokenizer, tiny_engine
 from tests.unit.server.test_server_api import error_of, serve
-from tp_engine.request import EngineRequest
+from tp_engine.requests.request import EngineRequest
 from tp_engine.server.config import ServerConfig
 
 

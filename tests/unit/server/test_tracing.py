@@ -25,7 +25,7 @@ from tp_engine.errors import ConfigError
 from tp_engine.server import tracing
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.tracing import RequestTracer, check_tracing
-from tp_engine.version import __version__
+from tp_engine.system.version import __version__
 
 TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 BODY = {"model": "demo", "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0.5, "top_p": 0.9}

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from tp_engine.topology import RankInfo
-from tp_engine.units import GIB
+from tp_engine.job.topology import RankInfo
+from tp_engine.system.units import GIB
 from tp_engine.worker.device import Device, MemorySnapshot
 
 

@@ -15,7 +15,7 @@ import torch
 
 from tp_engine.cpu.library import native_library
 from tp_engine.kernels.kv_cache.block_codes import pair_ids
-from tp_engine.kv_layout import KvKind, lay_out
+from tp_engine.model_config.kv_layout import KvKind, lay_out
 from tp_engine.plan import NO_PAIRS, IntArray
 from tp_engine.tier_progress import CHANNEL_WORDS, TierProgress, TierProgressReader
 from tp_engine.worker.codecs.base import BlockCopy, Codec

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tp_engine import cpus
+from tp_engine.system import cpus
 
 
 def system(root: Path, lines: str, files: dict[str, str]) -> Path:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tp_engine.config import EngineConfig
-from tp_engine.device_map import DeviceMap, map_devices, parse_devices
 from tp_engine.errors import ConfigError
+from tp_engine.job.device_map import DeviceMap, map_devices, parse_devices
 from tp_engine.worker.effective_config import resolve
 
 

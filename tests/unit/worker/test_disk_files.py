@@ -20,9 +20,9 @@ from tp_engine import ConfigError
 from tp_engine.config import EngineConfig
 from tp_engine.errors import MemoryBudgetError
 from tp_engine.ipc.job_board import JobBoard
+from tp_engine.job.topology import RankInfo
+from tp_engine.system.units import GIB
 from tp_engine.tier_progress import TierProgressReader
-from tp_engine.topology import RankInfo
-from tp_engine.units import GIB
 from tp_engine.worker.codecs.base import BlockCopy
 from tp_engine.worker.effective_config import resolve
 from tp_engine.worker.memory.kv_cache import KvCacheShape

@@ -17,7 +17,7 @@ from tp_engine.cli.findings import Status
 from tp_engine.distributed import device_threads, groups
 from tp_engine.distributed.collectives import SingleRank
 from tp_engine.errors import ConfigError
-from tp_engine.progress import RankProgress
+from tp_engine.job.progress import RankProgress
 from tp_engine.worker import gpu_host
 from tp_engine.worker.device import CudaDevice
 from tp_engine.worker.gpu_host import choose_device_type, why_no_gpus
@@ -38,7 +38,7 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.Mon
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr("tp_engine.log._said", set())
+    monkeypatch.setattr("tp_engine.system.log._said", set())
     yield monkeypatch
 
 

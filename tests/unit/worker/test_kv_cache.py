@@ -11,7 +11,7 @@ import torch
 
 from tp_engine.errors import MemoryBudgetError
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv, states_at, store_kv
-from tp_engine.kv_layout import KvKind, lay_out
+from tp_engine.model_config.kv_layout import KvKind, lay_out
 from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape, resident_bytes
 
 CPU = torch.device("cpu")

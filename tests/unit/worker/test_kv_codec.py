@@ -12,9 +12,9 @@ import torch
 
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
-from tp_engine.kv_layout import KvKind, lay_out
+from tp_engine.model_config.kv_layout import KvKind, lay_out
 from tp_engine.plan import NO_PAIRS
-from tp_engine.units import GIB
+from tp_engine.system.units import GIB
 from tp_engine.worker.codecs import make_codec
 from tp_engine.worker.codecs.base import Codec
 from tp_engine.worker.effective_config import resolve

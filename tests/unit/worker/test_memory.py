@@ -12,9 +12,9 @@ import torch
 from tests.unit.worker.memory_cases import FakeDevice, on_ranks
 from tp_engine.distributed.rank import Agreeing
 from tp_engine.errors import MemoryBudgetError
-from tp_engine.kv_layout import KvCapacity, KvKind, KvLayout, kv_cache_lines, lay_out
-from tp_engine.topology import RankInfo
-from tp_engine.units import GIB, MIB, format_gib
+from tp_engine.job.topology import RankInfo
+from tp_engine.model_config.kv_layout import KvCapacity, KvKind, KvLayout, kv_cache_lines, lay_out
+from tp_engine.system.units import GIB, MIB, format_gib
 from tp_engine.worker.device import MemorySnapshot
 from tp_engine.worker.memory.kv_cache import KvCacheShape
 from tp_engine.worker.memory.ledger import (

@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.worker.memory_cases import SimulatedGroup, on_ranks
 from tp_engine.errors import MemoryBudgetError
-from tp_engine.topology import RankInfo
+from tp_engine.job.topology import RankInfo
 from tp_engine.worker.memory.meter import settle_slots
 
 

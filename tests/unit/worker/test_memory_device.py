@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from tests.unit.worker.memory_cases import FakeDevice
-from tp_engine.device_map import DeviceMap
 from tp_engine.errors import ConfigError
-from tp_engine.kv_layout import KvKind, lay_out
-from tp_engine.topology import RankInfo
-from tp_engine.units import MIB
+from tp_engine.job.device_map import DeviceMap
+from tp_engine.job.topology import RankInfo
+from tp_engine.model_config.kv_layout import KvKind, lay_out
+from tp_engine.system.units import MIB
 from tp_engine.worker import device
 from tp_engine.worker.device import CpuDevice, CudaDevice, MemorySnapshot, make_device
 from tp_engine.worker.memory.host_memory import HostMemory, host_memory, process_memory, reset_peak
@@ -251,7 +251,7 @@ def test_ranks_of_one_host_share_its_cores(
 ) -> None:
     """Oracle: eight cores divided by the ranks; a lone rank keeps the number of threads that its user chose."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(8)))
-    monkeypatch.setattr("tp_engine.cpus.cpu_quota", lambda _root: None)
+    monkeypatch.setattr("tp_engine.system.cpus.cpu_quota", lambda _root: None)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("torch.cuda.set_device", lambda _device: None)
     torch.set_num_threads(7)

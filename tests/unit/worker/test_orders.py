@@ -13,8 +13,8 @@ import pytest
 from tests.fake_engine import FakeEngine
 from tp_engine.engine.admin_commands import ADMIN_COMMANDS, act
 from tp_engine.errors import RequestError
+from tp_engine.job.progress import RankPhase, RankProgress
 from tp_engine.plan import Order
-from tp_engine.progress import RankPhase, RankProgress
 from tp_engine.worker.orders import Outcome, Prepared, execute_command
 
 NUM_RANKS = 3

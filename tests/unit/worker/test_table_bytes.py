@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from tp_engine.job.topology import RankInfo
 from tp_engine.kernels.sampling import tables as sampling_tables
-from tp_engine.kv_layout import KvKind, lay_out
-from tp_engine.topology import RankInfo
+from tp_engine.model_config.kv_layout import KvKind, lay_out
 from tp_engine.worker import worker
 
 CPU = torch.device("cpu")

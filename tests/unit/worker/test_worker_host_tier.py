@@ -14,7 +14,7 @@ from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError, MemoryBudgetError
 from tp_engine.kernels.huge_pages import HUGE_PAGE
 from tp_engine.plan import StepPlan
-from tp_engine.units import GIB, MIB
+from tp_engine.system.units import GIB, MIB
 from tp_engine.worker.codecs.base import BlockCopy
 from tp_engine.worker.memory.host_memory import HostMemory
 from tp_engine.worker.memory.kv_cache import resident_bytes

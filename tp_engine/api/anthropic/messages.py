@@ -28,7 +28,7 @@ from tp_engine.api.openai.chat.messages import omitted
 from tp_engine.api.openai.reasoning_seal import ReasoningSeal
 from tp_engine.errors import RequestError, shown
 from tp_engine.images.sources import DocumentSource, ImageSource
-from tp_engine.log import get_logger, warn_once
+from tp_engine.system.log import get_logger, warn_once
 
 logger = get_logger(__name__)
 

@@ -16,7 +16,7 @@ from tp_engine.api.openai.protocol import ChatBody, PromptBody, ThinkingBody, re
 from tp_engine.api.openai.reasoning_seal import ReasoningSeal
 from tp_engine.api.openai.requests import PreparedFromChat, prepare
 from tp_engine.errors import ContextLengthError, RequestError, shown
-from tp_engine.log import get_logger, warn_once
+from tp_engine.system.log import get_logger, warn_once
 
 logger = get_logger(__name__)
 

@@ -10,7 +10,7 @@ from tp_engine.api.openai.chat.options import ChatOptions
 from tp_engine.api.sampling_defaults import SamplingDefaultOptions
 from tp_engine.errors import ConfigError
 from tp_engine.options.fields import option
-from tp_engine.units import MIB
+from tp_engine.system.units import MIB
 
 STANDARD_STREAM = "-"
 OUTPUT_ORDERS = ("finished", "input")

@@ -17,12 +17,12 @@ from tp_engine.api.openai.responses_api.protocol import ResponsesBody
 from tp_engine.api.openai.responses_api.requests import NAMES, chat_body
 from tp_engine.api.openai.sampling import beam_search_params, chat_params, completion_params, listed_prompts
 from tp_engine.api.openai.structured import named_refusal
-from tp_engine.closing import Closing
 from tp_engine.errors import RequestError
 from tp_engine.grammar.compiler_process import CompilerProcess
-from tp_engine.panics import panics_refused
-from tp_engine.sampling_params import SamplingParams
-from tp_engine.structured_outputs import PARAM, StructuredOutputsParams
+from tp_engine.requests.sampling_params import SamplingParams
+from tp_engine.requests.structured_outputs import PARAM, StructuredOutputsParams
+from tp_engine.system.closing import Closing
+from tp_engine.system.panics import panics_refused
 
 _MAX_REMEMBERED = 256
 

@@ -24,9 +24,9 @@ import msgspec
 from tp_engine.api.batch_job.config import STANDARD_STREAM
 from tp_engine.api.json_parts import json_parts
 from tp_engine.api.openai.errors import describe_error
-from tp_engine.closing import Closing
 from tp_engine.errors import ConfigError
-from tp_engine.files import open_regular
+from tp_engine.system.closing import Closing
+from tp_engine.system.files import open_regular
 
 _LINE_ID = "batch_req_"
 _LINE_ID_NUMBER = re.compile(_LINE_ID + r"([1-9]\d{0,17})(?:_[0-9a-f]{24})?")  # earlier versions: the number alone

@@ -19,9 +19,9 @@ from pathlib import Path
 import msgspec
 
 from tp_engine.api.batch_job.lines import ResultLine, line_number
-from tp_engine.closing import Closing
 from tp_engine.errors import ConfigError
-from tp_engine.files import sync_folder
+from tp_engine.system.closing import Closing
+from tp_engine.system.files import sync_folder
 
 _SYNC_PERIOD_S = 5.0
 _LINE_START = b'{"id":'

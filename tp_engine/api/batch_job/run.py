@@ -13,7 +13,6 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Unpack
 
-from tp_engine import env
 from tp_engine.api.batch_job.config import BatchConfig
 from tp_engine.api.batch_job.endpoints import GrammarTrials, check_request, prepare_request
 from tp_engine.api.batch_job.lines import BatchInput, BatchRequest
@@ -39,12 +38,13 @@ from tp_engine.engine.start import (
 )
 from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.errors import ConfigError
-from tp_engine.log import get_logger
 from tp_engine.lora import adapter_names
 from tp_engine.options import fields_of
 from tp_engine.options.intake import take_options
-from tp_engine.structured_outputs import StructuredOutputsDefaults
-from tp_engine.units import MIB
+from tp_engine.requests.structured_outputs import StructuredOutputsDefaults
+from tp_engine.system import env
+from tp_engine.system.log import get_logger
+from tp_engine.system.units import MIB
 from tp_engine.worker.effective_config import EffectiveConfig
 
 logger = get_logger(__name__)

@@ -36,12 +36,12 @@ from tp_engine.api.beam_search import BeamSearch, request_output
 from tp_engine.api.llm import LLM
 from tp_engine.api.openai.errors import sequence_error
 from tp_engine.api.openai.requests import PreparedBody
-from tp_engine.closing import Closing
 from tp_engine.engine.tokenizer import TokenDecoder
 from tp_engine.errors import EngineDeadError, RequestError, again
-from tp_engine.log import get_logger
-from tp_engine.outputs import RequestOutput
-from tp_engine.request import EngineRequest
+from tp_engine.requests.outputs import RequestOutput
+from tp_engine.requests.request import EngineRequest
+from tp_engine.system.closing import Closing
+from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
 

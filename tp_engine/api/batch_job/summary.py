@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from tp_engine.api.batch_job.config import STANDARD_STREAM
-from tp_engine.outputs import RequestOutput
+from tp_engine.requests.outputs import RequestOutput
 
 
 class BatchStatus(StrEnum):

@@ -13,7 +13,7 @@ from tp_engine.api.batch_job.endpoints import ENDPOINTS
 from tp_engine.api.batch_job.lines import BatchInput, BatchRequest, LineError, read_line, repeated_line
 from tp_engine.api.batch_job.results import EarlierResults, digest
 from tp_engine.api.openai.errors import describe_error
-from tp_engine.log import get_logger
+from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
 

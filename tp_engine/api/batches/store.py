@@ -27,10 +27,10 @@ import msgspec
 
 from tp_engine.api.batches.objects import Batch, StoredEntry, StoredFile, new_id
 from tp_engine.api.openai.errors import HttpError
-from tp_engine.closing import Closing
 from tp_engine.errors import ConfigError, RequestError, shown
-from tp_engine.files import sync_folder
-from tp_engine.log import get_logger
+from tp_engine.system.closing import Closing
+from tp_engine.system.files import sync_folder
+from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
 

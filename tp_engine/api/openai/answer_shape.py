@@ -13,7 +13,7 @@ from tp_engine.api.openai.logprobs import Position, chat_logprobs, completion_lo
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody
 from tp_engine.api.openai.sampling import num_top_logprobs
 from tp_engine.api.openai.tools.events import CallArguments, CallStarted, ChatEvent, ContentText, ReasoningText
-from tp_engine.outputs import CompletionOutput, RequestOutput
+from tp_engine.requests.outputs import CompletionOutput, RequestOutput
 
 JsonObject: TypeAlias = dict[str, Any]
 

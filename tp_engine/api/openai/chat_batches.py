@@ -12,7 +12,7 @@ from tp_engine.api.openai.answer_shape import JsonObject
 from tp_engine.api.openai.protocol import ChatBody
 from tp_engine.api.openai.requests import PreparedAnswer, PreparedBody, prepare
 from tp_engine.errors import RequestError
-from tp_engine.outputs import RequestOutput
+from tp_engine.requests.outputs import RequestOutput
 
 _NOT_HERE = ("stream", "tools", "functions", "use_beam_search")
 

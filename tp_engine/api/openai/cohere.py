@@ -19,8 +19,8 @@ from tp_engine.api.openai.pooled import EmbeddingBody, prepare_pooled
 from tp_engine.api.openai.protocol import PromptBody
 from tp_engine.api.openai.requests import PreparedBody
 from tp_engine.errors import RequestError, shown
-from tp_engine.log import get_logger, warn_once
-from tp_engine.outputs import RequestOutput
+from tp_engine.requests.outputs import RequestOutput
+from tp_engine.system.log import get_logger, warn_once
 
 logger = get_logger(__name__)
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tp_engine.errors import CODE_UNAVAILABLE, NO_TOKEN_LEFT, EngineDeadError, RequestError
-from tp_engine.structured_outputs import PARAM
+from tp_engine.requests.structured_outputs import PARAM
 
 ERROR_TYPES = {
     400: "invalid_request_error",

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tp_engine.outputs import Logprob
+from tp_engine.requests.outputs import Logprob
 
 # JSON has no minus infinity; the OpenAI API writes this number for a token that can not be sampled.
 IMPOSSIBLE = -9999.0

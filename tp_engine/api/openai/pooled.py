@@ -25,8 +25,8 @@ from tp_engine.api.pooling import Pooler, PoolingParams
 from tp_engine.api.scoring import ScorePairs, fields_of, paired
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.errors import RequestError, shown
-from tp_engine.outputs import RequestOutput
 from tp_engine.plan import FloatArray
+from tp_engine.requests.outputs import RequestOutput
 
 
 class InputBody(PromptBody):

@@ -18,8 +18,8 @@ from tp_engine.api.openai import foreign_fields
 from tp_engine.api.openai.foreign_fields import HARMLESS, Refused, refuse_foreign
 from tp_engine.api.preparing import LARGE
 from tp_engine.errors import RequestError, shown
-from tp_engine.log import get_logger, warn_once
-from tp_engine.panics import panics_refused
+from tp_engine.system.log import get_logger, warn_once
+from tp_engine.system.panics import panics_refused
 
 logger = get_logger(__name__)
 

@@ -15,8 +15,8 @@ from tp_engine.api.openai.responses_api.protocol import ResponsesBody
 from tp_engine.api.openai.responses_api.requests import count_tokens
 from tp_engine.errors import RequestError
 from tp_engine.images.sources import has_image_part
-from tp_engine.request import EngineRequest
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.requests.request import EngineRequest
+from tp_engine.requests.sampling_params import SamplingParams
 
 # Where a tokenizer was found on this host.
 _PLACES = ("name_or_path", "_file")

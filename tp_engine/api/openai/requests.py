@@ -25,9 +25,9 @@ from tp_engine.api.openai.sampling import (
 )
 from tp_engine.api.openai.structured import named_refusal
 from tp_engine.errors import ContextLengthError, RequestError
-from tp_engine.outputs import RequestOutput
-from tp_engine.request import EngineRequest
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.requests.outputs import RequestOutput
+from tp_engine.requests.request import EngineRequest
+from tp_engine.requests.sampling_params import SamplingParams
 
 # Log-probabilities of prompts that one answer may have; one takes some 70 bytes in it, and 500 while it is made.
 MAX_PROMPT_LOGPROBS = 1 << 20

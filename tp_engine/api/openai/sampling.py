@@ -13,7 +13,7 @@ from tp_engine.api.openai.structured import constraining_field, structured_outpu
 from tp_engine.api.openai.tools.forced_constraint import forced_schema
 from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.errors import RequestError
-from tp_engine.sampling_params import BeamSearchParams, SamplingParams
+from tp_engine.requests.sampling_params import BeamSearchParams, SamplingParams
 
 SAMPLING_NAMES = frozenset(spec.name for spec in dataclasses.fields(SamplingParams))
 _CONVERTED = {"logprobs", "max_tokens", "logit_bias", "structured_outputs"}

@@ -19,7 +19,7 @@ from typing import Any
 from tp_engine.api.openai.protocol import ChatBody, GenerationBody
 from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.errors import RequestError, shown
-from tp_engine.structured_outputs import PARAM, StructuredOutputsParams
+from tp_engine.requests.structured_outputs import PARAM, StructuredOutputsParams
 
 # The prompt decides about what comes first.
 _NAMES = frozenset(spec.name for spec in dataclasses.fields(StructuredOutputsParams)) - {"preamble"}

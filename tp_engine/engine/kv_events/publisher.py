@@ -25,13 +25,13 @@ from collections import deque
 
 import zmq
 
-from tp_engine import env
-from tp_engine.closing import Closing
 from tp_engine.engine.kv_events.mirror import CacheMirror, encode
 from tp_engine.errors import ConfigError
 from tp_engine.kv_events import CONFIG_NAME, KVEventsConfig, is_of_this_host
-from tp_engine.log import get_logger
 from tp_engine.sched.kv_events import CacheChange, KVEventCounters, Rebuilt
+from tp_engine.system import env
+from tp_engine.system.closing import Closing
+from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
 

@@ -13,7 +13,7 @@ from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next
 from tp_engine.kernels.jit import jit
 from tp_engine.kernels.quantization.values_triton import code_values, load_scales, weight_constants, weight_tensors
 from tp_engine.kernels.quantization.weights import QuantisedWeight
-from tp_engine.units import ceil_div
+from tp_engine.system.units import ceil_div
 
 # An output head has more; its values would be the largest allocation of a step.
 MOST_VALUES = 1 << 27

@@ -16,7 +16,7 @@ from tp_engine.kernels.quantization.sums_triton import block_columns, quantised_
 from tp_engine.kernels.quantization.values_triton import weight_constants, weight_tensors
 from tp_engine.kernels.quantization.weights import QuantisedWeight
 from tp_engine.model_config.mlp import Activation
-from tp_engine.units import ceil_div
+from tp_engine.system.units import ceil_div
 
 
 class RowTiles(NamedTuple):

@@ -15,7 +15,7 @@ from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.norm_triton import begin_norm, normalised_row, row_constants
 from tp_engine.kernels.quantization.row_codes import CODE_DTYPE, LARGEST_CODE, CodeRule, RowCodes
 from tp_engine.kernels.quantization.row_codes_triton import rounded_groups
-from tp_engine.units import ceil_div
+from tp_engine.system.units import ceil_div
 
 
 @triton.jit(do_not_specialize=["scale_stride"])

@@ -12,7 +12,7 @@ from tp_engine.kernels.jit import jit
 from tp_engine.kernels.kv_cache.store_kv_triton import scaled_to_range
 from tp_engine.kernels.quantization.row_codes import CODE_DTYPE, LARGEST_CODE
 from tp_engine.model_config.mlp import Activation
-from tp_engine.units import ceil_div
+from tp_engine.system.units import ceil_div
 
 MAX_SIZE = 1 << 16
 _BLOCK = 1024

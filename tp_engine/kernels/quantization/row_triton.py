@@ -29,7 +29,7 @@ from tp_engine.kernels.jit import jit
 from tp_engine.kernels.quantization.values_triton import load_scales, num_groups, weight_constants, weight_tensors
 from tp_engine.kernels.quantization.weights import QuantisedWeight, values_per_byte
 from tp_engine.model_config.mlp import Activation
-from tp_engine.units import ceil_div, round_up
+from tp_engine.system.units import ceil_div, round_up
 
 _WORD_BYTES = 4
 _MAX_BLOCK_WORDS, _MIN_BLOCK_WORDS, _BLOCK_ELEMENTS, _MIN_BLOCK_OUT = 1024, 32, 4096, 2

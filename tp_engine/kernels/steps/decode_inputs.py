@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from tp_engine.plan import PAD_SLOT
-from tp_engine.units import round_up
+from tp_engine.system.units import round_up
 
 PAD_ROW = -1
 

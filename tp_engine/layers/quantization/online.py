@@ -21,7 +21,7 @@ from tp_engine.layers.quantization.dense import Dense, choose_experts
 from tp_engine.layers.quantization.experts import ExpertsShape
 from tp_engine.layers.quantization.quantised_products import choose_quantised_product
 from tp_engine.layers.quantization.stored import LinearShape
-from tp_engine.units import ceil_div
+from tp_engine.system.units import ceil_div
 
 INT4_GROUP = 32
 _LEAST_VARIED = 1e-5  # a share of the mean square of a group's codes; below it they are alike

@@ -29,7 +29,7 @@ from tp_engine.layers.quantization.quantised_products import choose_quantised_pr
 from tp_engine.layers.quantization.stored import LinearShape, StoredTensor, Unit
 from tp_engine.model_config.mlp import StoredExperts
 from tp_engine.model_config.quantization import WeightScheme
-from tp_engine.units import ceil_div
+from tp_engine.system.units import ceil_div
 from tp_engine.weights.source import Decode, Source, as_stored, keep_stored_type
 
 

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple, TypeVar
 import torch
 
 from tp_engine.model_config.mlp import Activation
-from tp_engine.units import ceil_div
+from tp_engine.system.units import ceil_div
 from tp_engine.weights.source import Decode, Source, Span, as_stored, whole
 
 

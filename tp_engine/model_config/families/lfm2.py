@@ -10,7 +10,7 @@ from tp_engine.model_config.names import LANGUAGE_MODEL_NAMES, CheckpointNames
 from tp_engine.model_config.recurrent import ShortConvSpec
 from tp_engine.model_config.rope import RopeRules
 from tp_engine.model_config.spec import LayerSpec, ModelSpec, QkNormSpec
-from tp_engine.units import round_up
+from tp_engine.system.units import round_up
 
 _DENSE, _SPARSE, _WRAPPER = "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm2VlForConditionalGeneration"
 ARCHITECTURES = (_DENSE, _SPARSE, _WRAPPER)

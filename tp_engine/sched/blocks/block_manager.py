@@ -35,7 +35,7 @@ from tp_engine.sched.running_batch import RunningBatch
 from tp_engine.sched.sequence import Entry, Sequence, Shared
 from tp_engine.sched.tiers.disk_tier import NO_LINKS, TierLinks
 from tp_engine.sched.tiers.host_tier import HostTierManager
-from tp_engine.units import ceil_div
+from tp_engine.system.units import ceil_div
 
 
 class Hits(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tp_engine.plan import BoolArray
-from tp_engine.units import ceil_div
+from tp_engine.system.units import ceil_div
 
 Counts: TypeAlias = npt.NDArray[np.int64]
 _Int = TypeVar("_Int", bound=np.integer[Any])

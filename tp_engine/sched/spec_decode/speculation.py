@@ -31,7 +31,7 @@ import msgspec
 import numpy as np
 
 from tp_engine.plan import NO_IDS, IntArray, StepPlan, StepResult, TokenLogprobs
-from tp_engine.request import SequenceDelta, StepOutput
+from tp_engine.requests.request import SequenceDelta, StepOutput
 from tp_engine.sched.constraint import FillMasks, TokenConstraint, follow, masks_of
 from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks
 from tp_engine.sched.outcome import FinishDetails, StopChecker, accept, ending, slice_logprobs

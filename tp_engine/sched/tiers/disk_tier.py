@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tp_engine.log import get_logger
 from tp_engine.plan import NO_PAIRS, BoolArray, IntArray
 from tp_engine.sched.blocks.lru_queue import NO_BLOCKS, BlockIds, LruQueue
 from tp_engine.sched.blocks.prefix_cache import PrefixCache
@@ -30,6 +29,7 @@ from tp_engine.sched.limits import NO_REPORTS, SchedulerLimits, TierReports
 from tp_engine.sched.tiers.disk_journal import DiskContents, encode_blocks, restore
 from tp_engine.sched.tiers.tier_channel import TierBatch, TierChannel
 from tp_engine.sched.tiers.tier_slots import NO_SLOT, TierSlots
+from tp_engine.system.log import get_logger
 
 _logger = get_logger(__name__)
 

@@ -36,7 +36,7 @@ from tp_engine.sched.sequence import Shared
 from tp_engine.sched.tiers.disk_tier import NO_LINKS, DiskTierManager, TierLinks
 from tp_engine.sched.tiers.tier_channel import StoreChecks
 from tp_engine.sched.tiers.tier_slots import NO_SLOT, TierSlots
-from tp_engine.units import ceil_div
+from tp_engine.system.units import ceil_div
 
 _POOL_SHARE = 32  # what part of the pool is kept free or clean at most
 _SLOTS_SHARE = 16  # and how many blocks, compared with the slots

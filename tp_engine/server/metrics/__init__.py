@@ -23,7 +23,7 @@ from tp_engine.sched.spec_decode.speculation import SpeculationCounters
 from tp_engine.server.metrics import families as f
 from tp_engine.server.metrics.families import histograms, number, prefixed, samples
 from tp_engine.server.metrics.figures import BatchFigures, HttpFigures, RequestFigures
-from tp_engine.version import __version__
+from tp_engine.system.version import __version__
 
 _CACHE_SETTINGS = (
     "block_size", "num_blocks", "max_model_len", "max_num_seqs", "dtype", "device", "tensor_parallel_size",

@@ -13,9 +13,9 @@ from prometheus_client import Metric
 
 from tp_engine.advice.block_size import LengthCounter
 from tp_engine.api.batches.objects import ACTIVE, ENDED, Batch
-from tp_engine.outputs import RequestMetrics
-from tp_engine.request import FinishReason
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.requests.outputs import RequestMetrics
+from tp_engine.requests.request import FinishReason
+from tp_engine.requests.sampling_params import SamplingParams
 from tp_engine.server.metrics import families as f
 from tp_engine.server.metrics.families import histograms, number, samples
 

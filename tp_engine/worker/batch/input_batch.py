@@ -23,7 +23,7 @@ from tp_engine.attention.base import AttentionMetadata
 from tp_engine.kernels.steps.decode_inputs import RowTables, padded_room
 from tp_engine.layers.upload import upload_all
 from tp_engine.plan import Admission, IntArray, StepPlan
-from tp_engine.units import ceil_div
+from tp_engine.system.units import ceil_div
 from tp_engine.worker.batch.decode_batch import DecodeBatch
 from tp_engine.worker.batch.draft_rows import DraftRows, MirroredTable, places_in_runs
 from tp_engine.worker.batch.step_inputs import BatchLayout, SlotArray, StepInputs, make_layout, slots_for

@@ -21,9 +21,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tp_engine.kernels.recurrent import LayerStates
-from tp_engine.kv_layout import STATE_BYTES, StateGroup
 from tp_engine.layers.attention import Attention
 from tp_engine.layers.recurrent import RecurrentMixer
+from tp_engine.model_config.kv_layout import STATE_BYTES, StateGroup
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import StepPlan
 from tp_engine.worker.feature import RunnerFeature, RunnerHooks

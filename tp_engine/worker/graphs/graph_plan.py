@@ -22,11 +22,11 @@ from tp_engine.kernels.ops import has_triton
 from tp_engine.layers.embedding import VocabParallelEmbedding
 from tp_engine.layers.norm import QKNorm
 from tp_engine.layers.recurrent import RecurrentMixer
-from tp_engine.log import get_logger
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.draft_head import DraftHead
 from tp_engine.sampling.device_sampler import SHARE_BYTES
 from tp_engine.speculative import SpeculativeConfig
+from tp_engine.system.log import get_logger
 from tp_engine.worker.batch.padded_batch import MAX_CHUNKS, StepSizes
 from tp_engine.worker.device import Device
 from tp_engine.worker.graphs.recorder import CudaRecorder

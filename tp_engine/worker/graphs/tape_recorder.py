@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tp_engine.cpu import Tape, is_recording, recording
 from tp_engine.distributed.collectives import Communicator
-from tp_engine.log import get_logger
-from tp_engine.units import round_up
+from tp_engine.system.log import get_logger
+from tp_engine.system.units import round_up
 from tp_engine.worker.graphs.recorder import Keep, Step, keep_nothing
 
 _logger = get_logger(__name__)

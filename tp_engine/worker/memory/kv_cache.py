@@ -28,11 +28,11 @@ import torch
 from tp_engine.errors import MemoryBudgetError
 from tp_engine.kernels.huge_pages import map_zeros
 from tp_engine.kernels.kv_cache.layer_kv import SCALE_DTYPE, is_quantised, layer_view
-from tp_engine.kv_layout import KvLayout
 from tp_engine.layers.attention import Attention
 from tp_engine.layers.upload import upload
+from tp_engine.model_config.kv_layout import KvLayout
 from tp_engine.plan import IntArray
-from tp_engine.units import format_gib
+from tp_engine.system.units import format_gib
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 

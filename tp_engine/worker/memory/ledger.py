@@ -21,9 +21,9 @@ import json
 from dataclasses import asdict, dataclass
 
 from tp_engine.errors import MemoryBudgetError
-from tp_engine.kv_layout import KvCapacity
-from tp_engine.topology import RankInfo
-from tp_engine.units import format_gib
+from tp_engine.job.topology import RankInfo
+from tp_engine.model_config.kv_layout import KvCapacity
+from tp_engine.system.units import format_gib
 from tp_engine.worker.device import MemorySnapshot
 
 

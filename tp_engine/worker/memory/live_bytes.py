@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tp_engine.models.vision_tower import VisionTower
-from tp_engine.units import ceil_div
+from tp_engine.system.units import ceil_div
 
 _ROWS = 256  # of an image that is encoded in a blink
 

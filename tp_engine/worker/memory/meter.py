@@ -9,9 +9,9 @@ import torch
 
 from tp_engine.distributed.rank import Agreeing, attempt
 from tp_engine.errors import MemoryBudgetError
-from tp_engine.kv_layout import KvCapacity, kv_cache_lines
-from tp_engine.log import get_logger
-from tp_engine.topology import RankInfo
+from tp_engine.job.topology import RankInfo
+from tp_engine.model_config.kv_layout import KvCapacity, kv_cache_lines
+from tp_engine.system.log import get_logger
 from tp_engine.worker.device import Device, MemorySnapshot
 from tp_engine.worker.memory.kv_cache import KvCacheShape, resident_bytes
 from tp_engine.worker.memory.ledger import (

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from tp_engine.layers.attention import Attention
-from tp_engine.log import get_logger
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import TokenLogprobs
+from tp_engine.system.log import get_logger
 from tp_engine.worker.batch.step_inputs import StepInputs
 from tp_engine.worker.feature import RunnerFeature, RunnerHooks
 from tp_engine.worker.results.readback import PendingStep, record_event

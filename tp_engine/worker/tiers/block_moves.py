@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tp_engine.kv_layout import MoveCounters
+from tp_engine.model_config.kv_layout import MoveCounters
 from tp_engine.plan import IntArray, StepPlan
 from tp_engine.tier_progress import TierProgress
 from tp_engine.worker.codecs.base import Codec

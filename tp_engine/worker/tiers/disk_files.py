@@ -28,7 +28,7 @@ import numpy.typing as npt
 import xxhash
 
 from tp_engine.errors import ConfigError, MemoryBudgetError
-from tp_engine.units import GIB, ceil_div, format_gib
+from tp_engine.system.units import GIB, ceil_div, format_gib
 
 _FORMAT = 1
 _PAGE = 4096

@@ -23,11 +23,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from tp_engine.log import get_logger
+from tp_engine.job.topology import RankInfo
+from tp_engine.system.log import get_logger
+from tp_engine.system.units import format_gib
+from tp_engine.system.version import __version__
 from tp_engine.tier_progress import TierProgress
-from tp_engine.topology import RankInfo
-from tp_engine.units import format_gib
-from tp_engine.version import __version__
 from tp_engine.weights.fingerprint import weights_fingerprint
 from tp_engine.worker.codecs.base import Codec
 from tp_engine.worker.effective_config import EffectiveConfig

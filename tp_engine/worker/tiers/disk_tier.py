@@ -22,9 +22,9 @@ import numpy.typing as npt
 import torch
 
 from tp_engine.distributed.device_threads import device_thread
-from tp_engine.kv_layout import DiskCounters
-from tp_engine.log import get_logger
+from tp_engine.model_config.kv_layout import DiskCounters
 from tp_engine.plan import IntArray
+from tp_engine.system.log import get_logger
 from tp_engine.tier_progress import TierProgress
 from tp_engine.worker.tiers.disk_files import SlotFiles
 

@@ -22,14 +22,14 @@ import torch
 from tp_engine.config import EngineConfig
 from tp_engine.distributed.groups import RankGroups
 from tp_engine.errors import MemoryBudgetError
+from tp_engine.job.progress import RankPhase, RankProgress
 from tp_engine.kernels.huge_pages import map_zeros
 from tp_engine.kv_codec import is_lossy
-from tp_engine.kv_layout import KvCapacity, MoveCounters
-from tp_engine.log import get_logger
+from tp_engine.model_config.kv_layout import KvCapacity, MoveCounters
 from tp_engine.plan import StepPlan
-from tp_engine.progress import RankPhase, RankProgress
+from tp_engine.system.log import get_logger
+from tp_engine.system.units import GIB, format_gib
 from tp_engine.tier_progress import TierProgress
-from tp_engine.units import GIB, format_gib
 from tp_engine.worker.codecs.base import Codec
 from tp_engine.worker.feature import RunnerFeature, RunnerHooks
 from tp_engine.worker.memory.host_memory import HostMemory, host_memory

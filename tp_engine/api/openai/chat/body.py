@@ -16,9 +16,9 @@ from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.api.openai.tools.token_writing import TokenWriting
 from tp_engine.errors import RequestError
 from tp_engine.grammar.vocabulary import check_tokenizer
-from tp_engine.log import get_logger, warn_once
-from tp_engine.sampling_params import SamplingParams
-from tp_engine.structured_outputs import StructuredOutputsParams
+from tp_engine.requests.sampling_params import SamplingParams
+from tp_engine.requests.structured_outputs import StructuredOutputsParams
+from tp_engine.system.log import get_logger, warn_once
 
 logger = get_logger(__name__)
 

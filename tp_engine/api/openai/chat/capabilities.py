@@ -31,7 +31,7 @@ from typing import Any, TypeAlias
 from tp_engine.api.openai.chat.template import ChatTemplate, TemplateRefusal
 from tp_engine.api.openai.chat.thinking_form import ThinkingForm
 from tp_engine.images.sources import ImageSource
-from tp_engine.log import get_logger
+from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
 

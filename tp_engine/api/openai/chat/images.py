@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from tp_engine.errors import RequestError
 from tp_engine.images.placeholders import HiddenMarks, Pieces
 from tp_engine.images.sources import ImageSource
-from tp_engine.log import get_logger, warn_once
+from tp_engine.system.log import get_logger, warn_once
 
 logger = get_logger(__name__)
 

@@ -32,7 +32,7 @@ from tp_engine.api.openai.tools.text_parser import valid_unicode
 from tp_engine.api.openai.tools.tool_format import ToolFormat
 from tp_engine.errors import RequestError, shown
 from tp_engine.images.sources import DocumentSource, ImageSource, image_source, is_image_part
-from tp_engine.log import get_logger, warn_once
+from tp_engine.system.log import get_logger, warn_once
 
 logger = get_logger(__name__)
 

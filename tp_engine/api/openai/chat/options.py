@@ -11,9 +11,9 @@ from tp_engine.api.openai.reasoning import REASONING_ALIASES, REASONING_FORMATS,
 from tp_engine.api.openai.tools.formats import TOOL_FORMATS
 from tp_engine.api.openai.tools.tool_format import ToolFormat
 from tp_engine.errors import ConfigError
-from tp_engine.files import read_text
-from tp_engine.log import get_logger
 from tp_engine.options.fields import check_fields, option
+from tp_engine.system.files import read_text
+from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
 

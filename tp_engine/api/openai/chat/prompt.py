@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
-from tp_engine import env
 from tp_engine.api.openai.chat.capabilities import TemplateCapabilities
 from tp_engine.api.openai.chat.images import render_images
 from tp_engine.api.openai.chat.messages import normal_messages
@@ -19,7 +18,8 @@ from tp_engine.api.openai.tools.tool_format import ToolFormat
 from tp_engine.errors import ConfigError, RequestError
 from tp_engine.images.placeholders import Pieces
 from tp_engine.images.sources import ImageSource
-from tp_engine.log import get_logger, warn_once
+from tp_engine.system import env
+from tp_engine.system.log import get_logger, warn_once
 
 logger = get_logger(__name__)
 

@@ -24,9 +24,9 @@ from typing import Any
 from tp_engine.api.openai.chat import template_process
 from tp_engine.api.openai.chat.template_process import TemplateRefusal, parse_template
 from tp_engine.errors import again
-from tp_engine.isolation.cancellation import Cancellation, cancelled_by
-from tp_engine.isolation.process import CallError, IsolatedProcess, Limits
-from tp_engine.units import MIB
+from tp_engine.system.isolation.cancellation import Cancellation, cancelled_by
+from tp_engine.system.isolation.process import CallError, IsolatedProcess, Limits
+from tp_engine.system.units import MIB
 
 __all__ = ["ChatTemplate", "TemplateRefusal"]
 

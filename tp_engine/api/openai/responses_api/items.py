@@ -19,7 +19,7 @@ from tp_engine.api.openai.chat.messages import omitted
 from tp_engine.api.openai.responses_api.tools import custom_arguments, flat_name
 from tp_engine.errors import RequestError, shown
 from tp_engine.images.sources import ImageSource, image_source, is_image_part
-from tp_engine.log import get_logger, warn_once
+from tp_engine.system.log import get_logger, warn_once
 
 logger = get_logger(__name__)
 

@@ -22,7 +22,7 @@ from pydantic_core import from_json
 
 from tp_engine.api.openai.responses_api.client_tools import CLIENT_TOOLS, ClientTool, client_tool, described
 from tp_engine.errors import RequestError, shown
-from tp_engine.log import get_logger, warn_once
+from tp_engine.system.log import get_logger, warn_once
 
 logger = get_logger(__name__)
 

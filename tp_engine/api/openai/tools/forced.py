@@ -17,7 +17,7 @@ from tp_engine.api.openai.tools.tool_format import ForcedForm
 if TYPE_CHECKING:
     from tp_engine.api.openai.tools.request import ToolRequest
     from tp_engine.api.openai.tools.token_writing import TokenWriting
-    from tp_engine.structured_outputs import StructuredOutputsParams
+    from tp_engine.requests.structured_outputs import StructuredOutputsParams
 
 _SEPARATORS = re.compile(f"[{re.escape(SEPARATORS)}]*")
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tp_engine.grammar.library import inner_schema
 from tp_engine.grammar.schema import NOTES, is_any, without_notes
 from tp_engine.grammar.schema_types import SchemaRoot
-from tp_engine.structured_outputs import MAX_CONSTRAINT_CHARACTERS, StructuredOutputsParams
+from tp_engine.requests.structured_outputs import MAX_CONSTRAINT_CHARACTERS, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from tp_engine.api.openai.tools.token_writing import TokenWriting

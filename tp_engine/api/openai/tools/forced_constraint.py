@@ -19,9 +19,9 @@ from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.api.openai.tools.token_writing import TokenWriting
 from tp_engine.api.openai.tools.tool_format import MessageFormat, ToolFormat
 from tp_engine.errors import RequestError
-from tp_engine.isolation.process import CallError, CancelledCallError, CrashedError, IsolatedProcess, Limits
-from tp_engine.structured_outputs import MAX_CONSTRAINT_CHARACTERS, StructuredOutputsParams
-from tp_engine.units import KIB, MIB
+from tp_engine.requests.structured_outputs import MAX_CONSTRAINT_CHARACTERS, StructuredOutputsParams
+from tp_engine.system.isolation.process import CallError, CancelledCallError, CrashedError, IsolatedProcess, Limits
+from tp_engine.system.units import KIB, MIB
 
 # Schemas of a megabyte take a few tenths of a second.
 _LIMITS = Limits(

@@ -26,7 +26,7 @@ from tp_engine.grammar.library import inner_schema
 if TYPE_CHECKING:
     from tp_engine.api.openai.tools.request import ToolRequest
     from tp_engine.api.openai.tools.token_writing import TokenWriting
-    from tp_engine.structured_outputs import StructuredOutputsParams
+    from tp_engine.requests.structured_outputs import StructuredOutputsParams
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END = "<|end|>"

@@ -15,7 +15,7 @@ from tp_engine.api.openai.tools.text_parser import MessageParser, TextParser
 if TYPE_CHECKING:
     from tp_engine.api.openai.tools.request import ToolRequest  # pydantic, which options are read without
     from tp_engine.api.openai.tools.token_writing import TokenWriting
-    from tp_engine.structured_outputs import StructuredOutputsParams
+    from tp_engine.requests.structured_outputs import StructuredOutputsParams
 
 # Names of functions that every format's reader takes.
 _NAME = re.compile(r"[^\W\d][\w.\-]*")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from tp_engine import env
+from tp_engine.system import env
 
 LOG_FORMATS = ("text", "json")
 

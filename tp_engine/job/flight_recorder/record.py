@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from tp_engine.log import get_logger
+from tp_engine.system.log import get_logger
 
 FORMAT = 1
 

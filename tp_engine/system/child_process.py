@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-_ROOT = str(Path(__file__).resolve().parents[1])
+_ROOT = str(Path(__file__).resolve().parents[2])
 # The first line of standard input is the import path; the settings follow.  If there is none, the parent was
 # interrupted, and says so itself.  The module's name stays on the command line, where process lists show it.
 _ENTER = (

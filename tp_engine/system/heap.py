@@ -8,7 +8,7 @@ import ctypes
 import threading
 import time
 
-from tp_engine.units import MIB
+from tp_engine.system.units import MIB
 
 _LIBC = ctypes.CDLL(None)
 _TRIM_BYTES = 32 * MIB

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from tp_engine.flight_recorder.analysis import Standing, explain, standings
-from tp_engine.flight_recorder.record import FlightRecord, RankRecord, StepRecord
+from tp_engine.job.flight_recorder.analysis import Standing, explain, standings
+from tp_engine.job.flight_recorder.record import FlightRecord, RankRecord, StepRecord
 
 _TRACEBACK_LINES = 25
 _TELLING = (

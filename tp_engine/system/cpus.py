@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from tp_engine import env
+from tp_engine.system import env
 
 
 def num_cpus(root: Path = Path("/")) -> int:

@@ -50,12 +50,12 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tp_engine.child_process import start_child
-from tp_engine.closing import Closing
 from tp_engine.errors import RequestError
-from tp_engine.isolation import host
-from tp_engine.isolation.cancellation import Cancellation, current_cancellation
-from tp_engine.units import MIB, shown_size
+from tp_engine.system.child_process import start_child
+from tp_engine.system.closing import Closing
+from tp_engine.system.isolation import host
+from tp_engine.system.isolation.cancellation import Cancellation, current_cancellation
+from tp_engine.system.units import MIB, shown_size
 
 _MAX_CALLS = 8
 _WALL_PER_CPU = 10.0

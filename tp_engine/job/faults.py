@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from tp_engine import env
 from tp_engine.errors import ConfigError
-from tp_engine.log import get_logger
-from tp_engine.progress import RankPhase
+from tp_engine.job.progress import RankPhase
+from tp_engine.system import env
+from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tp_engine.errors import ConfigError, RequestError, shown
-from tp_engine.nesting import is_expression_deeper, is_grammar_deeper, is_schema_deeper
 from tp_engine.options.fields import check_fields, json_object, key
 from tp_engine.options.foreign_rows import refused
 from tp_engine.options.intake import takes_names_of_others
+from tp_engine.requests.nesting import is_expression_deeper, is_grammar_deeper, is_schema_deeper
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 # Real schemas nest up to 40 deep; a chain of 1,000 objects overflows the stack of the grammar library.

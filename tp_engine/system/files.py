@@ -13,7 +13,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Any
 
-from tp_engine.units import MIB
+from tp_engine.system.units import MIB
 
 MAX_JSON_BYTES = 16 * MIB
 MAX_INDEX_BYTES = 128 * MIB  # a line per tensor: DeepSeek-V3 has 9 MB

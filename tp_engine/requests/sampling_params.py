@@ -10,7 +10,7 @@ from typing import Any, Self
 from tp_engine.errors import RequestError, shown
 from tp_engine.options.foreign_rows import Become, accepted, refused, to_option, translated
 from tp_engine.options.intake import takes_names_of_others
-from tp_engine.structured_outputs import StructuredOutputsParams
+from tp_engine.requests.structured_outputs import StructuredOutputsParams
 
 MAX_STOP_STRINGS = 64
 MAX_BAD_WORDS = 1024

@@ -9,7 +9,7 @@ import msgspec
 from tp_engine.errors import NO_TOKEN_LEFT, RequestError, shown
 from tp_engine.images.image_input import ImageInput
 from tp_engine.plan import FloatArray, TokenLogprobs
-from tp_engine.sampling_params import SamplingParams
+from tp_engine.requests.sampling_params import SamplingParams
 
 NOT_FINITE = (
     "the model's outputs for this prompt are not numbers (NaN or infinity): the weights may be broken, or values may "

@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 
-from tp_engine.units import ceil_div, format_gib, round_up
+from tp_engine.system.units import ceil_div, format_gib, round_up
 
 MAX_GROUPS = 12
 # Kernels begin at the start of a tile: this many keys behind a window may still be read, and are hidden by a mask.

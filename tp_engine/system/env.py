@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tp_engine.errors import ConfigError
-from tp_engine.topology import RankInfo
+from tp_engine.job.topology import RankInfo
 
 _LAUNCH_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",

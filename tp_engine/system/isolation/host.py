@@ -22,7 +22,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from tp_engine.errors import RequestError
-from tp_engine.units import KIB
+from tp_engine.system.units import KIB
 
 MAX_MESSAGE = 4096
 MAX_DESCRIPTORS = 16

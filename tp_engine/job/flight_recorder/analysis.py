@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tp_engine.faults import PHASES
-from tp_engine.flight_recorder.record import FlightRecord, RankRecord, StepRecord
+from tp_engine.job.faults import PHASES
+from tp_engine.job.flight_recorder.record import FlightRecord, RankRecord, StepRecord
 
 ABSENT = "never came"
 SILENT_S = 2.5

@@ -1,4 +1,4 @@
-"""``python -m tp_engine.flight_recorder FILE``: print a flight record for people."""
+"""``python -m tp_engine.job.flight_recorder FILE``: print a flight record for people."""
 
 import argparse
 import os
@@ -6,13 +6,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tp_engine.flight_recorder.record import BadRecordError, load_record
-from tp_engine.flight_recorder.report import report_lines
+from tp_engine.job.flight_recorder.record import BadRecordError, load_record
+from tp_engine.job.flight_recorder.report import report_lines
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, or 2 for a file that is not a record."""
-    parser = argparse.ArgumentParser(prog="python -m tp_engine.flight_recorder", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tp_engine.job.flight_recorder", description=__doc__)
     parser.add_argument("file", type=Path, help="tp_engine-flight-*.json")
     parser.add_argument("--steps", type=int, default=8, help="how many of the last steps to print (default: 8)")
     options = parser.parse_args(argv)

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tp_engine.log import get_logger
-from tp_engine.progress import tell_progress
+from tp_engine.job.progress import tell_progress
+from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
 

@@ -1,1 +1,0 @@
-"""What a job was doing when it ended abnormally: a JSON file, and ``python -m tp_engine.flight_recorder FILE``."""
