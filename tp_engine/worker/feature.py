@@ -95,3 +95,17 @@ class RunnerFeature(ABC):
     @abstractmethod
     def attach(self, hooks: RunnerHooks) -> None:
         """Append to ``hooks`` what this feature does."""
+
+
+class ModelReader(RunnerFeature):
+    """The base of features that call ``_model`` or look into it, and have no layers with K/V of their own."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self._model = model
+
+    def attach(self, hooks: RunnerHooks) -> None:
+        hooks.take_model.append(self.take_model)
+
+    def take_model(self, model: CausalLM) -> list[Attention]:
+        self._model = model
+        return []

@@ -23,13 +23,12 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from tp_engine.layers.attention import Attention
 from tp_engine.layers.experts import Experts
 from tp_engine.layers.linear import LocalLinear
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import StepPlan
 from tp_engine.worker.batch.step_inputs import StepInputs
-from tp_engine.worker.feature import RunnerFeature, RunnerHooks
+from tp_engine.worker.feature import ModelReader, RunnerHooks
 from tp_engine.worker.model_runner import ModelRunner
 from tp_engine.worker.orders import Prepared
 from tp_engine.worker.results.readback import PendingStep
@@ -38,23 +37,19 @@ NUM_ROWS: Final = 40
 NUM_DECODES: Final = 16
 
 
-class LayerWatch(RunnerFeature):
+class LayerWatch(ModelReader):
     """Records while it is a feature of a runner, which replays no step then."""
 
     def __init__(self, model: CausalLM) -> None:
-        self._model = model
+        super().__init__(model)
         self._found: dict[str, list[torch.Tensor]] = defaultdict(list)
         self._num_steps, self._most_rows = 0, NUM_ROWS
 
     def attach(self, hooks: RunnerHooks) -> None:
+        super().attach(hooks)
         hooks.must_launch.append(self.must_launch)
         hooks.reads_all.append(self.reads_all)
         hooks.around_model.append(self.around_model)
-        hooks.take_model.append(self._take_model)
-
-    def _take_model(self, model: CausalLM) -> list[Attention]:
-        self._model = model
-        return []
 
     def must_launch(self, plan: StepPlan) -> bool:
         return True

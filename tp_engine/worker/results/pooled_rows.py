@@ -19,36 +19,32 @@ import numpy as np
 import torch
 
 from tp_engine.distributed.collectives import Communicator
-from tp_engine.layers.attention import Attention
 from tp_engine.layers.upload import upload, upload_all
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import POOLS_ALL, POOLS_LAST, Admission, FloatArray, IntArray, StepPlan
 from tp_engine.sampling.logprobs import Fetch
 from tp_engine.worker.batch.step_inputs import StepInputs
-from tp_engine.worker.feature import RunnerFeature, RunnerHooks
+from tp_engine.worker.feature import ModelReader, RunnerHooks
 from tp_engine.worker.results.readback import PendingStep
 
 
-class PooledRows(RunnerFeature):
+class PooledRows(ModelReader):
     """Which of ``num_rows`` rows pool outputs of ``model``, and what; of at most ``max_positions`` tokens at once."""
 
     def __init__(self, num_rows: int, model: CausalLM, communicator: Communicator, max_positions: int) -> None:
+        super().__init__(model)
         self._pools = np.zeros(num_rows, dtype=np.int8)
         self._token_ids: dict[int, IntArray] = {}
-        self._model, self._vocab = model, model.lm_head.slice
+        self._vocab = model.lm_head.slice
         self._communicator, self._max_positions = communicator, max_positions
 
     def attach(self, hooks: RunnerHooks) -> None:
+        super().attach(hooks)
         hooks.admit.append(self.admit)
         hooks.must_launch.append(self.must_launch)
         hooks.reads_all.append(self.reads_all)
         hooks.on_hidden.append(self.on_hidden)
         hooks.on_logits.append(self.on_logits)
-        hooks.take_model.append(self._take_model)
-
-    def _take_model(self, model: CausalLM) -> list[Attention]:
-        self._model = model
-        return []
 
     def admit(self, admitted: Sequence[Admission]) -> None:
         """Note what the new occupants of rows ask for."""

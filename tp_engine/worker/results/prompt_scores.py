@@ -9,35 +9,31 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tp_engine.layers.attention import Attention
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import Admission, IntArray, StepPlan
 from tp_engine.sampling.logprobs import LogprobTensors, logprobs_of
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.batch.step_inputs import StepInputs
-from tp_engine.worker.feature import RunnerFeature, RunnerHooks
+from tp_engine.worker.feature import ModelReader, RunnerHooks
 from tp_engine.worker.results.readback import PendingStep
 
 _LEAST_POSITIONS = 16  # with fewer, most of the time goes into reading the output head's weight
 
 
-class ScoredPrompts(RunnerFeature):
+class ScoredPrompts(ModelReader):
     """Which rows of ``batch`` ask for log-probabilities of their prompts, and these, chunk by chunk, by ``model``."""
 
     def __init__(self, model: CausalLM, batch: InputBatch) -> None:
-        self._model, self._batch = model, batch
+        super().__init__(model)
+        self._batch = batch
         self._num_alternatives = np.full(len(batch.num_prompt), -1, dtype=np.int32)
 
     def attach(self, hooks: RunnerHooks) -> None:
+        super().attach(hooks)
         hooks.admit.append(self.admit)
         hooks.must_launch.append(self.must_launch)
         hooks.reads_all.append(self.reads_all)
         hooks.on_hidden.append(self.on_hidden)
-        hooks.take_model.append(self._take_model)
-
-    def _take_model(self, model: CausalLM) -> list[Attention]:
-        self._model = model
-        return []
 
     def admit(self, admitted: Sequence[Admission]) -> None:
         """Note what the new occupants of rows ask for."""

@@ -71,19 +71,23 @@ def _has(kinds: Mapping[str, tuple[str, ...]]) -> Callable[[Mapping[str, Any]], 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientTool:
-    """``item`` is the type of a call, whose arguments are the object in its ``place``, None: its fields.  ``added`` are
-    fields of the place that a model need not write, and ``beside`` others of the item.  ``is_call`` tells of arguments
-    that follow ``parameters`` whether they are complete."""
+    """The arguments of a call are the object in the ``place`` of its item, None: its fields.  ``added`` are fields of
+    the place that a model need not write, and ``beside`` others of the item.  ``is_call`` tells of arguments that
+    follow ``parameters`` whether they are complete."""
 
     name: str
-    item: str
     prefix: str
-    place: str | None
+    place: str | None = "action"
     description: str
     parameters: Mapping[str, Any]
     is_call: Callable[[Mapping[str, Any]], bool] = lambda _: True
     added: Mapping[str, Any] = field(default_factory=dict)
     beside: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def item(self) -> str:
+        """The type of an item that is a call."""
+        return f"{self.name}_call"
 
     def fields(self, arguments: str) -> dict[str, Any] | None:
         """Return what the item of a call has of its ``arguments``; None if they do not fit this tool."""
@@ -99,16 +103,13 @@ class ClientTool:
 
 _COMPUTER: dict[str, Any] = {
     "name": "computer",
-    "item": "computer_call",
     "prefix": "cu",
     "beside": {"pending_safety_checks": []},
 }
 CLIENT_TOOLS: Mapping[str, ClientTool] = {
     "local_shell": ClientTool(
         name="local_shell",
-        item="local_shell_call",
         prefix="lsh",
-        place="action",
         description="Runs a command on the user's machine and returns its output.",
         parameters=_object(
             ("command",), type={"type": "string", "enum": ["exec"]}, command=_TEXTS,
@@ -119,9 +120,7 @@ CLIENT_TOOLS: Mapping[str, ClientTool] = {
     ),
     "shell": ClientTool(
         name="shell",
-        item="shell_call",
         prefix="sh",
-        place="action",
         description="Runs shell commands on the user's machine, each on its own, and returns their output.",
         parameters=_object(("commands",), commands=_TEXTS, timeout_ms=_WHOLE, max_output_length=_WHOLE),
         added={"timeout_ms": None, "max_output_length": None},
@@ -129,7 +128,6 @@ CLIENT_TOOLS: Mapping[str, ClientTool] = {
     ),
     "apply_patch": ClientTool(
         name="apply_patch",
-        item="apply_patch_call",
         prefix="apc",
         place="operation",
         description="Creates, changes or deletes one file.  diff is in the V4A format: for a new file each line begins "
@@ -139,7 +137,6 @@ CLIENT_TOOLS: Mapping[str, ClientTool] = {
     ),
     "computer_use_preview": ClientTool(
         **_COMPUTER,
-        place="action",
         description="Does one thing with the mouse or the keyboard of a computer; a screenshot is returned.",
         parameters=_ACTION,
         is_call=_has(_ACTIONS),
