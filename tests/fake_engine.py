@@ -31,11 +31,11 @@ from tp_engine.engine.report import (
 from tp_engine.engine.service import EngineService
 from tp_engine.engine.service_socket import new_address
 from tp_engine.errors import RequestError
+from tp_engine.features.kv_events import KVEventCounters
 from tp_engine.model_config.kv_layout import DiskCounters, MoveCounters
 from tp_engine.plan import FloatArray, TokenLogprobs
 from tp_engine.requests.request import EngineRequest, FinishReason, SequenceDelta, StepOutput
 from tp_engine.sched.images import ImageCounters
-from tp_engine.sched.kv_events import KVEventCounters
 from tp_engine.sched.lora import AdapterStats, LoRASlots
 from tp_engine.sched.spec_decode.speculation import SpeculationCounters
 from tp_engine.sched.view import PoolGrid, RunningSequence, SchedulerStats, SchedulerView, ViewLimits
@@ -299,7 +299,7 @@ class FakeEngine:
             num_used_host_slots=3,
             speculation=SpeculationCounters(5, 20, 12, [5, 4, 2, 1], {"ngram": (20, 12)}),
             adapters=AdapterStats(max_loras=4, running=("one", "two"), waiting=("three",)),
-            kv_events=KVEventCounters(num_batches=6, num_lost_changes=2),
+            extensions={"kv_events": KVEventCounters(num_batches=6, num_lost_changes=2)},
             images=ImageCounters(num_queries=9, num_hits=4, num_encoded=5, num_rows_used=70),
         )
 

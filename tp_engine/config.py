@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tp_engine.errors import ConfigError
+from tp_engine.features.kv_events.options import KVEventsConfig
 from tp_engine.job.device_map import check_devices
 from tp_engine.kv_codec import check_codec
-from tp_engine.kv_events import KVEventsConfig
 from tp_engine.lora import parse_modules
 from tp_engine.options.fields import check_fields, option
 from tp_engine.options.hf_overrides import parse_overrides

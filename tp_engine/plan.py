@@ -75,6 +75,8 @@ until then every plan that has a result has the image again, or its rank forgets
 are the images that chunks of this plan touch: row, place in the prompt, and first row in the encoder cache.  A rank
 that has applied a plan keeps nothing else of it but the cache's rows and ``images``.
 
+``extensions`` are the sections of features, by name: arrays and numbers that the core passes on.
+
 An *order* asks all ranks for something that is no step, such as new weights.  It travels alone: its plan has no rows,
 is sent when nothing is in flight, and has no result.
 """
@@ -204,6 +206,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     image_rows: IntArray = NO_IMAGE_ROWS
     wait_load: int = 0
     num_drafts: int = 0
+    extensions: dict[str, Any] = {}
 
     @property
     def num_tokens(self) -> int:

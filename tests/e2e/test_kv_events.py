@@ -15,6 +15,7 @@ from tests.e2e.serving import warm_serving
 from tests.kv_events import Subscriber, new_socket, plain_hashes
 from tests.tiers import slow_but
 from tp_engine import LLM, ConfigError, SamplingParams
+from tp_engine.features.kv_events import COUNTERS
 
 pytestmark = pytest.mark.usefixtures("warm_children")
 
@@ -79,7 +80,7 @@ def test_a_subscriber_knows_what_is_cached(num_ranks: int, checkpoint: Callable[
         def is_current() -> bool:
             nonlocal number
             number = replay(config["replay_endpoint"], number, subscriber)
-            sent = llm.engine.stats().kv_events
+            sent = COUNTERS.get(llm.engine.stats())
             assert sent is not None and sent.num_lost_changes == 0
             return number == sent.num_batches
 

@@ -1,18 +1,17 @@
 """Builds rank 0's engine from its parts: worker, plan channel, scheduler."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from tp_engine.config import EngineConfig
 from tp_engine.distributed.groups import RankGroups
 from tp_engine.engine.admin_commands import act
 from tp_engine.engine.disk_writer import DiskWriter, read_contents
 from tp_engine.engine.engine import Engine
 from tp_engine.engine.grammar_queue import GrammarQueue, make_compiler
 from tp_engine.engine.job import Job
-from tp_engine.engine.kv_events.publisher import KVEventPublisher
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.errors import ConfigError, RequestError
+from tp_engine.features.registry import Closable, open_parts
 from tp_engine.images.settings import image_settings
 from tp_engine.ipc.job_board import EchoCheck
 from tp_engine.ipc.plan_channel import PlanPublisher
@@ -20,13 +19,11 @@ from tp_engine.ipc.relay import PlanLink
 from tp_engine.ipc.ring_buffer import RingWriter
 from tp_engine.job.progress import RankPhase
 from tp_engine.kv_codec import may_refuse
-from tp_engine.kv_events import KVEventsConfig
 from tp_engine.lora import parse_modules
 from tp_engine.plan import NO_IDS
 from tp_engine.sched.limits import ImageLimits, TierReports
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
 from tp_engine.sched.tiers.disk_tier import TierLinks
-from tp_engine.system import env
 from tp_engine.system.log import get_logger
 from tp_engine.tier_progress import TIER_CHANNELS, TierProgressReader
 from tp_engine.worker.effective_config import EffectiveConfig
@@ -52,9 +49,7 @@ def build_engine(
     with contextlib.ExitStack() as undo:
         undo.callback(groups.close)
         undo.push(job.on_exit)  # reports before the groups close: a closed group looks like a death
-        kv_events = _publisher(effective.config)
-        if kv_events is not None:
-            undo.callback(kv_events.close)
+        given = open_parts(effective.config, undo)
         compiler = make_compiler(effective)  # holds the GIL for a while, so not between steps
         note_inputs = job.slot.note_inputs if effective.config.debug_compare_rank_inputs else None
         worker = Worker(
@@ -93,7 +88,7 @@ def build_engine(
         )
     words = {name: [slot.channels[name] for slot in job.board.slots] for name in TIER_CHANNELS}
     reports: TierReports = {name: TierProgressReader(own).poll for name, own in words.items()}
-    scheduler = Scheduler(limits, grammars.fill_masks, TierLinks(reports, contents), kv_events=kv_events)
+    scheduler = Scheduler(limits, grammars.fill_masks, TierLinks(reports, contents), given)
     engine = Engine(
         worker=worker,
         scheduler=scheduler,
@@ -104,7 +99,7 @@ def build_engine(
         num_ahead=int(effective.config.async_scheduling and (groups.info.world_size > 1 or worker.runs_by_itself)),
         job=job,
         echoes=echoes,
-        leave=lambda: _leave(groups, job, leave, kv_events),
+        leave=lambda: _leave(groups, job, leave, given),
         disk_writer=None if journal is None else DiskWriter(scheduler, journal),
     )
     _load_adapters(engine, effective)
@@ -121,22 +116,10 @@ def _load_adapters(engine: Engine, effective: EffectiveConfig) -> None:
             raise ConfigError(f"lora_modules has {source.name}={source.path}: {error}") from error
 
 
-def _publisher(config: EngineConfig) -> KVEventPublisher | None:
-    """The publisher of KV events; None if they are off.  ``ConfigError`` if an endpoint can not be used."""
-    found = KVEventsConfig.of(config.kv_events_config)
-    if config.kv_events_config is not None and found is None:
-        logger.warning("kv_events_config is given, but there are no events: set enable_kv_cache_events to true in it")
-    if found is not None and not config.enable_prefix_caching:
-        logger.warning(
-            "kv_events_config is on, but enable_prefix_caching is off: nothing is cached, so nothing is told"
-        )
-    return None if found is None else KVEventPublisher(found, config.block_size, env.KV_EVENTS_KEY.read())
-
-
-def _leave(groups: RankGroups, job: Job, leave: Callable[[bool], None], kv_events: KVEventPublisher | None) -> None:
+def _leave(groups: RankGroups, job: Job, leave: Callable[[bool], None], given: Mapping[str, Closable]) -> None:
     with contextlib.ExitStack() as stack:
-        if kv_events is not None:
-            stack.callback(kv_events.close)
+        for part in given.values():
+            stack.callback(part.close)
         stack.callback(job.close)
         stack.callback(groups.close)
         stack.callback(leave, job.has_failed)

@@ -28,13 +28,12 @@ import numpy as np
 import xxhash
 
 from tp_engine.errors import PlanError
-from tp_engine.ipc.plan_sections import INT, SECTIONS, ArraySection, Buffer, NumberSection, Part, Section
+from tp_engine.ipc.plan_sections import ALIGNMENT, INT, SECTIONS, ArraySection, Buffer, NumberSection, Part, Section
 from tp_engine.plan import NO_IDS, Control, IntArray, StepPlan
 
 MAGIC = b"TPSP"
-VERSION = 13
+VERSION = 14
 
-_ALIGNMENT = 8
 _HEADER = struct.Struct("<4sIQIIqqI")
 _UNSUMMED = struct.Struct("<4sIQ")  # the header up to what the checksum is of
 _SUMMED_FROM = _UNSUMMED.size
@@ -43,7 +42,7 @@ _NUM_FIXED = 5
 _TWO_SIZES = struct.Struct("<II")
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_OFFSET = 8
-_PADDING = [bytes(count) for count in range(_ALIGNMENT)]
+_PADDING = [bytes(count) for count in range(ALIGNMENT)]
 _ROWS = "decode_rows"
 
 
@@ -80,7 +79,7 @@ class PlanCodec:
         for index, count in enumerate(counts):
             if count:
                 size = self._sections[index].encode(values[index], parts)
-                padding = -size % _ALIGNMENT
+                padding = -size % ALIGNMENT
                 if padding:
                     parts.append(_PADDING[padding])
                 present |= 1 << index
@@ -122,7 +121,7 @@ class PlanCodec:
         fields: dict[str, Any] = {"step_id": step_id, "rows_epoch": epoch}
         for section, size in zip(sections, head.unpack_from(buffer, _SUMMED_FROM)[_NUM_FIXED:], strict=True):
             fields[section.name] = section.decode(buffer, offset, size, fields)
-            offset += size + -size % _ALIGNMENT
+            offset += size + -size % ALIGNMENT
         if epoch and not present & self._rows_bit:
             if epoch != known_epoch:
                 raise PlanError(
@@ -140,7 +139,7 @@ class PlanCodec:
         if not present:
             return self._plan_type(step_id=step_id, rows_epoch=epoch, decode_rows=known_rows)
         rows_bytes, ids_bytes = _TWO_SIZES.unpack_from(buffer, _HEADER.size)
-        ids_start = rows_bytes + -rows_bytes % _ALIGNMENT
+        ids_start = rows_bytes + -rows_bytes % ALIGNMENT
         ints: IntArray = np.frombuffer(buffer, INT, (ids_start + ids_bytes) // 4, _SUMMED_FROM + _head(2).size)
         return self._plan_type(
             step_id=step_id,
@@ -170,4 +169,4 @@ def plan_checksum(data: Buffer) -> int:
 def _head(num_sections: int) -> struct.Struct:
     """What is summed of the header: up to where the first section begins."""
     size = struct.calcsize(f"{_SUMMED}{num_sections}I")
-    return struct.Struct(f"{_SUMMED}{num_sections}I{-size % _ALIGNMENT}x")
+    return struct.Struct(f"{_SUMMED}{num_sections}I{-size % ALIGNMENT}x")

@@ -2,6 +2,7 @@
 
 A section is a field of ``StepPlan``: an array, the admissions, bytes, or a number.  A plan has only those that are not
 empty, or 0.  To add an array to the plan, add a field with an empty default to ``StepPlan`` and a line to ``SECTIONS``;
+a section of a feature is in its ``Feature`` (``features/registry.py``), and its value among the plan's ``extensions``;
 to add one of a row's parameters, a field to ``RowSampling`` or ``Admission`` and a line to ``ADMISSIONS``.  Either
 makes another ``plan_codec.VERSION``.
 
@@ -11,21 +12,24 @@ it.  These bytes are what ``encode`` wrote: the codec has compared their checksu
 """
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from tp_engine.features.registry import PlanSection, plan_sections
 from tp_engine.model_config.kv_layout import MAX_GROUPS
-from tp_engine.plan import Admission, RowSampling
+from tp_engine.plan import Admission, RowSampling, StepPlan
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 AnyArray: TypeAlias = npt.NDArray[Any]
 Part: TypeAlias = bytes | AnyArray
 
 INT, FLOAT, BOOL = np.dtype("<i4"), np.dtype("<f4"), np.dtype(np.bool_)
+ALIGNMENT = 8  # of sections
 ANY = -1  # number of columns: whatever the array has
 _SAMPLING = "sampling."
 
@@ -40,6 +44,16 @@ class ArraySection:
         self.name, self.dtype, self.per, self._most = name, dtype, per, most
         self._columns = columns
         self._num_dimensions = 2 if columns else 1
+
+    @cached_property
+    def absent(self) -> AnyArray:
+        """What a plan has without this section."""
+        return np.empty((0, max(self._columns, 0)) if self._columns else 0, self.dtype)
+
+    def of(self, plan: StepPlan) -> AnyArray:
+        """Return a feature's section of the plan, empty if it has none."""
+        found: AnyArray = plan.extensions.get(self.name, self.absent)
+        return found
 
     def encode(self, value: AnyArray, parts: list[Part]) -> int:
         if value.dtype is not self.dtype and value.dtype != self.dtype:
@@ -129,12 +143,61 @@ class NumberSection:
     def __init__(self, name: str) -> None:
         self.name = name
 
+    def of(self, plan: StepPlan) -> int:
+        """Return a feature's section of the plan, 0 if it has none."""
+        found: int = plan.extensions.get(self.name, 0)
+        return found
+
     def encode(self, value: int, parts: list[Part]) -> int:
         parts.append(_NUMBER.pack(value))
         return _NUMBER.size
 
     def decode(self, buffer: Buffer, offset: int, size: int, fields: Mapping[str, Any]) -> int:
         return int(_NUMBER.unpack_from(buffer, offset)[0])
+
+
+class ExtensionSection:
+    """The sections of features, by name; ``sections`` gives all that there may be, in the same order on all ranks::
+
+    | N u32 | N pairs: index among all u32, bytes u32 | zeros | N sections, each with zeros to a multiple of 8 |
+    """
+
+    def __init__(self, name: str, sections: Callable[[], Iterable[PlanSection]]) -> None:
+        self.name, self._sections = name, sections
+
+    @cached_property
+    def _table(self) -> dict[str, tuple[int, PlanSection]]:
+        return {section.name: (index, section) for index, section in enumerate(self._sections())}
+
+    @cached_property
+    def _rows(self) -> list[PlanSection]:
+        return [section for _, section in self._table.values()]
+
+    def encode(self, value: Mapping[str, Any], parts: list[Part]) -> int:
+        place = len(parts)
+        parts.append(b"")
+        head, total = [len(value)], 0
+        for name, item in value.items():
+            index, section = self._table[name]
+            size = section.encode(item, parts)
+            parts.append(bytes(-size % ALIGNMENT))
+            head += (index, size)
+            total += size + -size % ALIGNMENT
+        packed = struct.pack(f"<{len(head)}I", *head)
+        parts[place] = packed + bytes(-len(packed) % ALIGNMENT)
+        return len(parts[place]) + total
+
+    def decode(self, buffer: Buffer, offset: int, size: int, fields: Mapping[str, Any]) -> dict[str, Any]:
+        (count,) = _COUNT.unpack_from(buffer, offset)
+        head = struct.unpack_from(f"<{2 * count}I", buffer, offset + _COUNT.size)
+        place = _COUNT.size + 4 * len(head)
+        found: dict[str, Any] = {}
+        place += -place % ALIGNMENT
+        for index, length in zip(head[::2], head[1::2], strict=True):
+            section = self._rows[index]
+            found[section.name] = section.decode(buffer, offset + place, length, found)
+            place += length + -length % ALIGNMENT
+        return found
 
 
 _COUNT = struct.Struct("<I")
@@ -171,7 +234,7 @@ ADMISSIONS = AdmissionSection(
     ),
 )
 
-Section: TypeAlias = ArraySection | AdmissionSection | BytesSection | NumberSection
+Section: TypeAlias = ArraySection | AdmissionSection | BytesSection | ExtensionSection | NumberSection
 
 SECTIONS: tuple[Section, ...] = (
     ArraySection("released"),
@@ -200,6 +263,7 @@ SECTIONS: tuple[Section, ...] = (
     ArraySection("encodes", columns=12),
     ArraySection("image_rows", columns=3),
     BytesSection("order"),
+    ExtensionSection("extensions", plan_sections),
     NumberSection("wait_load"),
     NumberSection("num_drafts"),
 )

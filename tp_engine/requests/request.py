@@ -2,7 +2,8 @@
 
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -50,6 +51,7 @@ class EngineRequest:
     model alone.  Its K/V are never taken for those of another.  ``prompt_field`` is the field of the client's request
     that the prompt comes from, for errors.  ``images`` stand in the order of their places; the ids at the places of
     their rows are the model's placeholder (``VisionSpec.image_token_id``), which means no image anywhere else.
+    ``extensions`` has what features want to know of it.
     """
 
     request_id: str
@@ -65,6 +67,7 @@ class EngineRequest:
     adapter_generation: int = 0
     prompt_field: str = "prompt"
     images: tuple[ImageInput, ...] = ()
+    extensions: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_constrained(self) -> bool:

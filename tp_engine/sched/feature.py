@@ -9,20 +9,23 @@
     Scheduler.update      on_result -> the tokens are entered -> extend_output
     a sequence            on_leave (it gives back its row) -> on_end -> on_request_end
 
-``features.py`` makes all features.  Each appends its functions to the hooks that it needs, so a step costs nothing for
-what is switched off.
+The registry of features (``features/registry.py``) makes them all.  Each appends its functions to the hooks that it
+needs, so a step costs nothing for what is switched off.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from tp_engine.plan import StepPlan, StepResult
 from tp_engine.requests.request import EngineRequest, StepOutput
 from tp_engine.sched.blocks.block_manager import Hits
+from tp_engine.sched.constraint import FillMasks
+from tp_engine.sched.outcome import StopChecker
+from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import RequestGroup, Sequence
-from tp_engine.sched.step_scheduler import StepPlanBuilder
+from tp_engine.sched.step_scheduler import StepPlanBuilder, StepScheduler
 
 
 @dataclass(slots=True)
@@ -108,6 +111,19 @@ class SchedulerHooks:
 
     check_integrity: list[Callable[[], None]] = field(default_factory=list)
     """Asserts that the feature agrees with itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerParts:
+    """What the scheduler's features are made of: its state, what puts steps together, what finds ends, and what fills
+    masks of grammars.  ``given`` is from the engine, by feature; ``features`` are those that were made before."""
+
+    state: SchedulerState
+    builder: StepScheduler
+    stops: StopChecker
+    fill_masks: FillMasks | None
+    given: Mapping[str, Any]
+    features: Iterable[object]
 
 
 class SchedulerFeature(ABC):

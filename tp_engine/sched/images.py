@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import OrderedDict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -30,7 +31,7 @@ from tp_engine.plan import IntArray, StepPlan, StepResult
 from tp_engine.requests.request import EngineRequest
 from tp_engine.sched.encoder_cache import EncoderCache
 from tp_engine.sched.encodes import Encodes
-from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks
+from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks, SchedulerParts
 from tp_engine.sched.limits import ImageLimits
 from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import RequestGroup, Sequence
@@ -322,3 +323,10 @@ def _lost(request: EngineRequest) -> RequestError:
 
 def _array(entries: list[tuple[int, ...]], columns: int) -> IntArray:
     return np.array(entries, dtype=np.int32).reshape(-1, columns)
+
+
+def make(parts: SchedulerParts) -> Iterator[Images]:
+    """Make the scheduler's half if the model reads images."""
+    limits = parts.state.limits.images
+    if limits is not None:
+        yield Images(parts.state, limits)

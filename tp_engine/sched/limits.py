@@ -2,10 +2,10 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from tp_engine.model_config.kv_layout import TILE_TOKENS
 from tp_engine.sched.blocks.kv_windows import KvWindows
@@ -68,6 +68,7 @@ class SchedulerLimits:
     takes, and ``draft_seconds``, that of one more draft of a head for each, if these decide how many draft tokens pay.
 
     ``max_loras``: slots for adapters.  ``images``: how those of prompts are encoded; None: there are none.
+    ``extensions`` has the sizes of features.
     """
 
     num_blocks: int
@@ -90,6 +91,7 @@ class SchedulerLimits:
     draft_seconds: tuple[tuple[int, float], ...] = ()
     max_loras: int = 0
     images: ImageLimits | None = None
+    extensions: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):

@@ -17,7 +17,7 @@ taken.  After ``PATIENCE`` steps no sequence with an adapter passes it any longe
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -26,7 +26,7 @@ import numpy as np
 from tp_engine.errors import RequestError, shown
 from tp_engine.plan import NO_IDS, NO_PAIRS, StepPlan
 from tp_engine.requests.request import EngineRequest
-from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks
+from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks, SchedulerParts
 from tp_engine.sched.sequence import RequestGroup, Sequence
 
 PATIENCE = 64
@@ -198,3 +198,9 @@ class LoRASlots(SchedulerFeature):
             del self._idle[generation]
             self._free.append(self._slot_of.pop(generation))
         self._drops.append(generation)
+
+
+def make(parts: SchedulerParts) -> Iterator[LoRASlots]:
+    """Make the scheduler's half if there are slots."""
+    if parts.state.limits.max_loras:
+        yield LoRASlots(parts.state.limits.max_loras)

@@ -22,12 +22,15 @@ when the sequence leaves its row, which keeps hashing out of the steady step.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tp_engine.errors import RequestError
+from tp_engine.features.registry import halves
 from tp_engine.hooks import Feature, find_feature
 from tp_engine.plan import IntArray, StepPlan, StepResult
 from tp_engine.requests.request import EngineRequest, SequenceDelta, StepOutput
@@ -35,22 +38,21 @@ from tp_engine.sched.admission import Admitter
 from tp_engine.sched.blocks.cache_keys import CacheKeys
 from tp_engine.sched.constraint import FillMasks, Grammar
 from tp_engine.sched.decode_run import RowSet
-from tp_engine.sched.feature import SchedulerHooks
-from tp_engine.sched.features import make_features
-from tp_engine.sched.kv_events import KVEventSink
+from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks, SchedulerParts
 from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.outcome import StepOutcome, StopChecker, aborted, collect_of_prompts, ending, slice_logprobs
 from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.request_validation import build_group
 from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import RequestGroup, Sequence, SequencePhase
-from tp_engine.sched.spec_decode.proposer import Proposer
 from tp_engine.sched.steady_steps import SteadySteps
 from tp_engine.sched.step_scheduler import StepPlanBuilder, StepScheduler
 from tp_engine.sched.tiers.disk_tier import NO_LINKS, TierLinks
 from tp_engine.sched.view import SchedulerStats, SchedulerView, ViewLimits, stats_of, view_scheduler
 
 __all__ = ["Scheduler", "SchedulerLimits"]
+
+NOTHING_GIVEN: Mapping[str, Any] = MappingProxyType({})
 
 
 class Scheduler:
@@ -61,18 +63,25 @@ class Scheduler:
         limits: SchedulerLimits,
         fill_masks: FillMasks | None = None,
         links: TierLinks = NO_LINKS,
-        proposers: Iterable[Proposer] | None = None,
-        kv_events: KVEventSink | None = None,
+        given: Mapping[str, Any] = NOTHING_GIVEN,
     ) -> None:
-        """``fill_masks`` is for requests with grammars, ``links`` for the tiers; ``proposers`` are for speculation,
-        instead of its own; ``kv_events`` takes the changes of the prefix cache."""
+        """``fill_masks`` is for requests with grammars, ``links`` for the tiers; ``given`` has, by feature, what it
+        needs of the world."""
         self._limits, self._fill_masks = limits, fill_masks
         self.state = SchedulerState(limits, links)
         self._builder = StepScheduler(self.state)
         self._stops = StopChecker()
         self._steady = SteadySteps(self.state, self._stops)
-        parts = (self.state, self._builder, self._stops, fill_masks, proposers, kv_events)
-        self._features = list(make_features(*parts))
+        self._features: list[SchedulerFeature] = []
+        parts = SchedulerParts(
+            state=self.state,
+            builder=self._builder,
+            stops=self._stops,
+            fill_masks=fill_masks,
+            given=given,
+            features=self._features,
+        )
+        self._features += halves("scheduler", parts)
         self._hooks = SchedulerHooks()
         for feature in self._features:
             feature.attach(self._hooks)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -93,6 +93,7 @@ class Sequence:
     While it has a row, its adapter is in the slot ``adapter_slot``, 0 for none.
     It has waited ``num_disk_waits`` times in vain for the disk tier, which had ``num_unread_blocks`` of its prefix when
     it last looked; ``num_read_blocks`` were read for it, and it takes hits there if it ``reads_disk``.
+    ``extensions`` has what features keep of it.
     """
 
     group: RequestGroup
@@ -125,6 +126,7 @@ class Sequence:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     adapter_slot: int = 0
+    extensions: dict[str, Any] = field(default_factory=dict)
     request_id: str = field(init=False)
 
     def __post_init__(self) -> None:

@@ -12,6 +12,8 @@
 Rows that enter in this step are the business of ``Admitter`` (``admission``).
 """
 
+from typing import Any
+
 import msgspec
 import numpy as np
 
@@ -31,7 +33,7 @@ class StepPlanBuilder(msgspec.Struct):
 
     ``may_preempt``: no step is in flight whose result could end a sequence and so free blocks.  ``short``: a running
     row lacked blocks, so no sequence may enter in this step.  ``stalled``: the step must wait for the results in
-    flight.
+    flight.  ``extensions`` are those that the plan will have.
     """
 
     step_id: int
@@ -49,6 +51,7 @@ class StepPlanBuilder(msgspec.Struct):
     snapshots: list[tuple[int, int]] = []
     draft_base_rows: IntArray = NO_IDS
     draft_tokens: IntArray = NO_IDS
+    extensions: dict[str, Any] = {}
 
     def add_blocks(self, rows: IntArray, block_ids: IntArray) -> None:
         """New logical blocks of rows (n,) that have been in the batch before; ``block_ids`` (n * G,)."""
@@ -116,6 +119,7 @@ class StepPlanBuilder(msgspec.Struct):
             prefill_samples=samples,
             mask_rows=mask_rows,
             masks=masks,
+            extensions=self.extensions,
         )
 
     def _take_snapshots(self, state: SchedulerState) -> None:

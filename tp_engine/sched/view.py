@@ -10,14 +10,13 @@ A view is bounded, whatever the size of the pool and the batch, and costs nothin
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tp_engine.sched.images import ImageCounters
-from tp_engine.sched.kv_events import KVEventCounters
 from tp_engine.sched.lora import AdapterStats
 from tp_engine.sched.running_batch import RunningBatch
 from tp_engine.sched.scheduler_state import SchedulerState
@@ -37,6 +36,8 @@ class SchedulerStats:
     Of the host tier: its slots, those that hold a block, hit tokens (a part of the prefix hits) that came from there,
     and blocks moved each way, or given up without a copy.  Of the disk tier the same, and blocks whose read or write
     failed on some rank.
+
+    ``extensions`` has what features count, by feature.
     """
 
     num_running: int
@@ -66,8 +67,8 @@ class SchedulerStats:
     num_preempted_answers: int = 0
     speculation: SpeculationCounters | None = None
     adapters: AdapterStats | None = None
-    kv_events: KVEventCounters | None = None
     images: ImageCounters | None = None
+    extensions: dict[str, Any] = field(default_factory=dict)
 
     @property
     def usage(self) -> float:
@@ -129,9 +130,10 @@ class SchedulerView:
 
 
 def stats_of(state: SchedulerState, of_features: Mapping[str, Any]) -> SchedulerStats:
-    """Return the statistics of ``state``, which is not changed, and ``of_features`` by field."""
+    """Return the statistics of ``state``, which is not changed, and those ``of_features``, by field or by feature."""
     blocks = state.blocks
     held_slots = blocks.pool.num_used * blocks.block_size
+    own = {one.name for one in fields(SchedulerStats)}
     num_live = state.rows.num_live_tokens(blocks.pool.num_used, blocks.block_size)
     return SchedulerStats(
         num_running=state.rows.num_running,
@@ -142,7 +144,8 @@ def stats_of(state: SchedulerState, of_features: Mapping[str, Any]) -> Scheduler
         num_live_tokens=num_live,
         fragmentation=1 - num_live / held_slots if held_slots else 0.0,
         **asdict(state.counters),
-        **of_features,
+        **{name: value for name, value in of_features.items() if name in own},
+        extensions={name: value for name, value in of_features.items() if name not in own},
     )
 
 

@@ -8,6 +8,7 @@ import torch
 
 from tp_engine.attention.base import Backends
 from tp_engine.distributed.groups import RankGroups
+from tp_engine.features.registry import halves
 from tp_engine.job.progress import RankProgress
 from tp_engine.layers.attention import Attention
 from tp_engine.model_config.kv_layout import KvLayout
@@ -59,26 +60,30 @@ class RunnerFeatureParts:
         return [*self.model.attention_layers, *([] if self.head is None else self.head.own_attention)]
 
 
-def make_features(
-    parts: RunnerFeatureParts,
-    batch: InputBatch,
-    sampling: SamplingState,
-    pool: torch.Tensor,
-    progress: RankProgress,
-    *,
-    num_slots: int = 0,
-    is_trial: bool = False,
-) -> Iterator[RunnerFeature]:
-    """Make the features that the configuration asks for, in the order in which their hooks are called.
-
-    They share with their runner the ``batch`` and its rows' ``sampling``, the cache's blocks ``pool`` (blocks,
-    block_bytes) uint8, and where the rank says what it does.  ``num_slots`` are those of the host tier, 0 for none.  A
-    runner that ``is_trial`` serves no requests.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerParts:
+    """What the features of a runner are made of: those of the ``rank``, and what they share with their runner: the
+    ``batch`` and its rows' ``sampling``, the cache's blocks ``pool`` (blocks, block_bytes) uint8, and where the rank
+    says what it does.  ``num_slots`` are those of the host tier, 0 for none.  A runner that ``is_trial`` serves no
+    requests.
     """
+
+    rank: RunnerFeatureParts
+    batch: InputBatch
+    sampling: SamplingState
+    pool: torch.Tensor
+    progress: RankProgress
+    num_slots: int = 0
+    is_trial: bool = False
+
+
+def make_features(own: RunnerParts) -> Iterator[RunnerFeature]:
+    """Make the features that the configuration asks for, in the order in which their hooks are called."""
+    parts, batch, progress = own.rank, own.batch, own.progress
     effective, model, groups = parts.effective, parts.model, parts.groups
-    if parts.note_inputs is not None and not is_trial:
+    if parts.note_inputs is not None and not own.is_trial:
         yield InputDigests(parts.note_inputs)
-    if not is_trial:
+    if not own.is_trial:
         yield OutputWatch(parts.device, is_first=groups.info.is_first)
     if effective.adapters is not None:
         yield RankAdapters(
@@ -90,7 +95,7 @@ def make_features(
         )
     images = None
     if model.vision is not None:
-        num_rows = 1 if is_trial else effective.image_rows
+        num_rows = 1 if own.is_trial else effective.image_rows
         sum_rows = effective.config.max_num_batched_tokens
         yield (images := ImageEncoder(model, num_rows, groups.communicator, sum_rows, progress))
     if parts.layout.states is not None:
@@ -99,8 +104,8 @@ def make_features(
         yield states
     yield ScoredPrompts(model, batch)
     yield PooledRows(len(batch.num_prompt), model, groups.communicator, positions_at_once(batch.max_num_seqs))
-    if parts.codec is not None and num_slots:
-        yield HostTierWorker(pool, num_slots, parts.codec, parts.stores, progress)
+    if parts.codec is not None and own.num_slots:
+        yield HostTierWorker(own.pool, own.num_slots, parts.codec, parts.stores, progress)
     if parts.head is not None:
         keeps_kv = parts.head.keeps_kv
         passes = (HeadPasses if keeps_kv else SharedKvPasses)(
@@ -108,11 +113,12 @@ def make_features(
             parts.backends,
             (effective.draft_group,) if keeps_kv else parts.head.groups,
             batch,
-            sampling,
+            own.sampling,
             groups.communicator,
             effective.most_drafting_rows,
         )
         yield HeadDrafter(passes, batch, is_first=groups.info.is_first, images=images)
+    yield from halves("runner", own)
 
 
 def _num_states(effective: EffectiveConfig) -> int:

@@ -29,7 +29,7 @@ from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.codecs import make_codec
 from tp_engine.worker.device import Device, check_devices, make_device
 from tp_engine.worker.effective_config import EffectiveConfig
-from tp_engine.worker.features import RunnerFeatureParts, count_bytes, make_features
+from tp_engine.worker.features import RunnerFeatureParts, RunnerParts, count_bytes, make_features
 from tp_engine.worker.graphs.graph_plan import graph_plan, measure_graph_bytes
 from tp_engine.worker.graphs.step_runner import GraphPlan
 from tp_engine.worker.input_digests import NoteInputs
@@ -327,8 +327,15 @@ class Worker:
         blocks.bind(self._parts.attention_layers)
         batch = make_batch(self.effective, self._layout, device)
         sampling = make_sampling(self.effective, self.groups.info, device)
-        shared = (batch, sampling, blocks.raw, progress)
-        features = make_features(self._parts, *shared, num_slots=num_slots, is_trial=is_trial)
+        parts = RunnerParts(
+            rank=self._parts,
+            batch=batch,
+            sampling=sampling,
+            pool=blocks.raw,
+            progress=progress,
+            num_slots=num_slots,
+            is_trial=is_trial,
+        )
         return ModelRunner(
             model=self._parts.model,
             backends=self._backends,
@@ -337,7 +344,7 @@ class Worker:
             communicator=self.groups.communicator,
             sampling=sampling,
             progress=progress,
-            features=list(features),
+            features=list(make_features(parts)),
             check=self.groups.check,
         )
 

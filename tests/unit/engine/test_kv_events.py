@@ -18,12 +18,12 @@ from zmq.utils.monitor import recv_monitor_message
 from tests.kv_events import Subscriber, decode_as_dynamo, decode_as_llm_d, new_socket, plain_hashes
 from tp_engine import ConfigError
 from tp_engine.config import EngineConfig
-from tp_engine.engine.kv_events.publisher import KVEventPublisher
-from tp_engine.kv_events import KVEventsConfig
+from tp_engine.features.kv_events.options import KVEventsConfig
+from tp_engine.features.kv_events.publisher import KVEventPublisher
+from tp_engine.features.kv_events.scheduling import CacheChange, Cleared, Inserted, Moved, Rebuilt, Shortened
 from tp_engine.options.flags import plain_spelling
 from tp_engine.options.intake import take_options
 from tp_engine.sched.blocks.cache_keys import CacheKey
-from tp_engine.sched.kv_events import CacheChange, Cleared, Inserted, Moved, Rebuilt, Shortened
 
 SIZE = 4
 LOOPBACK = "tcp://127.0.0.1:0"

@@ -11,11 +11,16 @@ from typing import Any
 
 import pytest
 
+from tp_engine.features.registry import features as all_features
+from tp_engine.features.registry import load
 from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks
-from tp_engine.sched.features import make_features as _scheduler_features  # noqa: F401 - defines all features
 from tp_engine.worker.feature import RunnerFeature, RunnerHooks
 from tp_engine.worker.features import make_features as _runner_features  # noqa: F401 - defines all features
 from tp_engine.worker.results.layer_watch import LayerWatch  # noqa: F401 - the one that an order makes
+
+for feature in all_features():  # defines the kinds that are made
+    for half in filter(None, (feature.scheduler, feature.runner)):
+        load(half)
 
 ROOT = Path(__file__).parents[3]
 MISSPELLED = """

@@ -28,7 +28,8 @@ DIRECTIONS = {
     "integrations": {"server"},
     "testing": {"cli"},
     "server": {"api"},
-    "api": {"engine"},
+    "api": {"engine", "features"},
+    "features": {"engine"},
     "engine": {"sched", "ipc", "worker", "grammar"},
     "worker": {"models", "sampling", "weights", "distributed"},
     "models": {"layers"},
@@ -49,6 +50,9 @@ LAUNCHERS = {"serve", "batch", "__main__"}
 
 # Folders that belong to the foundation: modules of it that now have several files.
 FOUNDATION_FOLDERS = {"advice", "images", "job", "model_config", "options", "requests", "system"}
+
+# What is told of features, without what they do: who needs no torch reads it.
+FEATURE_TABLES = {"extension", "metric", "registry", "options", "__init__"}
 
 # The C kernels belong to the kernels; they stand in a folder of their own so that who works on GPUs may pass it by.
 KERNELS = {"cpu", "kernels"}
@@ -127,6 +131,8 @@ def part_of_path(path: str) -> str:
         return "launch"
     if pieces[1] in KERNELS:
         return "kernels"
+    if pieces[1] == "features" and pieces[-1] in FEATURE_TABLES:
+        return "foundation"
     return pieces[1] if len(pieces) > 2 and pieces[1] not in FOUNDATION_FOLDERS else "foundation"
 
 
@@ -137,8 +143,20 @@ def part_of_name(name: str) -> str:
         return "launch"
     if len(pieces) > 1 and pieces[1] in KERNELS:
         return "kernels"
+    if pieces[1:2] == ["features"] and is_feature_table(name):
+        return "foundation"
     is_part = len(pieces) > 1 and (PACKAGE / pieces[1]).is_dir() and pieces[1] not in FOUNDATION_FOLDERS
     return pieces[1] if is_part else "foundation"
+
+
+def is_feature_table(name: str) -> bool:
+    """Whether ``tp_engine.features.x.y`` is in a module of ``FEATURE_TABLES``: the longest beginning that is a file."""
+    pieces = name.split(".")
+    while pieces and not (PACKAGE.parent.joinpath(*pieces).with_suffix(".py").is_file()):
+        if PACKAGE.parent.joinpath(*pieces).is_dir():
+            return True
+        pieces.pop()
+    return bool(pieces) and pieces[-1] in FEATURE_TABLES
 
 
 def module_of_path(path: str) -> str:

@@ -13,8 +13,8 @@ from collections import deque
 import numpy as np
 
 from tests.unit.sched.host_tier_harness import Lag, TierSimulation, TierWorker
+from tp_engine.features.kv_events.scheduling import KVEventSink
 from tp_engine.plan import NO_IDS, StepPlan, StepResult
-from tp_engine.sched.kv_events import KVEventSink
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
 from tp_engine.sched.tiers.disk_journal import DiskContents, JournalHeader, read_header, read_nodes
 from tp_engine.sched.tiers.disk_tier import TierLinks
@@ -139,7 +139,9 @@ class DiskSimulation(TierSimulation):
         self.disk_worker = DiskWorker(given, lag, self.disk, pace, fails)
         self.worker = self.tier_worker = self.disk_worker
         contents = self.disk.contents(given, lambda: self.now_s)
-        self.scheduler = Scheduler(given, links=TierLinks(self.disk_worker.readers, contents), kv_events=kv_events)
+        self.scheduler = Scheduler(
+            given, links=TierLinks(self.disk_worker.readers, contents), given={"kv_events": kv_events}
+        )
         waits = self.scheduler.feature(DiskWaits)
         assert waits is not None
         self.waits = waits

@@ -17,8 +17,8 @@ import numpy as np
 
 from tests.unit.sched.scheduler_harness import FakeRow, FakeWorker, Simulation
 from tests.unit.sched.test_scheduler_grammar import MaskedWorker
+from tp_engine.features.kv_events.scheduling import KVEventSink
 from tp_engine.plan import StepPlan, StepResult
-from tp_engine.sched.kv_events import KVEventSink
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
 from tp_engine.sched.tiers.disk_tier import TierLinks
 from tp_engine.tier_progress import CHANNEL_WORDS, TierProgress, TierProgressReader
@@ -163,4 +163,6 @@ class RefusingSimulation(TierSimulation):
         super().__init__(given, ahead=ahead, lag=lag)
         self.limits = given = replace(given, checks_stores=True)
         self.refusing = self.worker = self.tier_worker = RefusingWorker(given, lag, one_in)
-        self.scheduler = Scheduler(given, links=TierLinks({"stores": self.refusing.poll}), kv_events=kv_events)
+        self.scheduler = Scheduler(
+            given, links=TierLinks({"stores": self.refusing.poll}), given={"kv_events": kv_events}
+        )

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from tp_engine.features.kv_events.scheduling import KVEventSink
 from tp_engine.plan import StepPlan, StepResult
 from tp_engine.requests.request import EngineRequest, FinishReason, SequenceDelta
 from tp_engine.requests.sampling_params import SamplingParams
-from tp_engine.sched.kv_events import KVEventSink
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
 from tp_engine.sched.spec_decode.proposer import Proposer
 
@@ -281,7 +281,9 @@ class Simulation:
         self.checks = checks
         self.in_flight: deque[StepPlan] = deque()
         self.kv_events = kv_events
-        self.scheduler = Scheduler(limits, proposers=None if proposer is None else [proposer], kv_events=kv_events)
+        self.scheduler = Scheduler(
+            limits, given={"speculation": None if proposer is None else [proposer], "kv_events": kv_events}
+        )
         self.worker = FakeWorker(limits)
         self.requests: dict[str, EngineRequest] = {}
         self.outputs: dict[tuple[str, int], Output] = {}

@@ -16,10 +16,11 @@ from tests.unit.sched.disk_tier_harness import DiskSimulation
 from tests.unit.sched.host_tier_harness import Lag, RefusingSimulation, TierSimulation
 from tests.unit.sched.scheduler_harness import RandomLoad, Simulation, limits
 from tests.unit.sched.test_scheduler_properties import LAYOUTS, SCALE, SHAPES
-from tp_engine.engine.kv_events.mirror import BlockStored, CacheMirror, encode
+from tp_engine.features.kv_events import KVEventCounters
+from tp_engine.features.kv_events.mirror import BlockStored, CacheMirror, encode
+from tp_engine.features.kv_events.scheduling import CacheChange, Rebuilt
 from tp_engine.requests.request import EngineRequest
 from tp_engine.requests.sampling_params import SamplingParams
-from tp_engine.sched.kv_events import CacheChange, KVEventCounters, Rebuilt
 from tp_engine.sched.lora import LoRASlots
 from tp_engine.sched.scheduler import SchedulerLimits
 

@@ -155,7 +155,7 @@ class GrammarSimulation(Simulation):
     ) -> None:
         super().__init__(given, ahead=ahead)
         sources = None if proposer is None else [proposer]
-        self.scheduler = Scheduler(given, fill_masks, proposers=sources)
+        self.scheduler = Scheduler(given, fill_masks, given={"speculation": sources})
         self.worker = MaskedWorker(given)
         self.at_once = at_once
         self.grammar = FakeGrammar()

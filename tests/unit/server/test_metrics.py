@@ -18,9 +18,10 @@ import tp_engine
 from tests.asgi import App, run_served, until
 from tests.fake_engine import FakeEngine, arith
 from tests.text_tokenizers import byte_level_tokenizer
+from tp_engine.features.metric import token_buckets
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.metrics import ServerMetrics
-from tp_engine.server.metrics.families import FAMILIES, OLDER_NAMES, token_buckets
+from tp_engine.server.metrics.families import FAMILIES, OLDER_NAMES
 from tp_engine.server.metrics.figures import Histogram
 
 PREFIX = "tp_engine:"

@@ -24,7 +24,7 @@ where the rows alone are more than half of that, or than those times say, there 
 speculation.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -33,7 +33,7 @@ import numpy as np
 from tp_engine.plan import NO_IDS, IntArray, StepPlan, StepResult, TokenLogprobs
 from tp_engine.requests.request import SequenceDelta, StepOutput
 from tp_engine.sched.constraint import FillMasks, TokenConstraint, follow, masks_of
-from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks
+from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks, SchedulerParts
 from tp_engine.sched.outcome import FinishDetails, StopChecker, accept, ending, slice_logprobs
 from tp_engine.sched.running_batch import RunningBatch
 from tp_engine.sched.scheduler_state import SchedulerState
@@ -353,3 +353,10 @@ class Speculation(SchedulerFeature):
         found = np.concatenate((copies, np.array(pairs, dtype=np.int32).reshape(-1, 2)))
         assert len(np.unique(found[:, 1])) == len(found), f"two states for one row: {found.tolist()}"
         return found
+
+
+def make(parts: SchedulerParts) -> Iterator[Speculation]:
+    """Make the scheduler's half if there is a way to draft; proposers that are ``given`` replace its own."""
+    config = parts.state.limits.speculation
+    if config is not None:
+        yield Speculation(config, parts.state, parts.stops, parts.fill_masks, parts.given.get("speculation"))

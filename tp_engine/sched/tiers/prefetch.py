@@ -20,18 +20,19 @@ When the request enters, it finds them like any others.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 
 from tp_engine.plan import IntArray
-from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks
+from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks, SchedulerParts
 from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import NEVER, RequestGroup, Sequence, SequencePhase, Shared
 from tp_engine.sched.tiers.host_tier import HostTierManager
-from tp_engine.sched.tiers.tier_waits import DiskWaits
+from tp_engine.sched.tiers.tier_waits import DiskWaits, TierLoads
 
 _NUM_CANDIDATES = 3
 _MOST_EARLY = 8
@@ -181,3 +182,14 @@ def _is_over(one: Sequence | Returning, step_id: int) -> bool:
     if isinstance(one, Returning):
         return one.until_step < step_id
     return one.phase is not SequencePhase.WAITING or not one.blocked
+
+
+def make(parts: SchedulerParts) -> Iterator[SchedulerFeature]:
+    """Make the scheduler's half if there is a host tier."""
+    tier = parts.state.blocks.tier
+    if tier is not None:
+        waits = None if tier.disk is None else DiskWaits(parts.state, tier, tier.disk)
+        if waits is not None:
+            yield waits
+        yield TierLoads(parts.state, tier, parts.builder)
+        yield Prefetcher(parts.state, tier, waits)

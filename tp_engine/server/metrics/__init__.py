@@ -19,6 +19,8 @@ from tp_engine.engine.report import (
     EngineReport,
     RankReport,
 )
+from tp_engine.features.metric import MetricFamily
+from tp_engine.features.registry import read_metrics
 from tp_engine.sched.spec_decode.speculation import SpeculationCounters
 from tp_engine.server.metrics import families as f
 from tp_engine.server.metrics.families import histograms, number, prefixed, samples
@@ -44,7 +46,7 @@ _STATS = {
     f.LIVE_TOKENS: "num_live_tokens",
     f.FRAGMENTATION: "fragmentation",
 }
-_OF_RANK: dict[f.MetricFamily, Callable[[RankReport], float]] = {
+_OF_RANK: dict[MetricFamily, Callable[[RankReport], float]] = {
     f.COLLECTIVE_TIME: lambda rank: rank.collective_s,
     f.RANK_STEPS: lambda rank: rank.num_steps,
     f.RANK_LAST: lambda rank: rank.num_last,
@@ -52,7 +54,7 @@ _OF_RANK: dict[f.MetricFamily, Callable[[RankReport], float]] = {
     f.RANK_SILENCE: lambda rank: rank.heartbeat_age_s,
     f.RANK_RESIDENT: lambda rank: rank.resident_bytes,
 }
-_SPREAD_OF_RANK: dict[f.MetricFamily, tuple[tuple[float, ...], Callable[[RankReport], Distribution]]] = {
+_SPREAD_OF_RANK: dict[MetricFamily, tuple[tuple[float, ...], Callable[[RankReport], Distribution]]] = {
     f.PLAN_WAIT: (WAIT_S, lambda rank: rank.plan_wait),
     f.STEP_TIME: (STEP_TIME_S, lambda rank: rank.step_time),
     f.COLLECTIVE_WAIT: (WAIT_S, lambda rank: rank.collective_wait),
@@ -116,9 +118,8 @@ def _engine_metrics(report: EngineReport, peak_usage: float, model_name: str) ->
     if (adapters := stats.adapters) is not None:
         labels = (str(adapters.max_loras), ",".join(adapters.running), ",".join(adapters.waiting))
         yield samples(f.LORA_REQUESTS, model_name, [(labels, time.time())])
-    if (kv_events := stats.kv_events) is not None:
-        yield number(f.KV_EVENT_BATCHES, model_name, kv_events.num_batches)
-        yield number(f.KV_EVENTS_LOST, model_name, kv_events.num_lost_changes)
+    for family, found in read_metrics(stats):
+        yield samples(family, model_name, found)
     if (images := stats.images) is not None:
         yield number(f.MM_QUERIES, model_name, images.num_queries)
         yield number(f.MM_HITS, model_name, images.num_hits)

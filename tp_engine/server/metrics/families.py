@@ -7,7 +7,6 @@ also has the label ``model_name``.  A counter's samples end in ``_total``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -15,6 +14,8 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, SummaryMetricFamily
 
 from tp_engine.engine.report import PLAN_BYTES, STEP_TIME_S, STEP_TOKENS, WAIT_S
+from tp_engine.features.metric import MetricFamily
+from tp_engine.features.registry import features
 
 _FIRST_TOKEN_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
@@ -32,30 +33,6 @@ _HTTP_FINE_S = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 7.5, 10.0, 30.0, 60.0,
 )  # fmt: skip
 _N = (1, 2, 5, 10, 20)
-
-
-def token_buckets(max_model_len: int) -> tuple[int, ...]:
-    """1, 2, 5, 10, 20, 50, ... up to ``max_model_len``."""
-    steps = (digit * 10**exponent for exponent in range(len(str(max_model_len))) for digit in (1, 2, 5))
-    return tuple(step for step in steps if step <= max_model_len)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MetricFamily:
-    """One metric.  ``kind`` is ``counter``, ``gauge``, ``histogram`` or ``summary`` (count and sum alone).
-
-    ``buckets`` None: ``token_buckets`` makes them from the model's greatest length.
-    """
-
-    kind: str
-    name: str
-    text: str
-    labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] | None = ()
-
-    def bounds(self, max_model_len: int) -> tuple[float, ...]:
-        """Return the upper bounds of the buckets."""
-        return token_buckets(max_model_len) if self.buckets is None else self.buckets
 
 
 def _counter(name: str, text: str, *labels: str) -> MetricFamily:
@@ -165,11 +142,6 @@ MM_HITS = _counter("mm_cache_hits", "images found in the encoder cache")
 IMAGES_ENCODED = _counter("images_encoded", "images that a rank's tower has encoded")
 ENCODE_SECONDS = _counter("image_encode_seconds", "rank 0's time for these images, and in sums over ranks")
 MM_ROWS = _gauge("mm_cache_rows_used", "rows of the encoder cache that hold an image")
-KV_EVENT_BATCHES = _counter("kv_event_batches", "messages of KV events that were published")
-KV_EVENTS_LOST = _counter(
-    "kv_events_lost_changes", "changes of the prefix cache that were not published as the queue was full"
-)
-
 MOVED_BYTES = _counter(
     "kv_offload_bytes", "bytes that rank 0 moved to its host tier (store) and from it (load)", "direction"
 )
@@ -219,8 +191,11 @@ OLDER_NAMES = {
 }
 
 FAMILIES: dict[str, MetricFamily] = {
-    one.name: one for one in tuple(globals().values()) if isinstance(one, MetricFamily)
+    one.name: one
+    for one in (*globals().values(), *(metric.family for feature in features() for metric in feature.metrics))
+    if isinstance(one, MetricFamily)
 }
+"""All metrics, those of features too, by name."""
 
 
 _KINDS: dict[str, type[Any]] = {

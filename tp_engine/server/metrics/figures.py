@@ -13,6 +13,7 @@ from prometheus_client import Metric
 
 from tp_engine.advice.block_size import LengthCounter
 from tp_engine.api.batches.objects import ACTIVE, ENDED, Batch
+from tp_engine.features.metric import MetricFamily
 from tp_engine.requests.outputs import RequestMetrics
 from tp_engine.requests.request import FinishReason
 from tp_engine.requests.sampling_params import SamplingParams
@@ -44,7 +45,7 @@ class RequestFigures:
             if family.buckets is None:
                 self._histograms[family] = Histogram(family.bounds(max_model_len))
 
-    def histogram(self, family: f.MetricFamily) -> Histogram:
+    def histogram(self, family: MetricFamily) -> Histogram:
         """Return where to observe values of ``family``."""
         return self._histograms[family]
 

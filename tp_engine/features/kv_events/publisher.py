@@ -25,10 +25,12 @@ from collections import deque
 
 import zmq
 
-from tp_engine.engine.kv_events.mirror import CacheMirror, encode
+from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
-from tp_engine.kv_events import CONFIG_NAME, KVEventsConfig, is_of_this_host
-from tp_engine.sched.kv_events import CacheChange, KVEventCounters, Rebuilt
+from tp_engine.features.kv_events import KVEventCounters
+from tp_engine.features.kv_events.mirror import CacheMirror, encode
+from tp_engine.features.kv_events.options import CONFIG_NAME, KVEventsConfig, is_of_this_host
+from tp_engine.features.kv_events.scheduling import CacheChange, Rebuilt
 from tp_engine.system import env
 from tp_engine.system.closing import Closing
 from tp_engine.system.log import get_logger
@@ -46,6 +48,18 @@ _MOST_WAITING_IN = 64  # messages of one who asks for replays
 _USER = b"kv_events"
 _LONGEST_KEY = 255
 _ZAP = "inproc://zeromq.zap.01"
+
+
+def open_publisher(config: EngineConfig) -> KVEventPublisher | None:
+    """Open the publisher; None if events are off.  ``ConfigError`` if an endpoint can not be used."""
+    found = KVEventsConfig.of(config.kv_events_config)
+    if config.kv_events_config is not None and found is None:
+        logger.warning("kv_events_config is given, but there are no events: set enable_kv_cache_events to true in it")
+    if found is not None and not config.enable_prefix_caching:
+        logger.warning(
+            "kv_events_config is on, but enable_prefix_caching is off: nothing is cached, so nothing is told"
+        )
+    return None if found is None else KVEventPublisher(found, config.block_size, env.KV_EVENTS_KEY.read())
 
 
 class KVEventPublisher(Closing):

@@ -30,9 +30,9 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
+from tp_engine.features.kv_events.scheduling import CacheChange, Cleared, Inserted, Moved, Rebuilt, Retired, Shortened
 from tp_engine.plan import NO_IDS
 from tp_engine.sched.blocks.cache_keys import CacheKey
-from tp_engine.sched.kv_events import CacheChange, Cleared, Inserted, Moved, Rebuilt, Retired, Shortened
 
 _HASH_BYTES = 8
 _ZERO, _ONE = bytes(_HASH_BYTES), (1).to_bytes(_HASH_BYTES, "little")

@@ -17,18 +17,20 @@ as its farthest part.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Protocol, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tp_engine.features.kv_events import COUNTERS, KVEventCounters
+from tp_engine.hooks import find_feature
 from tp_engine.plan import BoolArray
 from tp_engine.sched.blocks.cache_keys import CacheKey
 from tp_engine.sched.blocks.lru_queue import BlockIds
 from tp_engine.sched.blocks.prefix_cache import Identity, PrefixCache, Run
-from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks
+from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks, SchedulerParts
 from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.lora import LoRASlots
 
@@ -83,14 +85,6 @@ class Rebuilt(msgspec.Struct, frozen=True, gc=False):
 CacheChange: TypeAlias = Inserted | Shortened | Moved | Retired | Cleared | Rebuilt
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVEventCounters:
-    """Since the start: messages published, and changes of the cache that were lost because the queue was full."""
-
-    num_batches: int = 0
-    num_lost_changes: int = 0
-
-
 class KVEventSink(Protocol):
     """Takes changes in order; neither call waits."""
 
@@ -104,6 +98,13 @@ class KVEventSink(Protocol):
 
     def counters(self) -> KVEventCounters:
         """Return what happened so far."""
+
+
+def make(parts: SchedulerParts) -> Iterator[KVEvents]:
+    """Make the scheduler's half if the engine has a sink for its changes."""
+    sink = parts.given.get(COUNTERS.name)
+    if sink is not None:
+        yield KVEvents(parts.state.blocks.cache, parts.state.limits, sink, find_feature(parts.features, LoRASlots))
 
 
 class KVEvents(SchedulerFeature):
@@ -152,7 +153,7 @@ class KVEvents(SchedulerFeature):
         self._put(Cleared())
 
     def stats(self) -> dict[str, KVEventCounters]:
-        return {"kv_events": self._sink.counters()}
+        return {COUNTERS.name: self._sink.counters()}
 
     def _retire(self, generation: int) -> None:
         self._retired.add(generation)

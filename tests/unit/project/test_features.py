@@ -1,0 +1,226 @@
+"""Optional features own their data: what the core's records still have of them, and what the core imports of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.fake_engine import FakeEngine
+from tests.unit.project.test_imports import Use, all_uses
+from tests.unit.sched.scheduler_harness import Simulation, limits
+from tp_engine.features.extension import Extension
+from tp_engine.features.metric import counter
+from tp_engine.features.registry import Feature, added, halves, plan_sections
+from tp_engine.ipc.plan_codec import PlanCodec
+from tp_engine.ipc.plan_sections import SECTIONS, ArraySection, ExtensionSection, NumberSection
+from tp_engine.plan import IntArray, StepPlan
+from tp_engine.requests.request import EngineRequest
+from tp_engine.requests.sampling_params import SamplingParams
+from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks, SchedulerParts
+from tp_engine.sched.limits import SchedulerLimits
+from tp_engine.sched.scheduler import Scheduler
+from tp_engine.sched.sequence import Sequence
+from tp_engine.sched.step_scheduler import StepPlanBuilder
+from tp_engine.sched.view import SchedulerStats
+from tp_engine.server.metrics import ServerMetrics
+from tp_engine.worker.feature import RunnerFeature, RunnerHooks
+
+# The fields of the core's records that belong to an optional feature.  What is not named here is the core's.
+OWNERS: dict[type[Any], dict[str, tuple[str, ...]]] = {
+    StepPlan: {
+        "speculation": ("draft_base_rows", "draft_tokens", "kept_rows", "kept_tokens", "num_drafts"),
+        "structured output": ("mask_rows", "masks"),
+        "tiers": ("stores", "loads", "disk_reads", "disk_writes", "wait_load"),
+        "new weights": ("order",),
+        "lora": ("adapter_loads", "adapter_drops"),
+        "images": ("images", "encodes", "image_rows"),
+        "recurrent states": ("state_copies",),
+    },
+    Sequence: {
+        "tiers": (
+            "looked_at_step", "num_prefetched_tokens", "num_disk_waits", "num_read_blocks", "num_unread_blocks",
+            "reads_disk",
+        ),
+        "speculation": ("num_draft_tokens", "num_accepted_tokens"),
+        "structured output": ("constraint",),
+        "pooling": ("pooled",),
+        "lora": ("adapter_slot",),
+        "recurrent states": ("snapshots_at",),
+        "prompt logprobs": ("prompt_logprobs",),
+    },
+    SchedulerLimits: {
+        "tiers": ("num_host_slots", "num_disk_slots", "max_host_moves", "checks_stores"),
+        "speculation": ("speculation", "decode_seconds", "draft_seconds"),
+        "lora": ("max_loras",),
+        "images": ("images",),
+        "recurrent states": ("has_states", "num_snapshots"),
+    },
+    SchedulerStats: {
+        "tiers": (
+            "num_host_slots", "num_used_host_slots", "num_host_hit_tokens", "num_stored_blocks", "num_loaded_blocks",
+            "num_dropped_blocks", "num_disk_slots", "num_used_disk_slots", "num_disk_hit_tokens",
+            "num_disk_written_blocks", "num_disk_read_blocks", "num_disk_failed_blocks", "num_refused_blocks",
+        ),
+        "speculation": ("speculation",),
+        "lora": ("adapters",),
+        "images": ("images",),
+    },
+    EngineRequest: {
+        "structured output": ("banned_words",),
+        "pooling": ("pooling",),
+        "lora": ("adapter", "adapter_generation"),
+        "images": ("images",),
+        "agents": ("will_continue",),
+    },
+    StepPlanBuilder: {
+        "speculation": ("draft_base_rows", "draft_tokens"),
+        "recurrent states": ("state_copies", "snapshots"),
+    },
+}  # fmt: skip
+
+MOST_OPTIONAL = 69  # of the fields of all these records; the aim is one in six
+
+CORE = ("tp_engine/sched/", "tp_engine/worker/", "tp_engine/engine/", "tp_engine/ipc/", "tp_engine/plan.py")
+TABLES = {"extension", "metric", "registry"}
+
+
+def names_of(kind: type[Any]) -> set[str]:
+    """The fields that a record is made with."""
+    if issubclass(kind, msgspec.Struct):
+        return set(kind.__struct_fields__)
+    return {one.name for one in dataclasses.fields(kind) if one.init}
+
+
+def test_the_core_has_few_fields_of_features() -> None:
+    """Oracle: the fields of the records, and the table of their owners above."""
+    total = sum(len(names_of(kind)) for kind in OWNERS)
+    optional = {kind: {name for names in owners.values() for name in names} for kind, owners in OWNERS.items()}
+    for kind, names in optional.items():
+        assert names <= names_of(kind), f"not fields of {kind.__name__} any more: {sorted(names - names_of(kind))}"
+    count = sum(map(len, optional.values()))
+    print(f"{count} of {total} fields: { ({kind.__name__: len(names) for kind, names in optional.items()}) }")
+    assert count <= MOST_OPTIONAL, f"{count} of {total} fields belong to optional features"
+
+
+def of_the_core(use: Use) -> bool:
+    return use.path.startswith(CORE) and use.names("tp_engine.features")
+
+
+def test_the_core_imports_no_feature() -> None:
+    """Oracle: the imports of sched/, worker/, engine/, ipc/ and plan.py; the registry is no feature."""
+    broken = [
+        f"{use.path}:{use.line}: {use.name}"
+        for use in all_uses()
+        if of_the_core(use) and use.name.split(".")[2] not in TABLES
+    ]
+    assert not broken, "the core must not import a feature:\n  " + "\n  ".join(broken)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Beat:
+    """What the toy counts."""
+
+    num_beats: int = 0
+
+
+BEATS = ArraySection("drum.beats", columns=2)
+VOLUME = NumberSection("drum.volume")
+COUNTERS = Extension("drum", Beat)
+
+
+class Drummer(SchedulerFeature):
+    """Beats with every step."""
+
+    def __init__(self, volume: int) -> None:
+        self._volume, self._num_beats = volume, 0
+
+    def attach(self, hooks: SchedulerHooks) -> None:
+        hooks.finish_plan.append(self.finish_plan)
+        hooks.stats.append(self.stats)
+
+    def finish_plan(self, plan: StepPlan) -> StepPlan:
+        self._num_beats += 1
+        beat = np.array([[plan.step_id, self._num_beats]], np.int32)
+        own = {BEATS.name: beat, VOLUME.name: self._volume}
+        return msgspec.structs.replace(plan, extensions={**plan.extensions, **own})
+
+    def stats(self) -> dict[str, Any]:
+        return {COUNTERS.name: Beat(self._num_beats)}
+
+
+class Listener(RunnerFeature):
+    """Hears the beats on a rank."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[int, IntArray]] = []
+
+    def attach(self, hooks: RunnerHooks) -> None:
+        hooks.apply.append(self.apply)
+
+    def apply(self, plan: StepPlan) -> None:
+        self.heard.append((VOLUME.of(plan), BEATS.of(plan)))
+
+
+def make_drummer(parts: SchedulerParts) -> Iterator[SchedulerFeature]:
+    yield Drummer(parts.given["drum"])
+
+
+def make_listener(parts: object) -> Iterator[RunnerFeature]:
+    yield Listener()
+
+
+DRUM = Feature(
+    name="drum",
+    sections=(BEATS, VOLUME),
+    scheduler=f"{__name__}:make_drummer",
+    runner=f"{__name__}:make_listener",
+    stats=COUNTERS,
+    metrics=(counter("drum_beats", "beats of the drum", "num_beats"),),
+)
+
+
+def test_a_feature_is_added_from_outside() -> None:
+    """Oracle: the drum's beats, by hand: decided by rank 0, sent as bytes, heard by a rank, counted in the metrics."""
+    with added(DRUM):
+        codec = PlanCodec([one if one.name != "extensions" else own_extensions() for one in SECTIONS])
+        given = limits()
+        scheduler, hooks = Scheduler(given, given={"drum": 7}), RunnerHooks()
+        (listener,) = halves("runner", None)
+        listener.attach(hooks)
+        scheduler.add(EngineRequest(request_id="a", prompt_token_ids=[1, 2, 3], params=SamplingParams(max_tokens=2)))
+        plan = scheduler.schedule()
+        assert plan is not None
+        for apply in hooks.apply:
+            apply(codec.decode(codec.encode(plan)))
+        ((volume, beats),) = listener.heard
+        assert (volume, beats.tolist()) == (7, [[1, 1]])
+        report = replace(FakeEngine().report(), stats=scheduler.stats())
+        text = ServerMetrics("m").exposition(report).decode()
+        assert 'tp_engine:drum_beats_total{model_name="m"} 1.0' in text
+        over_the_wire = msgspec.msgpack.decode(msgspec.msgpack.encode(scheduler.stats()), type=SchedulerStats)
+        assert COUNTERS.get(over_the_wire) == Beat(1)
+    assert BEATS.of(StepPlan(step_id=1)).shape == (0, 2) and VOLUME.of(StepPlan(step_id=1)) == 0
+
+
+def own_extensions() -> ExtensionSection:
+    """The sections of the features that there are now; those of the running program are read once."""
+    return ExtensionSection("extensions", plan_sections)
+
+
+def test_a_feature_may_have_nothing_in_a_record() -> None:
+    """Oracle: by hand; what is made on demand stays."""
+    stats = Simulation(limits()).scheduler.stats()
+    assert COUNTERS.get(stats) is None
+    assert COUNTERS.of(stats) is COUNTERS.get(stats) is COUNTERS.of(stats)
+
+
+def test_two_features_of_one_name_are_refused() -> None:
+    """Oracle: the rule."""
+    with added(DRUM), pytest.raises(AssertionError, match="drum"), added(DRUM):
+        pass

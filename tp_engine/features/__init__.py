@@ -1,0 +1,1 @@
+"""Optional features, one folder each, and the registry that tells the core of them."""
