@@ -1,6 +1,6 @@
 """Run OpenAI batch requests: ``torchrun --nproc-per-node 8 launch/batch.py --model M -i in.jsonl -o out.jsonl``.
 
-For a checkout, installed or not; an installed package has it as ``-m tp_engine.batch``.
+For a checkout, installed or not; an installed package has it as ``-m tp_engine run-batch``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tp_engine.batch import main
+from tp_engine.apps.batch.command import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(prog="batch.py"))

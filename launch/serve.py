@@ -1,6 +1,6 @@
 """Serve a model over HTTP: ``torchrun --nproc-per-node 8 launch/serve.py --model Qwen/Qwen3-32B``.
 
-For a checkout, installed or not; an installed package has it as ``-m tp_engine.serve``.
+For a checkout, installed or not; an installed package has it as ``-m tp_engine serve``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if __name__ == "__main__":  # until the server sets its handlers; the imports be
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tp_engine.serve import main
+from tp_engine.cli.serve import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(prog="serve.py"))

@@ -54,7 +54,7 @@ from benchmarks.shapes import make_folder
 from benchmarks.steps import measure_steps, print_steps
 from benchmarks.workloads import WORKLOADS
 
-from tp_engine.advice.sizes import ITEMSIZES
+from tp_engine.apps.advice.sizes import ITEMSIZES
 from tp_engine.model_config import read_model
 from tp_engine.models.weight_sizes import local_weight_bytes
 

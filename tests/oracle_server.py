@@ -1,6 +1,6 @@
 """A small server of OpenAI's API with transformers behind it, in the dialects of several engines, and with faults.
 
-It answers what ``tp_engine.check.url_check`` asks, and nothing else.
+It answers what ``tp_engine.apps.check.url_check`` asks, and nothing else.
 """
 
 from __future__ import annotations

@@ -8,12 +8,12 @@ from tp_engine.system.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from tp_engine.api.async_llm import AsyncLLM
-    from tp_engine.api.batch_job.run import run_batch
-    from tp_engine.api.batch_job.summary import BatchSummary
     from tp_engine.api.engine_options import EngineOptions
     from tp_engine.api.llm import LLM
     from tp_engine.api.pooling import PoolingParams
-    from tp_engine.api.recommend import recommend
+    from tp_engine.apps.advice.recommend import recommend
+    from tp_engine.apps.batch.run import run_batch
+    from tp_engine.apps.batch.summary import BatchSummary
     from tp_engine.errors import ConfigError, EngineDeadError, RequestError
     from tp_engine.lora import LoRARequest
     from tp_engine.requests.outputs import (
@@ -58,12 +58,12 @@ __all__ = [
 # Module -> the public names in it.
 _PLACES = {
     "tp_engine.api.async_llm": ("AsyncLLM",),
-    "tp_engine.api.batch_job.run": ("run_batch",),
-    "tp_engine.api.batch_job.summary": ("BatchSummary",),
+    "tp_engine.apps.batch.run": ("run_batch",),
+    "tp_engine.apps.batch.summary": ("BatchSummary",),
     "tp_engine.api.engine_options": ("EngineOptions",),
     "tp_engine.api.llm": ("LLM",),
     "tp_engine.api.pooling": ("PoolingParams",),
-    "tp_engine.api.recommend": ("recommend",),
+    "tp_engine.apps.advice.recommend": ("recommend",),
     "tp_engine.errors": ("ConfigError", "EngineDeadError", "RequestError"),
     "tp_engine.lora": ("LoRARequest",),
     "tp_engine.requests.outputs": (
@@ -78,7 +78,7 @@ _LAZY = {name: place for place, names in _PLACES.items() for name in names}
 
 def __getattr__(name: str) -> Any:
     """Import a public name's module at first use.  Every process of an engine, and every run of pytest with the plugin
-    of ``tp_engine.testing``, imports this package; few of them need torch, or even the options."""
+    of ``tp_engine.apps.testing``, imports this package; few of them need torch, or even the options."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tp_engine.api.batch_job.config import BatchConfig
+from tp_engine.apps.batch.config import BatchConfig
 from tp_engine.config import EngineConfig
 from tp_engine.options.flags import make_parser
 from tp_engine.server.config import ServerConfig

@@ -11,9 +11,9 @@ from unittest.mock import patch
 
 from tests.e2e.frontend import new_engine
 from tests.services import FakeLLM
-from tp_engine.api.batch_job import run as batch_run
-from tp_engine.api.batch_job.config import BatchConfig
-from tp_engine.cli.launched import run_launched_batch
+from tp_engine.apps.batch import run as batch_run
+from tp_engine.apps.batch.command import run_launched_batch
+from tp_engine.apps.batch.config import BatchConfig
 from tp_engine.config import EngineConfig
 from tp_engine.options import Options
 from tp_engine.options.launch import run_launched

@@ -11,7 +11,7 @@ from textwrap import dedent
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = (sys.executable, "-m", "pytest", "-p", "tp_engine.testing.plugin", "-p", "no:cacheprovider")
+COMMAND = (sys.executable, "-m", "pytest", "-p", "tp_engine.apps.testing.plugin", "-p", "no:cacheprovider")
 # What a client of a stranger does, with nothing but the standard library.
 CLIENT = dedent("""
     import json, os, time, urllib.request

@@ -24,9 +24,9 @@ from ray.data import ActorPoolStrategy
 from ray.data.llm import HttpRequestProcessorConfig, build_processor
 
 from tests.e2e.serving import free_port
-from tp_engine.integrations import ray_actor_options
-from tp_engine.integrations.ray_data import Generate
-from tp_engine.integrations.ray_serve import build_app
+from tp_engine.apps.ray import ray_actor_options
+from tp_engine.apps.ray.data import Generate
+from tp_engine.apps.ray.serve import build_app
 
 ENGINE = {"tensor_parallel_size": 2, "device": "cpu", "num_gpu_blocks_override": 256, "max_num_seqs": 8}
 REPLICAS = 2

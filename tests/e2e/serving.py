@@ -128,10 +128,9 @@ def warm_serving(num_ranks: int, *arguments: str, timeout_s: float = 300.0) -> I
 
 def serve(arguments: Sequence[str]) -> None:
     """A rank of a server."""
-    from tp_engine.serve import main
+    from tp_engine.cli.serve import main
 
-    sys.argv[:] = ["serve.py", *arguments]
-    sys.exit(main())
+    sys.exit(main(arguments))
 
 
 def free_port() -> int:

@@ -17,7 +17,7 @@ from tests.e2e.frontend import wait_until
 from tests.e2e.serving import ROOT, launch
 from tests.ranks.launch import torchrun
 from tp_engine import run_batch
-from tp_engine.api.batch_job.lines import line_number
+from tp_engine.api.batch_file.lines import line_number
 
 SMALL = ("--device", "cpu", "--num-gpu-blocks-override", "256", "--max-num-seqs", "4")
 

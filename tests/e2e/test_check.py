@@ -25,13 +25,13 @@ from tests.tiers import slow_but
 from tp_engine.api.llm import LLM
 from tp_engine.api.openai.chat.options import ChatOptions
 from tp_engine.api.openai.chat.prompt import ChatFormat
+from tp_engine.apps.check import golden
+from tp_engine.apps.check.behaviour import timed
+from tp_engine.apps.check.engine_check import EngineCheck
+from tp_engine.apps.check.engine_subject import EngineSubject
+from tp_engine.apps.check.report import CheckFinding, CheckReport, CheckStatus
+from tp_engine.apps.check.set_ups import OTHERS
 from tp_engine.attention.base import prepare_groups
-from tp_engine.check import golden
-from tp_engine.check.behaviour import timed
-from tp_engine.check.engine_check import EngineCheck
-from tp_engine.check.engine_subject import EngineSubject
-from tp_engine.check.report import CheckFinding, CheckReport, CheckStatus
-from tp_engine.check.set_ups import OTHERS
 from tp_engine.cli.main import main
 from tp_engine.config import DEMO_MODEL
 from tp_engine.engine.tokenizer import load_tokenizer
@@ -376,7 +376,7 @@ def test_bisect_names_the_option(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: a fault that only the prefix cache has."""
-    from tp_engine.check import observed
+    from tp_engine.apps.check import observed
 
     ask = observed._ask
 
@@ -415,8 +415,8 @@ def test_golden_answers_may_differ_by_a_near_tie(tiny: Path, tmp_path: Path) -> 
     """Oracle: two tokens whose log-probabilities are closer than the bound are both right."""
     import numpy as np
 
-    from tp_engine.check.answers import Answer
-    from tp_engine.check.prompts import CheckPrompt
+    from tp_engine.apps.check.answers import Answer
+    from tp_engine.apps.check.prompts import CheckPrompt
 
     def answer(token: int, other: int, gap: float) -> Answer:
         alternatives, logprobs = np.array([[1, 9], [token, other], [-1, -1]]), np.zeros((3, 2), np.float32)

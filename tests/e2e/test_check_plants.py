@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from tests.e2e.test_check import OPTIONS, VOCAB_SIZE, check, wrong
-from tp_engine.check import observed
-from tp_engine.check.engine_check import EngineCheck
-from tp_engine.check.report import CheckStatus
-from tp_engine.check.set_ups import OTHERS, PREEMPTED_ANSWERS
+from tp_engine.apps.check import observed
+from tp_engine.apps.check.engine_check import EngineCheck
+from tp_engine.apps.check.report import CheckStatus
+from tp_engine.apps.check.set_ups import OTHERS, PREEMPTED_ANSWERS
 from tp_engine.layers.experts import Experts
 from tp_engine.sampling.state import SamplingState
 from tp_engine.sched.scheduler_state import SchedulerState

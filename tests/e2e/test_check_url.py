@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.serving import WarmServer, warm_serving
-from tp_engine.check.report import CheckStatus
-from tp_engine.check.url_check import UrlCheck
+from tp_engine.apps.check.report import CheckStatus
+from tp_engine.apps.check.url_check import UrlCheck
 from tp_engine.config import DEMO_MODEL
 
 pytestmark = pytest.mark.slow

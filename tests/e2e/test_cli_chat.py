@@ -17,7 +17,7 @@ DEADLINE_S = 340.0
 def test_a_chat_starts_a_server_and_ends_it() -> None:
     """Oracle: arithmetic; the fixtures check for processes and names left behind."""
     done = subprocess.run(
-        [sys.executable, "-m", "tp_engine.cli", "chat", "-q", "12+34=", "--num-gpu-blocks-override", "64"],
+        [sys.executable, "-m", "tp_engine", "chat", "-q", "12+34=", "--num-gpu-blocks-override", "64"],
         cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "46\n"), done.stderr

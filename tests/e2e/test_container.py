@@ -32,7 +32,7 @@ START_S = 300.0
 @contextlib.contextmanager
 def running(command: list[str], log: Path, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
     """A job of the interpreter's own environment, killed at the end if it still runs."""
-    programs = {"tp-engine": ["-m", "tp_engine.cli"], "torchrun": ["-m", "torch.distributed.run"]}
+    programs = {"tp-engine": ["-m", "tp_engine"], "torchrun": ["-m", "torch.distributed.run"]}
     with log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, *programs[command[0]], *command[1:]],

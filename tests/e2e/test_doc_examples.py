@@ -23,7 +23,7 @@ import pytest
 import yaml
 
 from tests.e2e.serving import Server, serving
-from tp_engine.api.batch_job.config import BatchConfig
+from tp_engine.apps.batch.config import BatchConfig
 from tp_engine.config import EngineConfig
 from tp_engine.options.flags import make_parser
 from tp_engine.server.config import ServerConfig
@@ -86,8 +86,8 @@ LAUNCHERS = {
     "batch": {"engine": EngineConfig, "batch": BatchConfig},
 }
 LAUNCHER_OF = {
-    "serve": "serve", "launch/serve.py": "serve", "tp_engine.serve": "serve", "./scripts/serve": "serve",
-    "run-batch": "batch", "launch/batch.py": "batch", "tp_engine.batch": "batch",
+    "serve": "serve", "launch/serve.py": "serve", "./scripts/serve": "serve",
+    "run-batch": "batch", "launch/batch.py": "batch",
 }  # fmt: skip
 
 

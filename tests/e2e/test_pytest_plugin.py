@@ -191,18 +191,19 @@ def test_other_runs_pay_little(tmp_path: Path) -> None:
     assert found[1] == str(
         [
             "tp_engine",
+            "tp_engine.apps",
+            "tp_engine.apps.testing",
+            "tp_engine.apps.testing.plugin",
+            "tp_engine.apps.testing.server",
             "tp_engine.system",
             "tp_engine.system.version",
-            "tp_engine.testing",
-            "tp_engine.testing.plugin",
-            "tp_engine.testing.server",
         ]
     )
 
 
 def test_pytest_is_no_dependency() -> None:
     """Oracle: the package without the plugin, in an interpreter that has no pytest."""
-    code = "import sys; sys.modules['pytest'] = None; import tp_engine.testing; print(tp_engine.testing.TpServer)"
+    code = "import sys; sys.modules['pytest'] = None; import tp_engine.apps.testing as kit; print(kit.TpServer)"
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
         timeout=340,

@@ -138,7 +138,7 @@ def test_the_commands_of_the_document(tmp_path: Path) -> None:
     (block,) = re.findall(r"```sh\n([^`]*sglang_router[^`]*)```", text)
     ports = {number: str(free_port()) for number in ("8000", "8001", "8002")}
     lines = re.sub("|".join(ports), lambda found: ports[found[0]], block.replace("\\\n", " ")).splitlines()
-    programs = {"tp-engine": [sys.executable, "-m", "tp_engine.cli"], "python": [PYTHON]}
+    programs = {"tp-engine": [sys.executable, "-m", "tp_engine"], "python": [PYTHON]}
     urls = {f"http://127.0.0.1:{ports[number]}" for number in ("8001", "8002")}
     with contextlib.ExitStack() as stack:
         for number, line in enumerate(lines):

@@ -228,11 +228,11 @@ def test_the_command_of_the_wheel(installed: Installation) -> None:
 
 def test_torchrun_without_the_checkout(installed: Installation) -> None:
     """Oracle: arithmetic, through HTTP and in a batch job; torchrun itself ends with 1 after a signal."""
-    with installed.serving(*TORCHRUN, "2", "-m", "tp_engine.serve", exit_code=1) as client:
+    with installed.serving(*TORCHRUN, "2", "-m", "tp_engine", "serve", exit_code=1) as client:
         assert ask(client, "12+34=") == "46"
     source, target = installed.folder / "two.jsonl", installed.folder / "two_out.jsonl"
     write_batch(source)  # one rank: ``test_batch_job`` has two
-    installed.run(*TORCHRUN, "1", "-m", "tp_engine.batch", "-i", str(source), "-o", str(target), *SMALL)
+    installed.run(*TORCHRUN, "1", "-m", "tp_engine", "run-batch", "-i", str(source), "-o", str(target), *SMALL)
     check_batch(target)
 
 

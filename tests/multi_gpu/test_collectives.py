@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tp_engine.check.collectives import random_part
+from tp_engine.apps.check.collectives import random_part
 from tp_engine.config import EngineConfig
 from tp_engine.distributed import groups as process_groups
 from tp_engine.distributed.all_reduce import ReduceDevice, set_up

@@ -1,4 +1,4 @@
-"""``torchrun -m tp_engine.check --only machine`` on CPU ranks: its findings, its exit code, and a rank that stops."""
+"""``torchrun -m tp_engine check --only machine`` on CPU ranks: its findings, its exit code, and a rank that stops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.ranks.launch import torchrun
 from tests.ranks.warm_ranks import warm_ranks
 from tests.tiny_models import make_checkpoint
-from tp_engine.check.__main__ import main
+from tp_engine.apps.check.launched import main
 
 pytestmark = pytest.mark.slow
 MACHINE = ("--only", "machine", "--device", "cpu")
@@ -22,8 +22,7 @@ MODEL = ("--quick", "--device", "cpu", "--num-gpu-blocks-override", "200")
 
 def check(arguments: Sequence[str]) -> None:
     """A rank of a check."""
-    sys.argv[:] = ["tp_engine.check", *arguments]
-    sys.exit(main())
+    sys.exit(main(arguments))
 
 
 def test_a_machine_that_is_right(tmp_path: Path) -> None:
@@ -46,7 +45,7 @@ def test_a_rank_that_stops_or_dies_is_named(
     junit = tmp_path / "machine.xml"
     monkeypatch.setenv("TP_ENGINE_FAULT", fault)
     limits = ("--limit-s", "6", "--flight-recorder-dir", str(tmp_path))
-    job = torchrun(2, ["-m", "tp_engine.check", *MACHINE, *limits, "--junit", str(junit)])
+    job = torchrun(2, ["-m", "tp_engine", "check", *MACHINE, *limits, "--junit", str(junit)])
     assert job.returncode == 1
     (case,) = ElementTree.parse(junit).iter("testcase")
     failure = case.find("failure")

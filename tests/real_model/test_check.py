@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tp_engine.check.engine_check import EngineCheck
+from tp_engine.apps.check.engine_check import EngineCheck
 
 pytestmark = pytest.mark.slow
 

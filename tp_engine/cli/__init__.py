@@ -1,1 +1,1 @@
-"""The ``tp-engine`` command, and the jobs that ``tp_engine.serve`` and ``tp_engine.batch`` start."""
+"""The command ``tp-engine``: it finds the subcommand and runs it; ``serve`` is here, the others are in ``apps/``."""

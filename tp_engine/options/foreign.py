@@ -36,7 +36,7 @@ _TENSOR_PARALLEL = (
     "a model is shared by tensor parallelism alone; set --tensor-parallel-size, or start several servers behind a "
     "router"
 )
-_TORCHRUN = "torchrun starts the ranks of several hosts: torchrun --nnodes 2 --node-rank 0 ... -m tp_engine.serve"
+_TORCHRUN = "torchrun starts the ranks of several hosts: torchrun --nnodes 2 --node-rank 0 ... -m tp_engine serve"
 
 OPTIONS: Mapping[str, ForeignOption] = dict(
     row

@@ -22,9 +22,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
-from tp_engine.api.batch_job.endpoints import prepare_request
-from tp_engine.api.batch_job.lines import BatchInput, BatchRequest, ResultLine
-from tp_engine.api.batch_job.results import Results
+from tp_engine.api.batch_file.endpoints import prepare_request
+from tp_engine.api.batch_file.lines import BatchInput, BatchRequest, ResultLine
+from tp_engine.api.batch_file.results import Results
 from tp_engine.api.batches.lines import check_lines, count_results, open_requests
 from tp_engine.api.batches.objects import Batch, BatchErrors, StoredFile
 from tp_engine.api.batches.store import BatchStore

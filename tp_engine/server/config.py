@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tp_engine.api.openai.chat.options import ChatOptions
 from tp_engine.api.sampling_defaults import SamplingDefaultOptions
+from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
 from tp_engine.options.fields import option
 from tp_engine.system import env
@@ -198,3 +199,7 @@ def _keys(name: str, given: tuple[str, ...], path: str | None, default: str | No
     if not lines:
         raise ConfigError(f"{name} is {path!r}, which holds no key; write one in each line")
     return (*given, *lines)
+
+
+# The tables of options of a server.
+SERVE_TABLES = {"engine": EngineConfig, "server": ServerConfig}

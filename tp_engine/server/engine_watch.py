@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tp_engine.advice.block_size import advise_measured
 from tp_engine.api.async_llm import AsyncLLM
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.engine.report import EngineReport
 from tp_engine.errors import EngineDeadError
+from tp_engine.model_config.block_size import advise_measured
 from tp_engine.sched.view import SchedulerStats, ViewLimits
 from tp_engine.server.metrics.figures import RequestFigures
 from tp_engine.system.log import get_logger

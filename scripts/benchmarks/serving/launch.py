@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tp_engine.cli.own_server import wait_ready
+from tp_engine.apps.own_server import wait_ready
 from tp_engine.engine.processes import end_process
 
 ROOT = Path(__file__).resolve().parents[3]

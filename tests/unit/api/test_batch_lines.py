@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tp_engine.api.batch_job.config import BatchConfig, takes_line
-from tp_engine.api.batch_job.endpoints import ENDPOINTS, GrammarTrials, check_request
-from tp_engine.api.batch_job.lines import BatchInput, LineError, bad_line, line_id, line_number, read_line
+from tp_engine.api.batch_file.endpoints import ENDPOINTS, GrammarTrials, check_request
+from tp_engine.api.batch_file.lines import BatchInput, LineError, bad_line, line_id, line_number, read_line
+from tp_engine.apps.batch.config import BatchConfig, takes_line
 from tp_engine.errors import ConfigError, RequestError
 
 GRAMMARS = GrammarTrials(5.0)  # starts no process, as no line has a grammar

@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from tp_engine.api.batch_job.lines import BatchRequest, LineError, ResultLine, bad_line, line_number
-from tp_engine.api.batch_job.results import Results, digest
-from tp_engine.api.batch_job.second_pass import Outcomes, ReadAhead, Work, open_lines
-from tp_engine.api.batch_job.summary import BatchSummary
-from tp_engine.api.batch_job.survey import Survey
+from tp_engine.api.batch_file.lines import BatchRequest, LineError, ResultLine, bad_line, line_number
+from tp_engine.api.batch_file.results import Results, digest
+from tp_engine.apps.batch.second_pass import Outcomes, ReadAhead, Work, open_lines
+from tp_engine.apps.batch.summary import BatchSummary
+from tp_engine.apps.batch.survey import Survey
 from tp_engine.errors import ConfigError, RequestError
 from tp_engine.images.image_input import ImageInput
 

@@ -23,11 +23,11 @@ from tp_engine import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from tp_engine.api.batch_job.config import BatchConfig
 from tp_engine.api.engine_options import BatchOptions, EngineOptions, read_options
 from tp_engine.api.openai.chat.options import TemplateOptions
 from tp_engine.api.pooling import PoolingParams
 from tp_engine.api.sampling_defaults import SamplingDefaultOptions
+from tp_engine.apps.batch.config import BatchConfig
 from tp_engine.config import EngineConfig
 
 AS_WRITTEN: Mapping[str, object] = {"str": str, "bool": bool, "int": int, "float": float}

@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.frontend import new_engine
 from tests.services import FakeLLM
 from tests.unit.batch.jobs import NUM_LINES, completion
-from tp_engine.api.batch_job import run as batch_run
+from tp_engine.apps.batch import run as batch_run
 
 
 @pytest.fixture(autouse=True)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tp_engine.api.batch_job.config import BatchConfig
-from tp_engine.api.batch_job.lines import line_number
-from tp_engine.api.batch_job.run import run_job
-from tp_engine.api.batch_job.summary import BatchSummary
+from tp_engine.api.batch_file.lines import line_number
+from tp_engine.apps.batch.config import BatchConfig
+from tp_engine.apps.batch.run import run_job
+from tp_engine.apps.batch.summary import BatchSummary
 from tp_engine.config import EngineConfig
 
 NUM_LINES = 40

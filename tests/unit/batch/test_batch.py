@@ -20,13 +20,13 @@ from tests.fake_engine import FakeEngine
 from tests.panicking import PANIC_TEXT, panicking_model
 from tests.services import FakeLLM
 from tests.unit.batch.jobs import ENGINE, ERRORS, NUM_LINES, check_all_there, completion, results_of, run
-from tp_engine.api.batch_job import endpoints
-from tp_engine.api.batch_job import run as batch_run
-from tp_engine.api.batch_job.config import BatchConfig
-from tp_engine.api.batch_job.lines import line_number
-from tp_engine.api.batch_job.run import run_job
+from tp_engine.api.batch_file import endpoints
+from tp_engine.api.batch_file.lines import line_number
 from tp_engine.api.input_processor import InputProcessor, load_tokenizer
-from tp_engine.cli.launched import exit_code
+from tp_engine.apps.batch import run as batch_run
+from tp_engine.apps.batch.command import exit_code
+from tp_engine.apps.batch.config import BatchConfig
+from tp_engine.apps.batch.run import run_job
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError, RequestError
 from tp_engine.requests.request import FinishReason

@@ -17,9 +17,9 @@ from tests.e2e.frontend import new_engine, wait_until
 from tests.fake_engine import FakeEngine
 from tests.services import FakeLLM
 from tests.unit.batch.jobs import NUM_LINES, check_all_there, completion, results_of, run
-from tp_engine.api.batch_job import run as batch_run
-from tp_engine.api.batch_job.summary import BatchStatus
-from tp_engine.cli.launched import exit_code
+from tp_engine.apps.batch import run as batch_run
+from tp_engine.apps.batch.command import exit_code
+from tp_engine.apps.batch.summary import BatchStatus
 
 
 def in_a_child(source: Path, target: Path, options: dict[str, Any]) -> BaseProcess:

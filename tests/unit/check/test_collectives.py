@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.simulated_ranks import run_ranks
-from tp_engine.check.collectives import Way, check_collectives, check_speed
-from tp_engine.check.machine import check_copies
-from tp_engine.check.report import CheckFinding, CheckStatus
+from tp_engine.apps.check.collectives import Way, check_collectives, check_speed
+from tp_engine.apps.check.machine import check_copies
+from tp_engine.apps.check.report import CheckFinding, CheckStatus
 from tp_engine.distributed.collectives import Communicator
 
 SIZES = (16, 4096)

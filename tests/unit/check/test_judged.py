@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tp_engine.check.answers import Floats
-from tp_engine.check.judged import EXACT_LOGPROBS, Errors
+from tp_engine.apps.check.answers import Floats
+from tp_engine.apps.check.judged import EXACT_LOGPROBS, Errors
 
 NUM_POSITIONS = 96
 

@@ -18,7 +18,7 @@ from tests.quantised.checkpoints import compress
 from tests.quantised.formats import FORMATS
 from tests.tiers import slow_but
 from tests.tiny_models import make_config
-from tp_engine.check.oracle import Oracle, Query
+from tp_engine.apps.check.oracle import Oracle, Query
 from tp_engine.errors import ConfigError, WeightError
 
 FAST = ("llama", "gemma4", "deepseek-v3", "glm-moe-dsa", "qwen3.5-moe-vision", "gpt-oss")

@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tp_engine.check.answers import Answer
-from tp_engine.check.linears import Linears
-from tp_engine.check.oracle import EXACT
-from tp_engine.check.passes import _own_part
-from tp_engine.check.prompts import CheckPrompt
-from tp_engine.check.ranks import rank_apart, rank_of_slice
-from tp_engine.check.stored import StoredWeights
-from tp_engine.check.watched import Watched, positions_of
+from tp_engine.apps.check.answers import Answer
+from tp_engine.apps.check.linears import Linears
+from tp_engine.apps.check.oracle import EXACT
+from tp_engine.apps.check.passes import _own_part
+from tp_engine.apps.check.prompts import CheckPrompt
+from tp_engine.apps.check.ranks import rank_apart, rank_of_slice
+from tp_engine.apps.check.stored import StoredWeights
+from tp_engine.apps.check.watched import Watched, positions_of
 
 HIDDEN, INNER, ROWS = 6, 8, 5
 RNG = np.random.default_rng(0)

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tp_engine.check.report import CheckFinding, CheckReport, CheckStatus, describe_environment
+from tp_engine.apps.check.report import CheckFinding, CheckReport, CheckStatus, describe_environment
 
 RIGHT = CheckFinding(name="tokens", status=CheckStatus.RIGHT, detail="12 prompts", numbers={"prompts": 12}, seconds=0.5)
 WRONG = CheckFinding(

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tp_engine.check import sampling
-from tp_engine.check.prompts import CheckPrompt
-from tp_engine.check.report import CheckStatus
-from tp_engine.check.sampling import (
+from tp_engine.apps.check import sampling
+from tp_engine.apps.check.prompts import CheckPrompt
+from tp_engine.apps.check.report import CheckStatus
+from tp_engine.apps.check.sampling import (
     PENALTIES,
     SETTINGS,
     Draws,

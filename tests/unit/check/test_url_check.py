@@ -21,12 +21,12 @@ from tests.text_tokenizers import byte_level_tokenizer
 from tests.tiny_models import make_checkpoint
 from tests.tiny_server import chat_tokenizer
 from tp_engine.api.server_client import ServerClient, ServerError
-from tp_engine.check.behaviour import NotShownError
-from tp_engine.check.prompts import CheckPrompt
-from tp_engine.check.report import CheckFinding, CheckReport, CheckStatus
-from tp_engine.check.served import ServedModel
-from tp_engine.check.url_check import UrlCheck
-from tp_engine.cli.check import main
+from tp_engine.apps.check.behaviour import NotShownError
+from tp_engine.apps.check.command import main
+from tp_engine.apps.check.prompts import CheckPrompt
+from tp_engine.apps.check.report import CheckFinding, CheckReport, CheckStatus
+from tp_engine.apps.check.served import ServedModel
+from tp_engine.apps.check.url_check import UrlCheck
 from tp_engine.errors import ConfigError
 
 RIGHT, WRONG, SKIPPED = CheckStatus.RIGHT, CheckStatus.WRONG, CheckStatus.SKIPPED

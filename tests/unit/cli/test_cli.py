@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import pytest
 
 import tp_engine
-from tp_engine.cli import bench, machine
-from tp_engine.cli.findings import Status
+from tp_engine.apps.doctor import machine
+from tp_engine.apps.doctor.findings import Status
+from tp_engine.cli import bench
 from tp_engine.cli.main import COMMANDS, main
 
 

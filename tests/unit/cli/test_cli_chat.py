@@ -14,10 +14,10 @@ import pytest
 
 from tp_engine.api import server_client
 from tp_engine.api.server_client import ServerClient, ServerError
-from tp_engine.cli import chat
-from tp_engine.cli.chat import ChatConfig, Conversation, converse
+from tp_engine.apps.chat import command as chat
+from tp_engine.apps.chat.command import ChatConfig, Conversation, converse
+from tp_engine.apps.chat.session import ClientConfig
 from tp_engine.cli.main import main
-from tp_engine.cli.session import ClientConfig
 from tp_engine.errors import ConfigError
 
 KEY = "secret"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tp_engine.cli.own_server import wait_ready
+from tp_engine.apps.own_server import wait_ready
 from tp_engine.errors import ConfigError
 from tp_engine.server.listener import write_port_file
 

@@ -142,6 +142,6 @@ def test_one_place_starts_python() -> None:
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 used = f"{node.value.id}.{node.attr}"
                 if used == "sys.executable":
-                    assert name in ("system/child_process.py", "cli/findings.py"), f"{name}: use start_child"
+                    assert name in ("system/child_process.py", "apps/doctor/findings.py"), f"{name}: use start_child"
                 assert not used.startswith("multiprocessing."), f"{name}: use start_child"
                 assert used != "os.fork" or name == "system/isolation/host.py", f"{name}: use start_child"

@@ -17,8 +17,8 @@ from tests.quantised.checkpoints import SAME_NUMBERS, compress, compress_alike, 
 from tests.quantised.formats import FORMATS, INPUT_SCALE
 from tests.tiers import slow_but
 from tests.unit.models.test_shard import Somewhere
+from tp_engine.apps.check.stored import StoredWeights
 from tp_engine.attention.torch_backend import TorchBackend
-from tp_engine.check.stored import StoredWeights
 from tp_engine.cpu.library import native_library
 from tp_engine.cpu.quantised import QuantisedPanels
 from tp_engine.job.topology import RankInfo

@@ -21,7 +21,7 @@ from tests.simulated_ranks import run_ranks
 from tests.tiers import slow_but
 from tests.unit.models.test_models import BACKENDS, CPU, LENGTHS, bind_caches, prefill_metadata
 from tp_engine import recommend
-from tp_engine.advice.question import Workload
+from tp_engine.apps.advice.question import Workload
 from tp_engine.config import EngineConfig
 from tp_engine.distributed.collectives import Communicator, SingleRank
 from tp_engine.errors import ConfigError, WeightError

@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 
 from tests.families import FAMILIES
 from tests.tiny_models import make_config
-from tp_engine.api.batch_job.config import BatchConfig
 from tp_engine.api.openai.chat.options import ChatOptions
 from tp_engine.api.sampling_defaults import load_generation_defaults
+from tp_engine.apps.batch.config import BatchConfig
 from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.errors import ConfigError, WeightError
 from tp_engine.model_config import load_model_config, read_model

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.unit.models.test_model_config import llama
 from tests.unit.models.test_shard import Somewhere, sources
+from tp_engine.apps.check import stored
+from tp_engine.apps.check.stored import StoredWeights
 from tp_engine.attention.torch_backend import TorchBackend
-from tp_engine.check import stored
-from tp_engine.check.stored import StoredWeights
 from tp_engine.errors import ConfigError, WeightError
 from tp_engine.job.topology import RankInfo
 from tp_engine.model_config import load_model_config, padded_vocab_size, read_model

@@ -11,7 +11,8 @@ from tests.asgi import App, run_served, until
 from tests.fake_engine import FakeEngine
 from tests.text_tokenizers import byte_level_tokenizer
 from tp_engine import recommend
-from tp_engine.advice.block_size import (
+from tp_engine.apps.advice.question import Workload
+from tp_engine.model_config.block_size import (
     BLOCK_SIZES,
     LengthCounter,
     Lengths,
@@ -19,7 +20,6 @@ from tp_engine.advice.block_size import (
     choose_block_size,
     describe_waste,
 )
-from tp_engine.advice.question import Workload
 from tp_engine.server import engine_watch
 from tp_engine.server.config import ServerConfig
 

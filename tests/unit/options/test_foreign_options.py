@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tp_engine.api.batch_job.config import BatchConfig
+from tp_engine.apps.batch.config import BatchConfig
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
 from tp_engine.options import Options, parse_options

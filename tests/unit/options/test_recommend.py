@@ -16,9 +16,8 @@ from tests.image_models import IMAGE_FAMILIES, image_config, make_image_model
 from tests.tiers import slow_but
 from tests.tiny_models import make_checkpoint
 from tp_engine import recommend
-from tp_engine.advice import sizes
-from tp_engine.advice.block_size import choose_block_size
-from tp_engine.advice.question import GPU_GIB, WORKLOADS, Workload
+from tp_engine.apps.advice import sizes
+from tp_engine.apps.advice.question import GPU_GIB, WORKLOADS, Workload
 from tp_engine.cli.main import main
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
@@ -26,6 +25,7 @@ from tp_engine.images.settings import image_settings
 from tp_engine.job.topology import RankInfo
 from tp_engine.layers.embedding import VocabSlice
 from tp_engine.model_config import load_model_config, read_model
+from tp_engine.model_config.block_size import choose_block_size
 from tp_engine.model_config.kv_layout import KvKind, lay_out
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.models.vision_tower import build_tower

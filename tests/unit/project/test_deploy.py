@@ -154,7 +154,7 @@ def words(maker: str) -> list[str]:
     found = container(maker)
     if "command" not in found:
         return entrypoint()[2:] + list(found["args"])
-    return list(found["command"][found["command"].index("tp_engine.serve") + 1 :])
+    return list(found["command"][found["command"].index("serve") + 1 :])
 
 
 @pytest.mark.parametrize("maker", ["deployment", "leader", "worker"])

@@ -21,7 +21,7 @@ MODELLING = ("transformers.modeling_utils", "transformers.activations", "transfo
 STARTS = {
     "import tp_engine": ("torch", "transformers", "tokenizers", "numpy", "zmq", *HTTP),
     # every run of pytest where the package is installed
-    "import tp_engine.testing.plugin": (
+    "import tp_engine.apps.testing.plugin": (
         "torch",
         "numpy",
         "msgspec",
@@ -31,7 +31,7 @@ STARTS = {
         *HTTP,
     ),
     # rank 0 of a server, until its frontend has been started
-    "import tp_engine.serve": ("torch", "transformers", "tokenizers", "triton", "fastapi", "uvicorn"),
+    "import tp_engine.cli.serve": ("torch", "transformers", "tokenizers", "triton", "fastapi", "uvicorn"),
     # a rank that rank 0 started, before and after its first sign of life
     "import tp_engine.engine.rank_process": ("torch", "transformers", *HTTP),
     "import tp_engine.engine.start": ("transformers", "tokenizers", "triton", *COMPILERS, *HTTP),

@@ -22,11 +22,9 @@ PACKAGE = ROOT / "tp_engine"
 
 # What each part may import directly; indirectly, it may import what those may.  Every part may import the foundation.
 DIRECTIONS = {
-    "launch": {"cli"},
-    "cli": {"server", "check"},
-    "check": {"api"},
-    "integrations": {"server"},
-    "testing": {"cli"},
+    "launch": {"cli", "apps"},
+    "cli": {"apps"},
+    "apps": {"server"},
     "server": {"api"},
     "api": {"engine", "features"},
     "features": {"engine"},
@@ -45,11 +43,11 @@ DIRECTIONS = {
     "foundation": set(),
 }
 
-# The modules beside the foundation that start a job, as the files in launch/ do, or the command.
-LAUNCHERS = {"serve", "batch", "__main__"}
+# The module beside the foundation that starts the command, as the files in launch/ do.
+LAUNCHERS = {"__main__"}
 
 # Folders that belong to the foundation: modules of it that now have several files.
-FOUNDATION_FOLDERS = {"advice", "images", "job", "model_config", "options", "requests", "system"}
+FOUNDATION_FOLDERS = {"images", "job", "model_config", "options", "requests", "system"}
 
 # What is told of features, without what they do: who needs no torch reads it.
 FEATURE_TABLES = {"extension", "metric", "registry", "options", "__init__"}
@@ -65,16 +63,16 @@ DOORS = {
     "flash_attn_interface": "tp_engine/attention/flash_attn.py",
     "safetensors": "tp_engine/weights/",
     "llguidance": "tp_engine/grammar/",
-    "ray": "tp_engine/integrations/",
+    "ray": "tp_engine/apps/ray/",
     "PIL": "tp_engine/images/",
     "pypdfium2": "tp_engine/images/",
-    "pytest": "tp_engine/testing/",
+    "pytest": "tp_engine/apps/testing/",
     "os.environ": "tp_engine/system/env.py",
     "os.getenv": "tp_engine/system/env.py",
 }
 
 # The oracle reads checkpoints without the code that it judges.
-SECOND_DOORS = {"safetensors": "tp_engine/check/stored.py"}
+SECOND_DOORS = {"safetensors": "tp_engine/apps/check/stored.py"}
 
 TORCH_FREE = ("foundation", "sched", "ipc", "grammar")
 FORBIDDEN = ("pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve")

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from lib import flag_pages
 
-from tp_engine.api.batch_job.config import BatchConfig
 from tp_engine.api.openai.reasoning import REASONING_FORMATS
 from tp_engine.api.openai.tools.formats import TOOL_FORMATS
+from tp_engine.apps.batch.config import BatchConfig
 from tp_engine.config import EngineConfig
 from tp_engine.options.flags import make_parser
 from tp_engine.server.app import create_app

@@ -12,8 +12,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from tp_engine.cli import machine
-from tp_engine.cli.findings import Status
+from tp_engine.apps.doctor import machine
+from tp_engine.apps.doctor.findings import Status
 from tp_engine.distributed import device_threads, groups
 from tp_engine.distributed.collectives import SingleRank
 from tp_engine.errors import ConfigError

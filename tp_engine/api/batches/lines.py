@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from tp_engine.api.batch_job.lines import BatchInput, BatchRequest, LineError, read_line, repeated_line
-from tp_engine.api.batch_job.results import EarlierResults, digest
+from tp_engine.api.batch_file.lines import BatchInput, BatchRequest, LineError, read_line, repeated_line
+from tp_engine.api.batch_file.results import EarlierResults, digest
 from tp_engine.api.batches.objects import MAX_LINES
 
 _MAX_ERRORS = 100

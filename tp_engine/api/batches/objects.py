@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from pydantic import Field
 
-from tp_engine.api.batch_job.endpoints import ENDPOINTS
+from tp_engine.api.batch_file.endpoints import ENDPOINTS
 from tp_engine.api.openai.protocol import RequestBody
 from tp_engine.api.openai.responses_api.protocol import Metadata
 from tp_engine.errors import RequestError, shown

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import Metric
 
-from tp_engine.advice.block_size import LengthCounter
 from tp_engine.api.batches.objects import ACTIVE, ENDED, Batch
 from tp_engine.features.metric import MetricFamily
+from tp_engine.model_config.block_size import LengthCounter
 from tp_engine.requests.outputs import RequestMetrics
 from tp_engine.requests.request import FinishReason
 from tp_engine.requests.sampling_params import SamplingParams

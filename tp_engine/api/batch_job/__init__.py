@@ -1,1 +1,0 @@
-"""Batch jobs: OpenAI request lines from a file, result lines to a file."""

@@ -1,0 +1,1 @@
+"""``tp-engine chat`` and ``tp-engine complete``: a model at the terminal."""

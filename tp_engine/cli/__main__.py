@@ -1,8 +1,0 @@
-"""``python -m tp_engine.cli``: the ``tp-engine`` command."""
-
-import sys
-
-from tp_engine.cli.main import main
-
-if __name__ == "__main__":
-    sys.exit(main())
