@@ -6,16 +6,19 @@ files (``block_size = 32``).  ``tp_engine.options`` makes the latter two from th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tp_engine.errors import ConfigError
 from tp_engine.features.kv_events.options import KVEventsConfig
 from tp_engine.job.device_map import check_devices
 from tp_engine.kv_codec import check_codec
-from tp_engine.lora import parse_modules
-from tp_engine.options.fields import check_fields, option
+from tp_engine.lora import AdapterSource, parse_modules
+from tp_engine.options.fields import checked, json_object, option
 from tp_engine.options.hf_overrides import parse_overrides
+from tp_engine.options.prompt_images import PromptImages
 from tp_engine.requests.structured_outputs import StructuredOutputsDefaults
 from tp_engine.speculative import SpeculativeConfig
 from tp_engine.system.log import LOG_FORMATS
@@ -38,6 +41,15 @@ _DEFAULT_BATCHED_TOKENS = 2048
 DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
 
 
+def _processor_sizes(given: Mapping[str, Any] | str) -> dict[str, Any]:
+    return json_object("mm_processor_kwargs", given)
+
+
+def _batched_tokens(values: Mapping[str, Any]) -> int:
+    return max(_DEFAULT_BATCHED_TOKENS, int(values["max_num_seqs"]))
+
+
+@checked()
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """All settings of the engine.  ``resolve`` replaces ``auto`` once, on rank 0."""
@@ -54,11 +66,11 @@ class EngineConfig:
         None, "tokenizer folder or hub name (default: the model's)", flags=("--tokenizer-path",), is_of_host=True
     )
     revision: str | None = option(None, "hub revision of the model")
-    hf_overrides: str | None = option(
+    hf_overrides: Mapping[str, Any] | None = option(
         None,
         "JSON object that changes keys of the model's config.json before it is read, such as "
         """'{"rope_parameters": {"rope_type": "yarn", "factor": 4.0, ...}}'; null removes a key (default: none)""",
-        json=True,
+        json=parse_overrides,
         flags=("--json-model-override-args",),
     )
     convert: str = option(
@@ -172,11 +184,11 @@ class EngineConfig:
         is_of_host=True,
     )
     kv_disk_size: float = option(0.0, "GiB of kv_disk_path, over all ranks, reserved at the start", least=0)
-    kv_events_config: str | None = option(
+    kv_events_config: KVEventsConfig | None = option(
         None,
         "JSON object: tell routers what the prefix cache holds, over ZMQ, with vLLM's keys (enable_kv_cache_events, "
         "endpoint, replay_endpoint, topic) and those of docs/kv_events.md (default: none)",
-        json=True,
+        json=KVEventsConfig.of,
         is_of_host=True,
     )
     max_model_len: int | None = option(
@@ -193,6 +205,7 @@ class EngineConfig:
         f"most tokens in one step, at least max_num_seqs (default: {_DEFAULT_BATCHED_TOKENS})",
         count=True,
         positive=True,
+        derived=_batched_tokens,
         flags=("--chunked-prefill-size",),
     )
     async_scheduling: bool = option(
@@ -200,11 +213,11 @@ class EngineConfig:
         "send the plan of the next step to the other ranks while a step runs",
         negative_flags=("--disable-overlap-schedule",),
     )
-    speculative_config: str | None = option(
+    speculative_config: SpeculativeConfig | None = option(
         None,
         "JSON object: draft tokens and verify several in one step, which changes none of them: method (ngram, "
         "suffix, eagle3, mtp), num_speculative_tokens, and the keys of docs/speculation.md (default: none)",
-        json=True,
+        json=SpeculativeConfig.of,
         flags=("-sc",),
     )
     enable_lora: bool = option(
@@ -213,22 +226,25 @@ class EngineConfig:
     max_loras: int = option(4, "adapters with a slot on the devices; requests of others wait for one", positive=True)
     max_lora_rank: int = option(16, "largest rank of an adapter, for which the slots have room", positive=True)
     lora_experts: bool = option(False, "slots have room for matrices of routed experts too; on CPUs")
-    lora_modules: tuple[str, ...] = option(
-        (), "adapters to load at the start: NAME=FOLDER, or a JSON object with name and path", is_of_host=True
+    lora_modules: tuple[AdapterSource, ...] = option(
+        (),
+        "adapters to load at the start: NAME=FOLDER, or a JSON object with name and path",
+        several=parse_modules,
+        is_of_host=True,
     )
-    limit_mm_per_prompt: str | None = option(
-        None,
+    limit_mm_per_prompt: PromptImages = option(
+        PromptImages(),
         """JSON object with the most images of a prompt, such as '{"image": 4}'; 0 serves the text part alone """
         "(default: 32)",
-        json=True,
+        json=PromptImages.of,
         flags=("--limit-mm-data-per-request",),
         section="Images",
     )
-    mm_processor_kwargs: str | None = option(
+    mm_processor_kwargs: Mapping[str, Any] | None = option(
         None,
         "JSON object with settings of the model's image processor: size; min_pixels, max_pixels (Qwen), "
         "max_soft_tokens (Gemma 4), max_patches (Kimi)",
-        json=True,
+        json=_processor_sizes,
     )
     max_image_pixels: int = option(178_956_970, "most pixels of an image's file", positive=True)
     mm_transport_bytes: int = option(
@@ -240,11 +256,11 @@ class EngineConfig:
     allowed_local_media_path: str | None = option(
         None, "folder below which requests may name images as file:///PATH (default: none)", is_of_host=True
     )
-    structured_outputs_config: str | None = option(
-        None,
+    structured_outputs_config: StructuredOutputsDefaults = option(
+        StructuredOutputsDefaults(),
         "JSON object: defaults of structured output for requests without such fields: disable_any_whitespace, "
         "whitespace_pattern, disable_additional_properties (true unless it is set to false)",
-        json=True,
+        json=StructuredOutputsDefaults.of,
         section="Answers",
     )
     max_logprobs: int = option(
@@ -288,26 +304,16 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        if self.max_num_batched_tokens is None:
-            object.__setattr__(self, "max_num_batched_tokens", max(_DEFAULT_BATCHED_TOKENS, self.max_num_seqs))
-        self._check_values()
-        self._check_ranges()
-
-    def _check_values(self) -> None:
         if self.device_ids is not None:
             check_devices(self.device_ids)
-        StructuredOutputsDefaults.of(self.structured_outputs_config)
-        parse_overrides(self.hf_overrides)
-        KVEventsConfig.of(self.kv_events_config)
-        SpeculativeConfig.of(self.speculative_config)
         self._check_adapters()
+        self._check_ranges()
 
     @property
     def num_draft_rows(self) -> int:
         """Rows behind those of the sequences, for draft tokens."""
-        speculation = SpeculativeConfig.of(self.speculative_config)
-        return 0 if speculation is None else speculation.num_draft_rows(self.max_num_seqs, self.max_num_batched_tokens)
+        drafting = self.speculative_config
+        return 0 if drafting is None else drafting.num_draft_rows(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
     def max_step_decodes(self) -> int:
@@ -315,10 +321,10 @@ class EngineConfig:
         return max(self.max_num_seqs, 1 + self.num_draft_rows)
 
     def _check_adapters(self) -> None:
-        if parse_modules(self.lora_modules) and not self.enable_lora:
+        if self.lora_modules and not self.enable_lora:
+            named = " ".join(f"{source.name}={source.path}" for source in self.lora_modules)
             raise ConfigError(
-                f"lora_modules is {' '.join(self.lora_modules)!r}, and enable_lora is off: set enable_lora, or leave "
-                "lora_modules out"
+                f"lora_modules is {named!r}, and enable_lora is off: set enable_lora, or leave lora_modules out"
             )
         if self.lora_experts and not self.enable_lora:
             raise ConfigError("lora_experts is set, and enable_lora is off: set enable_lora, or leave lora_experts out")

@@ -1,7 +1,7 @@
 """LoRA adapters as options and requests name them, with vLLM's words."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,10 +59,10 @@ class AdapterSource:
                 raise ConfigError(f"the {field} of an adapter is {shown(value)}; give a {field} that is not empty")
 
 
-def parse_modules(values: Sequence[str]) -> tuple[AdapterSource, ...]:
+def parse_modules(values: Iterable[AdapterSource | Mapping[str, Any] | str]) -> tuple[AdapterSource, ...]:
     """Return the adapters of ``--lora-modules``: each NAME=PATH, or a JSON object with name and path (vLLM's two
-    forms).  ``base_model_name`` may be there; it is not used, because there is one base model.  Raises
-    ``ConfigError``."""
+    forms), as text or as a mapping.  ``base_model_name`` may be there; it is not used, because there is one base
+    model.  Raises ``ConfigError``."""
     found = tuple(map(_parse_module, values))
     names = [one.name for one in found]
     if repeated := next((name for name in names if names.count(name) > 1), None):
@@ -70,24 +70,34 @@ def parse_modules(values: Sequence[str]) -> tuple[AdapterSource, ...]:
     return found
 
 
-def adapter_names(values: Sequence[str], model_names: Sequence[str]) -> list[str]:
+def adapter_names(sources: Iterable[AdapterSource], model_names: Sequence[str]) -> list[str]:
     """Return the names of the adapters of ``--lora-modules``; ``ConfigError`` for one that is among the model's own."""
-    names = [source.name for source in parse_modules(values)]
+    names = [source.name for source in sources]
     if taken := next((name for name in names if name in model_names), None):
         raise ConfigError(f"lora_modules has {taken!r}, which names the model itself; give the adapter another name")
     return names
 
 
-def _parse_module(value: str) -> AdapterSource:
+def _parse_module(value: AdapterSource | Mapping[str, Any] | str) -> AdapterSource:
+    if isinstance(value, AdapterSource):
+        return value
+    if isinstance(value, Mapping):
+        return _described(value)
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"lora_modules is {shown(value)}; it must be texts, none of them empty")
     if not value.lstrip().startswith("{"):
         name, equals, path = value.partition("=")
         if not equals:
             raise ConfigError(f'lora_modules has {value!r}; write NAME=PATH or {{"name": NAME, "path": PATH}}')
         return AdapterSource(name=name, path=path)
     try:
-        given: dict[str, Any] = json.loads(value)
-    except ValueError as error:
+        found = json.loads(value)
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"lora_modules has {value!r}, which is not JSON: {error}") from error
+    return _described(found)
+
+
+def _described(given: Mapping[str, Any]) -> AdapterSource:
     if unknown := sorted(given.keys() - {"name", "path", "base_model_name"}):
         raise ConfigError(f"lora_modules has {unknown[0]!r}; an adapter has name, path and base_model_name")
     return AdapterSource(name=given.get("name", ""), path=given.get("path", ""))

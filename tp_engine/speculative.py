@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from tp_engine.errors import ConfigError
-from tp_engine.options.fields import check_fields, json_object, key
+from tp_engine.options.fields import checked, json_object, key
 
 CONFIG_NAME = "speculative_config"
 METHODS = ("ngram", "suffix", "eagle3", "mtp")
@@ -21,6 +23,7 @@ _SHORTEST, _LONGEST = 2, 5
 MOST_STEP_ROWS = 32  # with more rows a step is no longer bound by reading the weights
 
 
+@checked(CONFIG_NAME)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
     """How the next tokens are drafted.
@@ -44,9 +47,9 @@ class SpeculativeConfig:
     Raises ``ConfigError`` for what can not be.
     """
 
-    method: str = key("ngram", choices=METHODS)
+    method: str = key("ngram", choices=METHODS, told=True)
     model: str | None = None
-    num_speculative_tokens: int = key(4, least=1, most=16)
+    num_speculative_tokens: int = key(4, least=1, most=16, told=True)
     prompt_lookup_min: int = key(_SHORTEST, least=1)
     prompt_lookup_max: int = key(_LONGEST, least=1)
     suffix_decoding_max_tree_depth: int = key(24, least=1, most=64)
@@ -56,7 +59,6 @@ class SpeculativeConfig:
     max_step_rows: int | None = key(None, least=2)  # a decode and a draft token
 
     def __post_init__(self) -> None:
-        check_fields(self, CONFIG_NAME)
         has_model, may_have = self.model is not None, self.method in _WITH_HEAD
         if has_model > may_have or (self.method == "eagle3" and not has_model):
             raise ConfigError(
@@ -86,17 +88,18 @@ class SpeculativeConfig:
         return min(self.most_rows, max_num_seqs * (1 + self.num_speculative_tokens), max_num_batched_tokens) - 1
 
     @classmethod
-    def of(cls, text: str | None) -> SpeculativeConfig | None:
-        """Parse the option's JSON text; None: no speculation.  Raises ``ConfigError``.
+    def of(cls, given: SpeculativeConfig | Mapping[str, Any] | str | None) -> SpeculativeConfig | None:
+        """Return the record of the option's JSON object, as text or as a mapping; None: no speculation.  Raises
+        ``ConfigError``.
 
         If only one of ``prompt_lookup_min`` and ``prompt_lookup_max`` is given, the other one follows it where its
         default does not fit.  Without a method, a ``model`` is a draft head.  ``mtp`` drafts one token unless
         ``num_speculative_tokens`` says more: heads are trained for the next one."""
-        if text is None:
-            return None
+        if given is None or isinstance(given, SpeculativeConfig):
+            return given
         known = [spec.name for spec in dataclasses.fields(cls)]
         example = '{"method":"ngram","num_speculative_tokens":4}'
-        values = json_object(CONFIG_NAME, text, known, example=example)
+        values = json_object(CONFIG_NAME, given, known, example=example)
         method = values.setdefault("method", "eagle3" if "model" in values else METHODS[0])
         if isinstance(method, str):
             values["method"] = method = _ALIASES.get(method.lower(), method.lower())

@@ -17,7 +17,7 @@ from tp_engine.grammar.vocabulary import check_tokenizer
 from tp_engine.images.image_input import ImageInput
 from tp_engine.requests.request import EngineRequest, Pooling
 from tp_engine.requests.sampling_params import SamplingParams
-from tp_engine.requests.structured_outputs import StructuredOutputsDefaults, StructuredOutputsParams
+from tp_engine.requests.structured_outputs import StructuredOutputsParams
 
 __all__ = ["InputProcessor", "Prompt", "load_tokenizer", "prompt_text"]
 
@@ -58,7 +58,7 @@ class InputProcessor:
         self.chat = ChatFormat(tokenizer)
         self.model = model_info
         self.adapters = dict(model_info.adapters)
-        self.structured_defaults = StructuredOutputsDefaults.of(model_info.structured_outputs_config)
+        self.structured_defaults = model_info.structured_outputs
         self.images: ImagePrompts | None = None
         if model_info.images is not None and tokenizer is not None:
             from tp_engine.images.reader import ImageReader  # Pillow, which no other model needs

@@ -9,7 +9,7 @@ from typing import Any
 
 from tp_engine.errors import ConfigError
 from tp_engine.model_config.source import read_json, resolve_model_folder
-from tp_engine.options.fields import check_fields, json_object, option
+from tp_engine.options.fields import checked, json_object, option
 from tp_engine.requests.sampling_params import SamplingParams
 
 _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -60,6 +60,11 @@ def _defaults(written: Mapping[str, Any]) -> dict[str, Any]:
     return defaults
 
 
+def _overrides(given: Mapping[str, Any] | str) -> dict[str, Any]:
+    return json_object("override_generation_config", given, (*_NAMES, _LIMIT))
+
+
+@checked()
 @dataclass(frozen=True, kw_only=True)
 class SamplingDefaultOptions:
     """Where the defaults of temperature, top_p and the like come from, named as in ``vllm serve``."""
@@ -70,24 +75,17 @@ class SamplingDefaultOptions:
         "folder of such a file",
         section="Sampling defaults",
     )
-    override_generation_config: str | None = option(
-        None, """JSON object of sampling defaults that go before those, such as '{"temperature": 0.5}'""", json=True
+    override_generation_config: Mapping[str, Any] | None = option(
+        None,
+        """JSON object of sampling defaults that go before those, such as '{"temperature": 0.5}'""",
+        json=_overrides,
     )
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def defaults(self, model: str, revision: str | None = None) -> dict[str, Any]:
         """Return the fields of ``SamplingParams`` for requests that do not set them; raises ``ConfigError``."""
-        overrides = self.sampling_overrides
+        overrides = self.override_generation_config
         return load_generation_defaults(model, revision, source=self.generation_config, overrides=overrides)
 
     def params(self, model: str, revision: str | None = None) -> SamplingParams:
         """Return the parameters of a request that sets none; raises ``ConfigError``."""
         return SamplingParams(**self.defaults(model, revision))
-
-    @property
-    def sampling_overrides(self) -> dict[str, Any]:
-        """``override_generation_config`` as a mapping; raises ``ConfigError``."""
-        text = self.override_generation_config
-        return {} if text is None else json_object("override_generation_config", text, (*_NAMES, _LIMIT))

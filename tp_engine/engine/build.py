@@ -19,7 +19,6 @@ from tp_engine.ipc.relay import PlanLink
 from tp_engine.ipc.ring_buffer import RingWriter
 from tp_engine.job.progress import RankPhase
 from tp_engine.kv_codec import may_refuse
-from tp_engine.lora import parse_modules
 from tp_engine.plan import NO_IDS
 from tp_engine.sched.limits import ImageLimits, TierReports
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
@@ -108,7 +107,7 @@ def build_engine(
 
 def _load_adapters(engine: Engine, effective: EffectiveConfig) -> None:
     """Load the adapters of ``lora_modules``; if one can not be served, close the engine and raise ``ConfigError``."""
-    for source in parse_modules(effective.config.lora_modules):
+    for source in effective.config.lora_modules:
         try:
             act(engine.operator, "load_lora_adapter", {"name": source.name, "path": source.path})
         except RequestError as error:
@@ -188,14 +187,14 @@ def model_info(effective: EffectiveConfig, num_blocks: int, *, longest: int | No
         device=config.device,
         max_num_seqs=config.max_num_seqs,
         max_logprobs=config.max_logprobs,
-        structured_outputs_config=config.structured_outputs_config,
+        structured_outputs=config.structured_outputs_config,
         hidden_size=model.hidden_size,
         convert=effective.pooling.convert,
         dimensions=effective.pooling.dimensions,
         classifier=effective.pooling.classifier,
         images=image_settings(config, model.vision, effective.model_path),
         enable_lora=config.enable_lora,
-        adapters={source.name: source.path for source in parse_modules(config.lora_modules)},
+        adapters={source.name: source.path for source in config.lora_modules},
     )
 
 

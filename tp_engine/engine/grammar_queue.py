@@ -22,7 +22,7 @@ from tp_engine.grammar.library import llguidance
 from tp_engine.grammar.matcher import MaskFiller
 from tp_engine.grammar.vocabulary import make_vocabulary
 from tp_engine.requests.request import EngineRequest, SequenceDelta
-from tp_engine.requests.structured_outputs import PARAM, StructuredOutputsDefaults
+from tp_engine.requests.structured_outputs import PARAM
 from tp_engine.sched.constraint import Grammar, MaskWriter, TokenRules, restricting_fields
 from tp_engine.sched.scheduler import Scheduler
 from tp_engine.system.log import get_logger
@@ -48,7 +48,7 @@ def make_compiler(effective: EffectiveConfig) -> GrammarCompiler | RequestError:
         tokenizer_json = load_tokenizer_json(source, config.revision)
         if tokenizer_json is None:
             return RequestError(_NO_TOKENIZER, param=PARAM)
-        defaults = StructuredOutputsDefaults.of(config.structured_outputs_config)
+        defaults = config.structured_outputs_config
         vocabulary = make_vocabulary(tokenizer_json, model.vocab_size, model.eos_token_ids)
         return GrammarCompiler(vocabulary, timeout_s=defaults.compilation_timeout_s)
     except (ValueError, OSError) as error:

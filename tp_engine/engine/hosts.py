@@ -31,6 +31,7 @@ from tp_engine.ipc.handshake import KEY_BYTES, PURPOSES, Listener, connect, watc
 from tp_engine.ipc.relay import PlanLink, RelayReader
 from tp_engine.ipc.ring_buffer import RingWriter
 from tp_engine.job.topology import Topology
+from tp_engine.options.fields import plain
 from tp_engine.system import env
 from tp_engine.system.interfaces import address_towards, interface_of, is_loopback
 from tp_engine.system.log import get_logger
@@ -177,7 +178,7 @@ def link_hosts(effective: EffectiveConfig, launched: env.LaunchedRank, store: St
 def identity_of(effective: EffectiveConfig) -> dict[str, str]:
     """Return what must be equal on all hosts, as text by name."""
     shared = [field.name for field in dataclasses.fields(EngineConfig) if not field.metadata.get("is_of_host")]
-    return {name: str(getattr(effective.config, name)) for name in shared} | {
+    return {name: str(plain(getattr(effective.config, name))) for name in shared} | {
         "tp_engine": __version__,
         "torch": str(torch.__version__),
         "weights": "dummy" if effective.config.load_format == "dummy" else checkpoint_fingerprint(effective.model_path),

@@ -19,6 +19,7 @@ from tp_engine.engine.told_errors import ToldError
 from tp_engine.images.settings import ImageSettings
 from tp_engine.model_config.classifier import ClassifierSpec
 from tp_engine.requests.request import EngineRequest, StepOutput
+from tp_engine.requests.structured_outputs import StructuredOutputsDefaults
 from tp_engine.sched.view import ViewLimits
 
 
@@ -45,7 +46,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_logprobs: int
     revision: str | None = None
-    structured_outputs_config: str | None = None
+    structured_outputs: StructuredOutputsDefaults = StructuredOutputsDefaults()
     hidden_size: int = 0
     convert: str = "none"
     dimensions: tuple[int, ...] | None = None

@@ -25,7 +25,7 @@ _LAST_WORDS_S = 4.0
 class RankSpec(msgspec.Struct, kw_only=True):
     """What rank 0 tells a rank that it starts, as JSON; ``board`` is the address of the job's board."""
 
-    config: dict[str, str | int | float | bool | tuple[str, ...] | None]
+    config: EngineConfig
     rank: int
     store_host: str
     store_port: int
@@ -38,7 +38,7 @@ def main() -> int:
     ignore_stop_signals()
     spec = msgspec.json.decode(sys.stdin.buffer.read(), type=RankSpec)
     die_with_parent(spec.parent_pid, grace_s=_LAST_WORDS_S)
-    config = EngineConfig(**spec.config)  # type: ignore[arg-type]  # checked by EngineConfig itself
+    config = spec.config
     configure_logging(f"rank {spec.rank}", config.log_format)
     try:
         board, progress = JobBoard.open(spec.board), RankProgress(fault_injector(spec.rank))

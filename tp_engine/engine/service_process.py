@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import select
@@ -43,7 +42,7 @@ _READY = b"null\n"
 class ServiceSpec(msgspec.Struct, kw_only=True):
     """What the new process is told, as JSON."""
 
-    config: dict[str, str | int | float | bool | tuple[str, ...] | None]
+    config: EngineConfig
     address: str
     parent_pid: int
     told_fd: int
@@ -118,7 +117,7 @@ def spawn_service(config: EngineConfig, is_over: Callable[[], bool] = lambda: Fa
     with open(ours, "rb") as told:
         try:
             spec = ServiceSpec(
-                config=dataclasses.asdict(config),
+                config=config,
                 address=address,
                 parent_pid=os.getpid(),
                 told_fd=theirs,
@@ -150,7 +149,7 @@ def main() -> int:
     die_with_parent(spec.parent_pid)
     env.leave_launch()
     env.log_at(spec.log_level)
-    config = EngineConfig(**spec.config)  # type: ignore[arg-type]  # checked by EngineConfig itself
+    config = spec.config
     configure_logging("rank 0", config.log_format)
     is_ready = False
     try:

@@ -41,7 +41,6 @@ from tp_engine.job.device_map import parse_devices
 from tp_engine.job.faults import fault_injector
 from tp_engine.job.progress import RankPhase, RankProgress
 from tp_engine.job.topology import RankInfo, Topology
-from tp_engine.requests.structured_outputs import StructuredOutputsDefaults
 from tp_engine.system import env
 from tp_engine.system.log import get_logger
 from tp_engine.worker.effective_config import EffectiveConfig, resolve
@@ -198,7 +197,7 @@ def check_config(config: EngineConfig) -> EffectiveConfig:
     if launched is not None and launched.world_size > 1:
         config = _sized_by_launcher(config, launched)
         num_hosts = topology_of(launched).num_hosts
-    check_defaults(StructuredOutputsDefaults.of(config.structured_outputs_config))
+    check_defaults(config.structured_outputs_config)
     return resolve(config, num_hosts=num_hosts)
 
 
@@ -265,7 +264,7 @@ def _spawn(effective: EffectiveConfig, job: Job, undo: contextlib.ExitStack) -> 
     store = host_store(timeout_s=config.startup_timeout_s)
     specs = [
         RankSpec(
-            config=dataclasses.asdict(config),
+            config=config,
             rank=rank,
             store_host="127.0.0.1",
             store_port=store.port,

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from tp_engine.config import EngineConfig
-from tp_engine.errors import ConfigError, shown
+from tp_engine.errors import ConfigError
 from tp_engine.images.rules import ImageRules, image_rules, read_processor
 from tp_engine.model_config.vision import VisionSpec
-from tp_engine.options.fields import json_object
+from tp_engine.options.prompt_images import PromptImages
 
 MOST_PIXELS = 178_956_970
-_DEFAULT_IMAGES = 32
-_MOST_IMAGES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +35,7 @@ class ImageSettings:
     processor: dict[str, Any]
     origin: str
     overrides: dict[str, Any] = field(default_factory=dict)
-    max_images: int = _DEFAULT_IMAGES
+    max_images: int = PromptImages().image
     max_pixels: int = MOST_PIXELS
     transport_bytes: int = 1 << 30
     allowed_domains: tuple[str, ...] = ()
@@ -62,9 +60,7 @@ def image_settings(config: EngineConfig, vision: VisionSpec | None, folder: Path
 
     Raises ``ConfigError`` for options and files that can not be used.
     """
-    max_images = _max_images(config.limit_mm_per_prompt)
-    given = config.mm_processor_kwargs
-    overrides = {} if given is None else json_object("mm_processor_kwargs", given)
+    max_images = config.limit_mm_per_prompt.image
     if vision is None or max_images == 0:
         return None
     if config.max_image_pixels > MOST_PIXELS:
@@ -83,24 +79,10 @@ def image_settings(config: EngineConfig, vision: VisionSpec | None, folder: Path
         cell=vision.patch * vision.merge,
         processor=processor,
         origin=origin,
-        overrides=overrides,
+        overrides=dict(config.mm_processor_kwargs or {}),
         max_images=max_images,
         max_pixels=config.max_image_pixels,
         transport_bytes=config.mm_transport_bytes,
         allowed_domains=config.allowed_media_domains,
         allowed_path=config.allowed_local_media_path,
     )
-
-
-def _max_images(text: str | None) -> int:
-    """The number of images that a prompt may have, of the option's JSON object; vLLM also takes sizes in it."""
-    found: Any = {} if text is None else json_object("limit_mm_per_prompt", text, ("image", "video", "audio"))
-    number = found.get("image", _DEFAULT_IMAGES)
-    if isinstance(number, dict):
-        number = number.get("count", _DEFAULT_IMAGES)
-    if type(number) is not int or not 0 <= number <= _MOST_IMAGES:
-        raise ConfigError(
-            f"limit_mm_per_prompt has image {shown(number)}; it must be a whole number from 0 (no image) to "
-            f"{_MOST_IMAGES}"
-        )
-    return number

@@ -16,7 +16,7 @@ from tp_engine.model_config.source import CONFIG_FILE, MODEL_FILES, QUANTIZATION
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.model_config.stored_model import fitted, says_dtype
 from tp_engine.model_config.vision import read_vision
-from tp_engine.options.hf_overrides import REMEDY, overridden, parse_overrides
+from tp_engine.options.hf_overrides import REMEDY, overridden
 from tp_engine.system.units import round_up
 
 MAX_WORLD_SIZE = 64
@@ -48,17 +48,20 @@ def read_model(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def load_model_config(
-    model: str, revision: str | None = None, files: Sequence[str] = MODEL_FILES, hf_overrides: str | None = None
+    model: str,
+    revision: str | None = None,
+    files: Sequence[str] = MODEL_FILES,
+    hf_overrides: Mapping[str, Any] | None = None,
 ) -> tuple[ModelSpec, Path]:
     """Find ``model`` (a folder or a hub name) and parse its config.json, generation_config.json, and, where config.json
     says nothing of a quantisation, the first of ``QUANTIZATION_FILES``.
 
     Returns the spec and the local folder with the model's files; ``files`` are downloaded for a hub name.
-    ``hf_overrides`` is a JSON object that changes config.json.  Raises ``ConfigError``.
+    ``hf_overrides`` change keys of config.json.  Raises ``ConfigError``.
     """
     folder = resolve_model_folder(model, revision, files)
     values = read_json(folder / CONFIG_FILE)
-    changes, headers = parse_overrides(hf_overrides), CheckpointHeaders(folder)
+    changes, headers = hf_overrides or {}, CheckpointHeaders(folder)
     if not values.get("quantization_config"):
         values |= _quantization_beside(folder, headers)
     try:

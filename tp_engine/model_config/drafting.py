@@ -5,23 +5,25 @@ from pathlib import Path
 from tp_engine.errors import ConfigError
 from tp_engine.model_config.assistant import serves_assistants
 from tp_engine.model_config.spec import ModelSpec
+from tp_engine.options.fields import as_json
 from tp_engine.speculative import CONFIG_NAME, SpeculativeConfig
 
 
-def with_own_head(model: ModelSpec, text: str | None, *, name: str, folder: Path | None) -> ModelSpec:
-    """Return ``model``, which the user calls ``name``, of this local ``folder``, with its own head if ``text``, the
-    option ``speculative_config``, lets it draft.
+def with_own_head(
+    model: ModelSpec, speculation: SpeculativeConfig | None, *, name: str, folder: Path | None
+) -> ModelSpec:
+    """Return ``model``, which the user calls ``name``, of this local ``folder``, with its own head if ``speculation``
+    lets it draft.
 
-    Raises ``ConfigError`` if the option is wrong, or the model has no such head.
+    Raises ``ConfigError`` if the model has no such head.
     """
-    speculation = SpeculativeConfig.of(text)
     if speculation is None or speculation.method != "mtp" or has_assistant(model, speculation, name, folder):
         return model
     if model.stored_mtp is None:
         raise ConfigError(
-            f"{CONFIG_NAME} is {text!r}, but this {model.architecture} has no head for multi-token prediction that "
-            "this engine runs, or its checkpoint, such as many quantised ones, was stored without it: set the method "
-            "ngram or suffix without a model, leave the option out, or use a checkpoint with the head"
+            f"{CONFIG_NAME} is {as_json(speculation)!r}, but this {model.architecture} has no head for multi-token "
+            "prediction that this engine runs, or its checkpoint, such as many quantised ones, was stored without it: "
+            "set the method ngram or suffix without a model, leave the option out, or use a checkpoint with the head"
             + (", or name the model's assistant as the option's model" if serves_assistants(model) else "")
         )
     if not _is_own(speculation, name, folder):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tp_engine.errors import ConfigError
+from tp_engine.options.fields import plain
 from tp_engine.options.flags import MODEL_TAG, make_parser
 from tp_engine.options.intake import flag_of, take_options
 from tp_engine.system.files import read_text
@@ -150,5 +151,21 @@ def dump_table(name: str, config: Any) -> str:
         elif spec.metadata.get("secret"):
             lines.append(f"# {spec.name} is set and not shown")
         else:
-            lines.append(f"{spec.name} = {json.dumps(value, ensure_ascii=False)}")
+            lines.append(f"{spec.name} = {_toml(plain(value))}")
     return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    """A value of plain data in TOML; a JSON object with a null, which TOML does not have, as its text."""
+    if not isinstance(value, Mapping):
+        items = ", ".join(map(_toml, value)) if isinstance(value, (list, tuple)) else None
+        return json.dumps(value, ensure_ascii=False) if items is None else f"[{items}]"
+    if _has_null(value):
+        return json.dumps(json.dumps(value, ensure_ascii=False), ensure_ascii=False)
+    keys = (f"{json.dumps(name, ensure_ascii=False)} = {_toml(one)}" for name, one in value.items())
+    return "{" + ", ".join(keys) + "}"
+
+
+def _has_null(value: Any) -> bool:
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return value is None or any(map(_has_null, items))

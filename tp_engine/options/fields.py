@@ -1,23 +1,27 @@
 """Fields of configuration dataclasses: each is a flag, a key of a TOML table and a keyword of the Python API.
 
 The three give a value in several forms: a size as text or as a number, a JSON object as text or as a mapping, several
-names as a list or as one text.  ``check_fields`` brings each to the one form that the engine reads.
+names as a list or as one text.  A dataclass that is ``checked`` brings each to the one form that the engine reads,
+before the record is made.  Behind that door nothing is parsed again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
-from typing import Any
+from typing import Any, TypeVar
 
 from tp_engine.errors import ConfigError, shown
 from tp_engine.system.units import parse_bytes, parse_count
 
 _KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,), "int": (int,), "float": (int, float)}
+
+Record = TypeVar("Record")
 
 
 def option(default: Any, help_text: str, **metadata: Any) -> Any:
@@ -27,7 +31,11 @@ def option(default: Any, help_text: str, **metadata: Any) -> Any:
     * ``flags``: other spellings of the flag; ``negative_flags``: spellings of its opposite
     * ``positive``: a number above 0; ``least`` and ``most``: its bounds.  A number with any of these is finite
     * ``size``, ``count``: a number that may be text, such as 2GiB or 32k
-    * ``json``: a JSON object, kept as text; ``numbers``: whole numbers, kept as text such as 1,2,4
+    * ``json``: a JSON object; the function that makes the field's value of its text, of a mapping, or of the value
+    * ``numbers``: whole numbers, kept as text such as 1,2,4
+    * ``several``: of a field with several values: the function that makes them of texts and mappings
+    * ``told``: a key of a JSON object that is written even where it has its default
+    * ``derived``: the default where it follows from other fields, by a function of all of them
     * ``positional``: the value may stand without a flag; ``secret``: it is never shown
     * ``section``: a section of ``--help`` begins with this field
     * ``is_of_host``: a path or a habit of one host, which the other hosts of a job need not share
@@ -40,45 +48,76 @@ def key(default: Any, **metadata: Any) -> Any:
     return option(default, "", **metadata)
 
 
-def check_fields(config: Any, within: str = "") -> None:
-    """Bring every field of the frozen dataclass ``config`` to its one form; None is the default.
+def checked(within: str = "") -> Callable[[type[Record]], type[Record]]:
+    """Return a decorator of frozen dataclasses whose constructor brings every value to its field's one form; None is
+    the default.
 
-    ``within``: the option whose JSON object ``config`` is.  Raises ``ConfigError`` for a value that is not of the
-    field's type, outside of its bounds, or none of its choices.
+    ``within``: the option whose JSON object the dataclass is.  The constructor raises ``ConfigError`` for a value that
+    is not of the field's type, outside of its bounds, or none of its choices.
     """
+
+    def decorate(kind: type[Record]) -> type[Record]:
+        construct = kind.__init__
+        specs = dataclasses.fields(kind)  # type: ignore[arg-type]  # dataclasses only
+
+        @functools.wraps(construct)
+        def construct_checked(self: Record, **given: Any) -> None:
+            try:
+                values = _in_one_form(specs, given)
+            except ConfigError as error:
+                raise ConfigError(f"{within}: {error}" if within else str(error)) from error.__cause__
+            construct(self, **values)
+
+        kind.__init__ = construct_checked  # type: ignore[method-assign, assignment]
+        return kind
+
+    return decorate
+
+
+def json_object(
+    name: str, given: object, known: Iterable[str] | None = None, *, example: str = "", keeps_null: bool = False
+) -> dict[str, Any]:
+    """Return the JSON object that is ``given`` for the option ``name``, as text or as a mapping, without the keys that
+    are null.  Raises ``ConfigError`` for anything else, and for a key that is not among ``known``."""
+    if isinstance(given, Mapping):
+        given = _json_text(name, given)
+    elif not isinstance(given, str):
+        raise ConfigError(
+            f"{name} is {shown(given)} of type {type(given).__name__}; it must be a JSON object, as a mapping or as "
+            "text"
+        )
     try:
-        _check_fields(config)
-    except ConfigError as error:
-        raise ConfigError(f"{within}: {error}" if within else str(error)) from error.__cause__
-
-
-def _check_fields(config: Any) -> None:
-    for spec in dataclasses.fields(config):
-        given = getattr(config, spec.name)
-        value = spec.default if given is None else _in_one_form(spec, given)
-        object.__setattr__(config, spec.name, value)
-        if value is not None:
-            _check_type(spec, value)
-            _check_bounds(spec, value)
-            choices = spec.metadata.get("choices")
-            if choices and value not in choices:
-                raise ConfigError(f"{spec.name} is {value!r}; choose one of {', '.join(map(str, choices))}")
-
-
-def json_object(name: str, text: str, known: Iterable[str] | None = None, *, example: str = "") -> dict[str, Any]:
-    """Return the JSON object in the ``text`` of the option ``name``, without the keys that are null.  Raises
-    ``ConfigError`` for other text, and for a key that is not among ``known``."""
-    try:
-        found = json.loads(text)
+        found = json.loads(given)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{name} is {shown(text)}, which is not JSON: {error}") from error
+        raise ConfigError(f"{name} is {shown(given)}, which is not JSON: {error}") from error
     if not isinstance(found, dict):
         such = f", such as {example}" if example else ""
-        raise ConfigError(f"{name} is {shown(text)}; it must be a JSON object{such}")
+        raise ConfigError(f"{name} is {shown(given)}; it must be a JSON object{such}")
     names = found.keys() if known is None else list(known)
     if unknown := sorted(found.keys() - set(names)):
         raise ConfigError(f"{name} names {shown(unknown[0])}; it can set {', '.join(names)}")
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in found.items() if value is not None or keeps_null}
+
+
+def plain(value: Any) -> Any:
+    """Return the value of a field as plain data, from which the field can be made again: a record becomes the keys
+    that differ from its defaults, as far as these suffice."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return [plain(one) for one in value] if isinstance(value, tuple) else value
+    every = {spec.name: plain(getattr(value, spec.name)) for spec in dataclasses.fields(value)}
+    every = {name: one for name, one in every.items() if one is not None}
+    given = {
+        spec.name: every[spec.name]
+        for spec in dataclasses.fields(value)
+        if spec.name in every and (getattr(value, spec.name) != spec.default or spec.metadata.get("told"))
+    }
+    of = getattr(value, "of", None)
+    return every if of is None or of(given) != value else given
+
+
+def as_json(value: Any) -> str:
+    """Return the JSON text of a field's value."""
+    return json.dumps(plain(value), ensure_ascii=False)
 
 
 def is_switch(spec: dataclasses.Field[Any]) -> bool:
@@ -87,37 +126,66 @@ def is_switch(spec: dataclasses.Field[Any]) -> bool:
 
 
 def base_type(spec: dataclasses.Field[Any]) -> str:
-    """Return the field's annotation without None: ``str``, ``bool``, ``int``, ``float`` or ``tuple[str, ...]``."""
+    """Return the field's annotation without None, such as ``str``, ``bool``, ``int``, ``float`` or
+    ``tuple[str, ...]``."""
     return str(spec.type).removesuffix(" | None")
 
 
-def _in_one_form(spec: dataclasses.Field[Any], value: Any) -> Any:
+def _in_one_form(specs: Iterable[dataclasses.Field[Any]], given: Mapping[str, Any]) -> dict[str, Any]:
+    values, derived = dict(given), []
+    for spec in specs:
+        value = given.get(spec.name)
+        if value is None:
+            value = spec.default
+            if "derived" in spec.metadata:
+                derived.append(spec)
+        else:
+            value = _value(spec, value)
+        values[spec.name] = value
+    for spec in derived:
+        values[spec.name] = spec.metadata["derived"](values)
+    return values
+
+
+def _value(spec: dataclasses.Field[Any], given: Any) -> Any:
+    if make := spec.metadata.get("json"):
+        return make(given)
+    if base_type(spec).startswith("tuple"):
+        return _several(spec, given)
+    value = _single(spec, given)
+    _check_type(spec, value)
+    _check_bounds(spec, value)
+    choices = spec.metadata.get("choices")
+    if choices and value not in choices:
+        raise ConfigError(f"{spec.name} is {value!r}; choose one of {', '.join(map(str, choices))}")
+    return value
+
+
+def _single(spec: dataclasses.Field[Any], value: Any) -> Any:
     kind, is_list = spec.metadata, isinstance(value, Sequence) and not isinstance(value, str)
     if kind.get("size") and isinstance(value, str):
         return parse_bytes(value)
     if kind.get("count") and isinstance(value, str):
         return parse_count(value)
-    if kind.get("json") and isinstance(value, Mapping):
-        return _json_text(spec.name, value)
     if kind.get("numbers") and is_list:
         return ",".join(map(str, value))
-    if base_type(spec).startswith("tuple"):
-        return _texts(spec, value)
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def _texts(spec: dataclasses.Field[Any], value: Any) -> tuple[str, ...]:
-    """Several texts from a list, from one text, or from one text that is a JSON list; objects become JSON text."""
-    items = [value] if isinstance(value, (str, Mapping)) else value
-    if isinstance(items, (tuple, list)) and len(items) == 1 and str(items[0]).lstrip().startswith("["):
+def _several(spec: dataclasses.Field[Any], value: Any) -> tuple[Any, ...]:
+    """Several values from a list, from one value, or from one text that is a JSON list."""
+    make = spec.metadata.get("several")
+    items = value if isinstance(value, (tuple, list)) else [value]
+    if len(items) == 1 and isinstance(items[0], str) and items[0].lstrip().startswith("["):
         try:
             items = json.loads(items[0])
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             raise ConfigError(f"{spec.name} begins like a JSON list and is none: {error}") from error
-    if isinstance(items, (tuple, list)):
-        items = tuple(_json_text(spec.name, one) if isinstance(one, Mapping) else one for one in items)
-        if all(isinstance(one, str) and one for one in items):
-            return items
+    if make is not None:
+        made: tuple[Any, ...] = make(items)
+        return made
+    if all(isinstance(one, str) and one for one in items):
+        return tuple(items)
     raise ConfigError(f"{spec.name} is {_shown(spec, value)}; it must be texts, none of them empty")
 
 
@@ -132,11 +200,9 @@ def _check_type(spec: dataclasses.Field[Any], value: Any) -> None:
     kinds = _KINDS.get(base_type(spec), (object,))
     if isinstance(value, kinds) and (bool in kinds or object in kinds or not isinstance(value, bool)):
         return
-    rule = f"of type {spec.type}"
-    if spec.metadata.get("json"):
-        rule = "a JSON object, as a mapping or as text"
-    elif spec.metadata.get("numbers"):
-        rule = "whole numbers, as a list or as text such as 1,2,4"
+    rule = (
+        "whole numbers, as a list or as text such as 1,2,4" if spec.metadata.get("numbers") else f"of type {spec.type}"
+    )
     raise ConfigError(f"{spec.name} is {_shown(spec, value)} of type {type(value).__name__}; it must be {rule}")
 
 

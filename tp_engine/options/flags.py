@@ -259,7 +259,8 @@ def _choice(spec: dataclasses.Field[Any], text: str) -> Any:
 
 def _help(spec: dataclasses.Field[Any]) -> str:
     text, default = str(spec.metadata.get("help", "")), cast(Any, spec.default)
-    if default not in (None, "", ()) and default is not False and "(default:" not in text:
+    is_told = default in (None, "", ()) or default is False or "json" in spec.metadata or "(default:" in text
+    if not is_told:
         if isinstance(default, tuple):
             default = " ".join(default)
         elif spec.metadata.get("size"):

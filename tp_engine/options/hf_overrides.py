@@ -1,10 +1,10 @@
 """``hf_overrides``: what the user changes in config.json before it is read.  No torch."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from tp_engine.errors import ConfigError, shown
+from tp_engine.errors import ConfigError
+from tp_engine.options.fields import json_object
 
 OPTION = "hf_overrides"
 REMEDY = (
@@ -15,15 +15,9 @@ _SPELLINGS = (("rope_scaling", "rope_parameters"), ("torch_dtype", "dtype"))
 _ROPE_KINDS = ("type", "rope_type")
 
 
-def parse_overrides(text: str | None) -> dict[str, Any]:
-    """Return the JSON object in the option's ``text``; empty for None.  Raises ``ConfigError``."""
-    try:
-        found = {} if text is None else json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{OPTION} is {shown(text)}, which is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"""{OPTION} is {shown(text)}; it must be a JSON object, such as '{{"rope_theta": 1e6}}'""")
-    return found
+def parse_overrides(given: Mapping[str, Any] | str) -> dict[str, Any]:
+    """Return the option's JSON object, with the keys that are null: these are removed.  Raises ``ConfigError``."""
+    return json_object(OPTION, given, example="""'{"rope_theta": 1e6}'""", keeps_null=True)
 
 
 def overridden(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tp_engine.errors import ConfigError, RequestError, shown
-from tp_engine.options.fields import check_fields, json_object, key
+from tp_engine.options.fields import checked, json_object, key
 from tp_engine.options.foreign_rows import refused
 from tp_engine.options.intake import takes_names_of_others
 from tp_engine.requests.nesting import is_expression_deeper, is_grammar_deeper, is_schema_deeper
@@ -96,6 +96,7 @@ class StructuredOutputsParams:
             raise _error(f"{found} of {', '.join(KINDS)} are set; exactly one must be")
 
 
+@checked(CONFIG_NAME)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsDefaults:
     """The engine's ``structured_outputs_config``: defaults of the JSON fields of ``StructuredOutputsParams``, and the
@@ -108,7 +109,6 @@ class StructuredOutputsDefaults:
     compilation_timeout_s: float = key(COMPILATION_TIMEOUT_S, positive=True, most=600)
 
     def __post_init__(self) -> None:
-        check_fields(self, CONFIG_NAME)
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise ConfigError(f"{CONFIG_NAME} has both disable_any_whitespace and whitespace_pattern; give one of them")
         try:
@@ -117,10 +117,10 @@ class StructuredOutputsDefaults:
             raise ConfigError(f"{CONFIG_NAME} can not be used: {error}") from error
 
     @classmethod
-    def of(cls, text: str | None) -> StructuredOutputsDefaults:
-        """Parse the option's JSON text; None sets nothing.  Raises ``ConfigError``."""
+    def of(cls, given: StructuredOutputsDefaults | Mapping[str, Any] | str) -> StructuredOutputsDefaults:
+        """Return the record of the option's JSON object, as text or as a mapping.  Raises ``ConfigError``."""
         known = [spec.name for spec in dataclasses.fields(cls)]
-        return cls() if text is None else cls(**json_object(CONFIG_NAME, text, known))
+        return given if isinstance(given, StructuredOutputsDefaults) else cls(**json_object(CONFIG_NAME, given, known))
 
     def probe(self) -> StructuredOutputsParams:
         """Return a constraint with all defaults, for a check by the grammar library."""

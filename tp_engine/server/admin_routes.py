@@ -13,6 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 from tp_engine.api.openai.errors import HttpError
 from tp_engine.api.openai.protocol import RequestBody
 from tp_engine.errors import EngineDeadError, RequestError
+from tp_engine.options.fields import plain
 from tp_engine.server.access import current_caller
 from tp_engine.server.bodies import read_body
 from tp_engine.server.openapi import ANSWERS, takes
@@ -231,5 +232,5 @@ def public_fields(config: Any) -> dict[str, Any]:
     fields = {}
     for spec in dataclasses.fields(config):
         value = getattr(config, spec.name)
-        fields[spec.name] = ("hidden" if value else None) if spec.metadata.get("secret") else value
+        fields[spec.name] = ("hidden" if value else None) if spec.metadata.get("secret") else plain(value)
     return fields

@@ -10,7 +10,7 @@ from tp_engine.api.openai.chat.options import ChatOptions
 from tp_engine.api.sampling_defaults import SamplingDefaultOptions
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
-from tp_engine.options.fields import option
+from tp_engine.options.fields import checked, option
 from tp_engine.system import env
 from tp_engine.system.files import read_text
 from tp_engine.system.units import MIB
@@ -20,6 +20,7 @@ NO_BATCHES = "none"
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 
+@checked()
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig(ChatOptions, SamplingDefaultOptions):
     """How the server offers the engine.  ``port`` 0 takes a free port, named in the line printed when ready.
@@ -140,7 +141,6 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
             raise ConfigError(
                 f"otlp_traces_endpoint is {self.otlp_traces_endpoint!r}; it must be a URL, such as http://localhost:4317"
             )
-        _ = self.sampling_overrides
 
     def _check_ranges(self) -> None:
         bad = [prefix for prefix in self.metrics_prefix if not _PREFIX.fullmatch(prefix)]

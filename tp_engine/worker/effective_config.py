@@ -17,7 +17,7 @@ from tp_engine.images.settings import image_settings
 from tp_engine.job.device_map import DeviceMap, map_devices, parse_devices
 from tp_engine.kv_codec import is_lossy, may_refuse, pca_settings
 from tp_engine.layers.quantization import check_quantization
-from tp_engine.lora import AdapterLimits, parse_modules
+from tp_engine.lora import AdapterLimits
 from tp_engine.model_config import (
     check_quantization_options,
     check_tensor_parallel,
@@ -33,6 +33,7 @@ from tp_engine.model_config.lora import check_expert_adapters, read_adapter_conf
 from tp_engine.model_config.pooling import TEXT, PoolingSpec, pooled, read_pooling
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.model_config.tp_invariant import check_tp_invariant
+from tp_engine.options.fields import as_json
 from tp_engine.speculative import CONFIG_NAME, SpeculativeConfig
 from tp_engine.worker.gpu_host import choose_device_type
 from tp_engine.worker.graphs.graph_plan import capture_sizes, prefill_sizes
@@ -84,7 +85,7 @@ class EffectiveConfig:
     @property
     def speculation(self) -> SpeculativeConfig | None:
         """How tokens are drafted, if they are."""
-        return SpeculativeConfig.of(self.config.speculative_config)
+        return self.config.speculative_config
 
     @property
     def most_drafting_rows(self) -> int:
@@ -231,7 +232,7 @@ def _with_images(config: EngineConfig, model: ModelSpec, path: Path, num_hosts: 
 
 def _resolve_head(config: EngineConfig, model: ModelSpec, folder: Path) -> LocalHead | None:
     """The draft head of its own, if there is to be one.  Raises ``ConfigError`` if it does not suit the model."""
-    speculation = SpeculativeConfig.of(config.speculative_config)
+    speculation = config.speculative_config
     if speculation is None or not (
         speculation.method == "eagle3" or has_assistant(model, speculation, config.model, folder)
     ):
@@ -239,7 +240,7 @@ def _resolve_head(config: EngineConfig, model: ModelSpec, folder: Path) -> Local
     assert speculation.model is not None, "the option has been checked"
     if any(one.latent is not None for one in model.attentions):
         raise ConfigError(
-            f"{CONFIG_NAME} is {config.speculative_config!r}, but this {model.architecture} keeps latents, and a draft "
+            f"{CONFIG_NAME} is {as_json(speculation)!r}, but this {model.architecture} keeps latents, and a draft "
             "head keeps keys and values beside the model's: set the method ngram or suffix"
         )
     spec, path = load_draft_head(speculation.model, model)
@@ -248,14 +249,14 @@ def _resolve_head(config: EngineConfig, model: ModelSpec, folder: Path) -> Local
 
 
 def _check_adapters(config: EngineConfig, pooling: PoolingSpec) -> None:
-    for source in parse_modules(config.lora_modules):
+    for source in config.lora_modules:
         read_adapter_config(Path(source.path).expanduser())
     if config.enable_lora and pooling.convert != "none":
         raise ConfigError(
             f"enable_lora is set, and the model is for {pooling.convert}; adapters are served for text only: leave "
             "enable_lora out"
         )
-    speculation = SpeculativeConfig.of(config.speculative_config)
+    speculation = config.speculative_config
     if config.enable_lora and speculation is not None and speculation.has_head:
         raise ConfigError(
             f"enable_lora is set, and {CONFIG_NAME} has a draft head, which does not know of adapters: leave one of "

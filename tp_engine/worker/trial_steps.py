@@ -34,7 +34,6 @@ from tp_engine.plan import FIRST_STEP_ID, MASK_TOKENS, Admission, IntArray, RowS
 from tp_engine.sampling.device_sampler import MAX_RANKED
 from tp_engine.sampling.sampler import Sampler
 from tp_engine.sampling.state import SamplingState
-from tp_engine.speculative import SpeculativeConfig
 from tp_engine.system.units import ceil_div
 from tp_engine.worker.device import Device
 from tp_engine.worker.effective_config import EffectiveConfig
@@ -156,7 +155,7 @@ def _steps_of_every_kind(config: EngineConfig, num_groups: int, adapter: int) ->
         num_tokens, num_rows = len(decodes) + sum(chunks), len(decodes) + len(chunks)
         if num_tokens <= config.max_num_batched_tokens and num_rows <= config.max_num_seqs:
             yield _plan(config, num_groups, decodes, chunks, adapter)
-    if (speculation := SpeculativeConfig.of(config.speculative_config)) is not None:
+    if (speculation := config.speculative_config) is not None:
         plan = _plan(config, num_groups, [_GREEDY], adapter=adapter)
         yield msgspec.structs.replace(plan, num_drafts=speculation.num_speculative_tokens)
 

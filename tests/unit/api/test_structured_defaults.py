@@ -14,7 +14,7 @@ from tp_engine.config import EngineConfig
 from tp_engine.engine.start import check_config
 from tp_engine.errors import ConfigError
 from tp_engine.requests.sampling_params import SamplingParams
-from tp_engine.requests.structured_outputs import StructuredOutputsParams
+from tp_engine.requests.structured_outputs import StructuredOutputsDefaults, StructuredOutputsParams
 
 CONFIG = '{"whitespace_pattern": " ?", "disable_additional_properties": true}'
 REFUSED = [
@@ -28,9 +28,8 @@ REFUSED = [
 
 
 def constraint_of(config: str | None, asked: dict[str, Any]) -> StructuredOutputsParams | None:
-    processor = InputProcessor(
-        msgspec.structs.replace(MODEL_INFO, structured_outputs_config=config), byte_level_tokenizer()
-    )
+    defaults = StructuredOutputsDefaults() if config is None else StructuredOutputsDefaults.of(config)
+    processor = InputProcessor(msgspec.structs.replace(MODEL_INFO, structured_outputs=defaults), byte_level_tokenizer())
     params = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True, **asked))
     return processor.process([5], params, request_id="r").params.structured_outputs
 
@@ -54,10 +53,10 @@ def test_requests_take_the_engines_defaults(asked: dict[str, Any], expected: dic
 def test_what_can_not_be_meant_is_refused(text: str, words: str) -> None:
     """Oracle: the words of the error, before any model is loaded."""
     with pytest.raises(ConfigError, match=words):
-        EngineConfig(structured_outputs_config=text)
+        EngineConfig(**dict[str, Any](structured_outputs_config=text))
 
 
 def test_white_space_that_the_library_refuses() -> None:
     """Oracle: the library's words, when the configuration is checked."""
     with pytest.raises(ConfigError, match=r"structured_outputs_config can not be used: .*unclosed group"):
-        check_config(EngineConfig(structured_outputs_config='{"whitespace_pattern": "("}'))
+        check_config(EngineConfig(structured_outputs_config=StructuredOutputsDefaults(whitespace_pattern="(")))

@@ -269,7 +269,7 @@ def test_an_endpoint_that_is_taken_is_refused(tmp_path: Path) -> None:
 def test_when_events_are_on(given: dict[str, Any], is_on: bool) -> None:
     """Oracle: vLLM's rule; SGLang has no switch but the publisher."""
     config = EngineConfig(**take_options({"kv_events_config": given}, [EngineConfig]))
-    assert (KVEventsConfig.of(config.kv_events_config) is not None) == is_on
+    assert config.kv_events_config is not None and config.kv_events_config.is_on == is_on
 
 
 def test_flags_key_by_key() -> None:
@@ -278,7 +278,7 @@ def test_flags_key_by_key() -> None:
     flag, text = plain_spelling(words.split())
     assert flag == "--kv-events-config"
     config = KVEventsConfig.of(text)
-    assert config is not None and (config.hwm, config.topic, config.endpoint) == (5, "kv@a@b", "tcp://lo:5557")
+    assert (config.hwm, config.topic, config.endpoint) == (5, "kv@a@b", "tcp://lo:5557")
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_flags_key_by_key() -> None:
 def test_wrong_options_are_refused(given: Any, words: str) -> None:
     """Oracle: the name, the value, the rule."""
     with pytest.raises(ConfigError, match=words):
-        EngineConfig(kv_events_config=given)
+        EngineConfig(**dict[str, Any](kv_events_config=given))
 
 
 def publisher_with_key(**config: Any) -> KVEventPublisher:

@@ -192,9 +192,9 @@ def test_names_of_adapters() -> None:
         with pytest.raises(ConfigError, match=message):
             parse_modules(wrong)
     with pytest.raises(ConfigError, match="'b', which names the model itself"):
-        adapter_names(["a=x", "b=y"], ["b"])
+        adapter_names(parse_modules(["a=x", "b=y"]), ["b"])
     with pytest.raises(ConfigError, match="enable_lora is off"):
-        EngineConfig(lora_modules=("a=x",))
+        EngineConfig(**dict[str, Any](lora_modules=("a=x",)))
 
 
 def test_what_a_call_loads() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from tp_engine.model_config.assistant import AssistantSpec
 from tp_engine.model_config.draft_head import load_draft_head
 from tp_engine.models.assistant_head import AssistantHead
 from tp_engine.models.causal_lm import build_model
+from tp_engine.speculative import SpeculativeConfig
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.effective_config import resolve
 
@@ -64,7 +64,7 @@ def test_options_and_refusals(checkpoint: Callable[..., Path], tmp_path: Path) -
     folder = make_assistant(tmp_path / "assistant", target)
 
     def config(model: Path, options: dict[str, Any]) -> EngineConfig:
-        return EngineConfig(model=str(model), device="cpu", speculative_config=json.dumps(options))
+        return EngineConfig(model=str(model), device="cpu", speculative_config=SpeculativeConfig.of(options))
 
     for options in ({}, {"method": "mtp"}, {"method": "gemma4_mtp", "num_speculative_tokens": 4}):
         found = resolve(config(target, {"model": str(folder), **options}))

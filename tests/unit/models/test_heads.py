@@ -22,7 +22,7 @@ SCORES = "LlamaForSequenceClassification"
 
 def read(tmp_path: Path, config: dict[str, Any], changes: dict[str, Any] | None = None) -> ClassifierSpec:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    spec, _ = load_model_config(str(tmp_path), hf_overrides=None if changes is None else json.dumps(changes))
+    spec, _ = load_model_config(str(tmp_path), hf_overrides=changes)
     assert spec.classifier is not None
     return spec.classifier
 
@@ -133,7 +133,7 @@ def test_heads_on_the_text_part(tmp_path: Path) -> None:
 def test_scores_of_tokens(keys: dict[str, Any], expected: ClassifierSpec, tmp_path: Path) -> None:
     """Oracle: vLLM's overrides for rerankers that are language models; the output head stays."""
     (tmp_path / "config.json").write_text(json.dumps(llama()))
-    changes = json.dumps({"architectures": [SCORES], **keys})
+    changes = {"architectures": [SCORES], **keys}
     spec, _ = load_model_config(str(tmp_path), hf_overrides=changes)
     assert spec.classifier == expected
     pooling = read_pooling("m", tmp_path, "auto", spec.classifier)

@@ -21,7 +21,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 def load(tmp_path: Path, config: dict[str, Any], changes: dict[str, Any] | None = None) -> ModelSpec:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    return load_model_config(str(tmp_path), hf_overrides=None if changes is None else json.dumps(changes))[0]
+    return load_model_config(str(tmp_path), hf_overrides=changes)[0]
 
 
 def test_keys_are_changed_added_and_removed(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_an_override_without_an_effect_is_refused(
 def test_the_option_must_be_an_object(text: str) -> None:
     """Oracle: refused with the configuration, before a file is opened."""
     with pytest.raises(ConfigError, match="hf_overrides"):
-        EngineConfig(hf_overrides=text)
+        EngineConfig(**dict[str, Any](hf_overrides=text))
 
 
 def test_the_file_is_not_changed() -> None:

@@ -29,6 +29,7 @@ from tp_engine.layers.attention import forward_context
 from tp_engine.model_config import load_model_config
 from tp_engine.model_config.kv_layout import MAX_GROUPS
 from tp_engine.models.causal_lm import CausalLM, build_model
+from tp_engine.speculative import SpeculativeConfig
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.effective_config import resolve
 
@@ -187,7 +188,9 @@ def test_a_recommendation_counts_the_head(family: str, heads: Callable[[str], Pa
     assert plain.fits and lookup.fits and drafting.fits
     own = sum(tensors[name].numel() * 4 for name in load_model_config(str(folder))[0].mtp_names(tensors))
     assert drafting.weight_bytes - plain.weight_bytes == own and lookup.weight_bytes == plain.weight_bytes
-    effective = resolve(EngineConfig(model=str(folder), device="cpu", speculative_config=json.dumps(speculation)))
+    effective = resolve(
+        EngineConfig(model=str(folder), device="cpu", speculative_config=SpeculativeConfig.of(speculation))
+    )
     layout = effective.model.kv_layout_on(1)
     assert (
         drafting.block_bytes == layout.block_bytes(drafting.block_size, 4) and lookup.block_bytes == plain.block_bytes
@@ -208,7 +211,7 @@ def test_refusals(heads: Callable[[str], Path], checkpoint: Callable[..., Path])
     """By hand: what is asked for, why it is not there, and what to do instead."""
 
     def config(folder: Path, text: str, **options: Any) -> EngineConfig:
-        return EngineConfig(model=str(folder), device="cpu", speculative_config=text, **options)
+        return EngineConfig(model=str(folder), device="cpu", speculative_config=SpeculativeConfig.of(text), **options)
 
     folder = heads("qwen3.5")
     for text in ('{"method": "mtp"}', f'{{"method": "qwen3_5_mtp", "model": "{folder}", "num_speculative_tokens": 2}}'):

@@ -71,11 +71,11 @@ def test_an_override_of_a_key_that_counts_for_nothing_is_refused(tmp_path: Path)
     (tmp_path / "config.json").write_text(json.dumps({**config["text_config"], **config}))
     change = {"max_position_embeddings": 128}
     with pytest.raises(ConfigError, match=r'max_position_embeddings=128.*--hf-overrides .\{"text_config": ') as caught:
-        load_model_config(str(tmp_path), hf_overrides=json.dumps(change))
+        load_model_config(str(tmp_path), hf_overrides=change)
     assert str(caught.value).count("--hf-overrides") == 1
-    spec, _ = load_model_config(str(tmp_path), hf_overrides=json.dumps({"text_config": change}))
+    spec, _ = load_model_config(str(tmp_path), hf_overrides={"text_config": change})
     assert spec.max_position == 128
-    spec, _ = load_model_config(str(tmp_path), hf_overrides=json.dumps({"max_position_embeddings": None}))
+    spec, _ = load_model_config(str(tmp_path), hf_overrides={"max_position_embeddings": None})
     assert spec.max_position == 512
 
 

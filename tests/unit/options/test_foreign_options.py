@@ -19,6 +19,7 @@ from tp_engine.options import Options, parse_options
 from tp_engine.options.flags import make_parser
 from tp_engine.options.foreign import OPTIONS, VALUES
 from tp_engine.options.intake import flag_of, take_options
+from tp_engine.requests.structured_outputs import StructuredOutputsDefaults
 from tp_engine.server.config import ServerConfig
 from tp_engine.speculative import SpeculativeConfig
 
@@ -138,9 +139,7 @@ def test_sglangs_speculation_is_one_object() -> None:
     )
     for line in ("--speculative-algorithm NEXTN", "--speculative-algorithm EAGLE --speculative-eagle-topk 1"):
         built = parse(f"{line} --speculative-num-draft-tokens 3").build("engine", EngineConfig)
-        assert SpeculativeConfig.of(built.speculative_config) == SpeculativeConfig(
-            method="mtp", num_speculative_tokens=2
-        )
+        assert built.speculative_config == SpeculativeConfig(method="mtp", num_speculative_tokens=2)
     with pytest.raises(ConfigError, match="choose one of ngram"):
         parse("--speculative-algorithm STANDALONE --speculative-draft-model-path /head")
 
@@ -349,19 +348,29 @@ def test_spellings_of_a_flag(line: str) -> None:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("--speculative-config.method=ngram", '{"method": "ngram"}'),
-        ("--speculative_config.method ngram -sc.max_step_rows 3", '{"method": "ngram", "max_step_rows": 3}'),
+        ("--speculative-config.method=ngram", SpeculativeConfig(method="ngram")),
+        (
+            "--speculative_config.method ngram -sc.max_step_rows 3",
+            SpeculativeConfig(method="ngram", max_step_rows=3),
+        ),
         (
             """--speculative-config '{"method": "suffix"}' -sc.max_step_rows 3""",
-            '{"method": "suffix", "max_step_rows": 3}',
+            SpeculativeConfig(method="suffix", max_step_rows=3),
         ),
-        ("--structured-outputs-config.disable_any_whitespace True", '{"disable_any_whitespace": true}'),
-        ("--override-generation-config.temperature 0.5", '{"temperature": 0.5}'),
+        (
+            "--structured-outputs-config.disable_any_whitespace True",
+            StructuredOutputsDefaults(disable_any_whitespace=True),
+        ),
+        ("--override-generation-config.temperature 0.5", {"temperature": 0.5}),
     ],
 )
-def test_keys_of_a_json_flag_come_one_by_one(line: str, expected: str) -> None:
-    """Oracle: the object by hand."""
+def test_keys_of_a_json_flag_come_one_by_one(line: str, expected: object) -> None:
+    """Oracle: the object by hand; all other options have their defaults."""
     options = parse(line)
-    config = options.build("engine", EngineConfig), options.build("server", ServerConfig)
-    found = (config[0].speculative_config, config[0].structured_outputs_config, config[1].override_generation_config)
-    assert [one for one in found if one is not None] == [expected]
+    built = [*fields_of(options.build("engine", EngineConfig)), *fields_of(options.build("server", ServerConfig))]
+    defaults = [*fields_of(EngineConfig()), *fields_of(ServerConfig())]
+    assert [one for one, default in zip(built, defaults, strict=True) if one != default] == [expected]
+
+
+def fields_of(config: Any) -> list[Any]:
+    return [getattr(config, spec.name) for spec in dataclasses.fields(config)]

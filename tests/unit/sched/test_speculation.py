@@ -336,7 +336,7 @@ def test_acceptance_falls_with_failures_and_is_forgotten() -> None:
 def test_wrong_options_are_refused(text: str, message: str) -> None:
     """By hand: the value, the rule and the remedy."""
     with pytest.raises(ConfigError, match=message):
-        EngineConfig(speculative_config=text)
+        EngineConfig(**dict[str, Any](speculative_config=text))
 
 
 def test_options() -> None:
@@ -370,7 +370,7 @@ def test_rows_of_draft_tokens(
     budget: dict[str, Any] = (
         {} if max_num_batched_tokens is None else {"max_num_batched_tokens": max_num_batched_tokens}
     )
-    config = EngineConfig(speculative_config=text, max_num_seqs=max_num_seqs, **budget)
+    config = EngineConfig(speculative_config=SpeculativeConfig.of(text), max_num_seqs=max_num_seqs, **budget)
     assert (config.num_draft_rows, config.max_step_decodes) == (num_draft_rows, max_step_decodes)
 
 
@@ -413,7 +413,11 @@ def test_a_head_without_a_method_is_eagle3() -> None:
 def test_models_without_a_head_are_refused(checkpoint: Callable[..., Path]) -> None:
     """By hand: the remedy is a method that needs none."""
     for name in ("llama", "qwen3.5"):
-        config = EngineConfig(model=str(checkpoint(name)), device="cpu", speculative_config='{"method": "mtp"}')
+        config = EngineConfig(
+            model=str(checkpoint(name)),
+            device="cpu",
+            speculative_config=SpeculativeConfig(method="mtp", num_speculative_tokens=1),
+        )
         with pytest.raises(ConfigError, match=r"multi-token prediction .* set the method ngram or suffix"):
             resolve(config)
 

@@ -21,6 +21,7 @@ from tp_engine.model_config import MAX_WORLD_SIZE, check_quantization_options, c
 from tp_engine.model_config.block_size import choose_block_size, describe_waste
 from tp_engine.model_config.kv_layout import KvCapacity, default_snapshots
 from tp_engine.model_config.spec import ModelSpec
+from tp_engine.options.fields import as_json
 from tp_engine.system.units import MIB, format_gib
 
 MAX_NUM_SEQS = 1024
@@ -131,7 +132,7 @@ def _attempt(question: Question, world_size: int, num_sequences: int) -> Recomme
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=num_batched_tokens,
         expected_concurrency=concurrency,
-        speculative_config=question.speculative_config,
+        speculative_config=None if (drafting := question.speculative_config) is None else as_json(drafting),
         notes=model.notes,
         fits=not problems,
         reasons=_reasons(question, capacity, concurrency, block_bytes),

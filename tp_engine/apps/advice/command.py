@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tp_engine.apps.advice.question import GPU_GIB, WORKLOADS, Workload, find_workload
 from tp_engine.apps.advice.recommend import recommend
 from tp_engine.config import DEMO_MODEL, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS
 from tp_engine.errors import ConfigError
 from tp_engine.options import parse_options
-from tp_engine.options.fields import check_fields, option
+from tp_engine.options.fields import checked, option
+from tp_engine.options.hf_overrides import parse_overrides
+from tp_engine.speculative import SpeculativeConfig
 
 DOES_NOT_FIT = 1
 # Options that are keywords of ``recommend`` too.
@@ -21,6 +24,7 @@ _ASKED = ("tensor_parallel_size", "gpu", "device_memory", "dtype", "quantization
           "speculative_config")  # fmt: skip
 
 
+@checked()
 @dataclass(frozen=True, kw_only=True)
 class RecommendConfig:
     """The options.  Of the model, only config.json is read."""
@@ -29,7 +33,9 @@ class RecommendConfig:
         str(DEMO_MODEL), "model folder or hub name (default: the demo model of this project)", positional=True
     )
     revision: str | None = option(None, "hub revision of the model")
-    hf_overrides: str | None = option(None, "JSON object that changes keys of the model's config.json (default: none)")
+    hf_overrides: Mapping[str, Any] | None = option(
+        None, "JSON object that changes keys of the model's config.json (default: none)", json=parse_overrides
+    )
     workload: str = option("chat", "what users send", choices=tuple(WORKLOADS))
     input_len: int | None = option(None, "mean tokens of a prompt (default: the workload's)", positive=True)
     output_len: int | None = option(None, "mean tokens of an answer (default: the workload's)", positive=True)
@@ -53,13 +59,15 @@ class RecommendConfig:
         None, "longest prompt plus output (default: the workload's longest)", positive=True
     )
     block_size: int | None = option(None, "tokens per KV block (default: by the workload's lengths)", positive=True)
-    speculative_config: str | None = option(
-        None, "JSON object, as of serve: what drafts tokens (default: nothing)", json=True, flags=("-sc",)
+    speculative_config: SpeculativeConfig | None = option(
+        None,
+        "JSON object, as of serve: what drafts tokens (default: nothing)",
+        json=SpeculativeConfig.of,
+        flags=("-sc",),
     )
     json: bool = option(False, "print JSON")
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.gpu is not None and self.device_memory is not None:
             raise ConfigError("gpu and device_memory are both given; give one of them")
 

@@ -125,9 +125,9 @@ class Question:
     gpu_memory_utilization: float | None = None
     max_model_len: int | None = None
     block_size: int | None = None
-    speculative_config: str | None = None
+    speculative_config: SpeculativeConfig | None = None
 
     def num_draft_rows(self, max_num_seqs: int, max_num_batched_tokens: int) -> int:
         """Return how many rows behind those of a batch of ``max_num_seqs`` are for draft tokens."""
-        speculation = SpeculativeConfig.of(self.speculative_config)
+        speculation = self.speculative_config
         return 0 if speculation is None else speculation.num_draft_rows(max_num_seqs, max_num_batched_tokens)

@@ -1,7 +1,6 @@
 """``tp_engine.recommend``: which options to use and what fits, computed before anything is loaded."""
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ from tp_engine.model_config import load_model_config
 from tp_engine.model_config.drafting import has_assistant, with_own_head
 from tp_engine.model_config.source import QUANTIZATION_FILES
 from tp_engine.model_config.spec import ModelSpec
+from tp_engine.options.fields import as_json
+from tp_engine.options.hf_overrides import parse_overrides
 from tp_engine.speculative import SpeculativeConfig
 from tp_engine.system.units import parse_bytes
 from tp_engine.worker.memory.host_memory import host_memory
@@ -39,7 +40,7 @@ def recommend(  # noqa: PLR0913 (one keyword per question)
     block_size: int | None = None,
     revision: str | None = None,
     hf_overrides: Mapping[str, Any] | str | None = None,
-    speculative_config: Mapping[str, Any] | str | None = None,
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
 ) -> Recommendation:
     """Block size, blocks, sequences and concurrency for ``model``: a folder, a hub name, or its parsed configuration.
 
@@ -51,20 +52,18 @@ def recommend(  # noqa: PLR0913 (one keyword per question)
     A model that does not fit has an answer: ``fits`` is False, and ``problems`` and ``remedies`` tell why and what to
     do.
     """
-    changes, speculation = (
-        one if isinstance(one, str | None) else json.dumps(one) for one in (hf_overrides, speculative_config)
-    )
+    drafting = SpeculativeConfig.of(speculative_config)
     if isinstance(model, ModelSpec):
         name, config, folder = model.architecture, model, None
     else:
         name = model
+        changes = None if hf_overrides is None else parse_overrides(hf_overrides)
         config, folder = load_model_config(model, revision, files=CONFIG_FILES, hf_overrides=changes)
         config = _with_images(config, folder)
-    drafting = SpeculativeConfig.of(speculation)
     if drafting is not None and (drafting.method == "eagle3" or has_assistant(config, drafting, name, folder)):
         raise ConfigError(
-            f"speculative_config is {speculation!r}, and the size of a draft head with files of its own is not known "
-            "here: leave it out, and lower gpu_memory_utilization by what the head's files take"
+            f"speculative_config is {as_json(drafting)!r}, and the size of a draft head with files of its own is not "
+            "known here: leave it out, and lower gpu_memory_utilization by what the head's files take"
         )
     if device_memory is not None:
         hardware = Hardware(name=f"a GPU with {device_memory}", memory=parse_bytes(device_memory))
@@ -76,7 +75,7 @@ def recommend(  # noqa: PLR0913 (one keyword per question)
         Question(
             name=name,
             weight_bytes=local_weight_bytes,
-            model=with_own_head(config, speculation, name=name, folder=folder),
+            model=with_own_head(config, drafting, name=name, folder=folder),
             hardware=hardware,
             workload=find_workload(workload) if isinstance(workload, str) else workload,
             tensor_parallel_size=tensor_parallel_size,
@@ -86,7 +85,7 @@ def recommend(  # noqa: PLR0913 (one keyword per question)
             gpu_memory_utilization=gpu_memory_utilization,
             max_model_len=max_model_len,
             block_size=block_size,
-            speculative_config=speculation,
+            speculative_config=drafting,
         )
     )
 

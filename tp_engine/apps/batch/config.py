@@ -10,7 +10,7 @@ from tp_engine.api.batch_file.lines import STANDARD_STREAM
 from tp_engine.api.openai.chat.options import ChatOptions
 from tp_engine.api.sampling_defaults import SamplingDefaultOptions
 from tp_engine.errors import ConfigError
-from tp_engine.options.fields import option
+from tp_engine.options.fields import checked, option
 from tp_engine.system.units import MIB
 
 OUTPUT_ORDERS = ("finished", "input")
@@ -18,6 +18,7 @@ OUTPUT_ORDERS = ("finished", "input")
 _SHARD = re.compile(r"(\d{1,9})/(\d{1,9})")
 
 
+@checked()
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig(ChatOptions, SamplingDefaultOptions):
     """Which requests to run, where their results go, and what counts as success."""
@@ -52,7 +53,7 @@ class BatchConfig(ChatOptions, SamplingDefaultOptions):
 
     def __post_init__(self) -> None:
         self.check_chat_options()
-        _ = self.input_shard, self.sampling_overrides
+        _ = self.input_shard
         self._check_input()
         self._check_outputs()
 

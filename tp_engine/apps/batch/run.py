@@ -41,7 +41,6 @@ from tp_engine.errors import ConfigError
 from tp_engine.lora import adapter_names
 from tp_engine.options import fields_of
 from tp_engine.options.intake import take_options
-from tp_engine.requests.structured_outputs import StructuredOutputsDefaults
 from tp_engine.system import env
 from tp_engine.system.log import get_logger
 from tp_engine.system.units import MIB
@@ -118,7 +117,7 @@ class BatchRun:
         self._defaults = batch.defaults(config.model, config.revision)
         names = batch.served_model_name or (default_model_name(config.model), config.model)
         self._model_names = tuple(dict.fromkeys((*names, *adapter_names(config.lora_modules, names))))
-        structured = StructuredOutputsDefaults.of(config.structured_outputs_config)
+        structured = config.structured_outputs_config
         self._grammars = GrammarTrials(structured.compilation_timeout_s)
         self._max_in_flight = batch.max_in_flight or _IN_FLIGHT_PER_SEQUENCE * config.max_num_seqs
 

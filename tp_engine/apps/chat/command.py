@@ -24,7 +24,7 @@ from tp_engine.apps.chat.session import (
     show,
 )
 from tp_engine.errors import ConfigError, did_you_mean
-from tp_engine.options.fields import option
+from tp_engine.options.fields import checked, option
 from tp_engine.system.files import read_bytes
 from tp_engine.system.units import MIB
 
@@ -34,6 +34,7 @@ TEXT_PROMPT = "text> "
 COMMANDS = {"/reset": "forget the conversation", "/exit": "leave (or Ctrl-D)", "/help": "these commands"}
 
 
+@checked()
 @dataclass(frozen=True, kw_only=True)
 class ChatConfig(ClientConfig):
     """A conversation's options."""

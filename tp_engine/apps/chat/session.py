@@ -14,12 +14,13 @@ from tp_engine.apps.own_server import own_server
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError, printable
 from tp_engine.options import Options, parse_options
-from tp_engine.options.fields import check_fields, option
+from tp_engine.options.fields import checked, option
 from tp_engine.system import env
 
 Ask = Callable[[str], str]  # a prompt -> the line; EOFError at the end, KeyboardInterrupt for Ctrl-C
 
 
+@checked()
 @dataclass(frozen=True, kw_only=True)
 class ClientConfig:
     """Which server to ask, and for what kind of answer."""
@@ -35,7 +36,6 @@ class ClientConfig:
     timeout_s: float = option(600.0, "longest silence of the server while it answers", positive=True)
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.url is not None and (
             urlsplit(self.url).scheme not in ("http", "https") or not urlsplit(self.url).netloc
         ):

@@ -16,7 +16,7 @@ from tp_engine.apps.check.report import CheckReport
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
 from tp_engine.options import Options, parse_options
-from tp_engine.options.fields import check_fields, option
+from tp_engine.options.fields import checked, option
 from tp_engine.server.config import SERVE_TABLES, ServerConfig
 from tp_engine.system import env
 from tp_engine.system.log import configure_logging
@@ -30,6 +30,7 @@ _DEFAULTS = ("generation_config", "override_generation_config")
 _OF_ENGINES = ("bisect", "record", "against")
 
 
+@checked()
 @dataclass(frozen=True, kw_only=True)
 class CheckConfig:
     """What to check, with what, and where the findings go."""
@@ -47,7 +48,6 @@ class CheckConfig:
     junit: str | None = option(None, "file for the findings as JUnit's XML")
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.url is not None and (mixed := [name for name in _OF_ENGINES if getattr(self, name)]):
             raise ConfigError(f"{mixed[0]} is for a model that runs here; leave it out, or leave url out")
         for name in ("record", "junit"):
@@ -138,5 +138,5 @@ def _check_url(options: Options, config: CheckConfig, engine: EngineConfig, serv
             oracle_device=config.oracle_device,
             note=lambda text: bar.set_description(text),
             note_layer=bar.update,
-            **{name: value for name, value in options.given["engine"].items() if name in ENGINE_OPTIONS},
+            **{name: getattr(engine, name) for name in ENGINE_OPTIONS if name in options.given["engine"]},
         ).run()

@@ -129,7 +129,8 @@ class EngineCheck(OracleCheck):
             yield _linears_finding(products, faults, missing_rows(watched))
             yield from (judge.layers(faults), judge.head(), *judge.sampling(), *judge.set_ups())
 
-        overrides = parse_overrides(self.options.get("hf_overrides"))
+        given = self.options.get("hf_overrides")
+        overrides = {} if given is None else parse_overrides(given)
         judge, findings = self.judge(folder, overrides, observed, findings_of)
         observed.bound = judge.allowed
         return findings

@@ -15,7 +15,7 @@ from tp_engine.apps.check.report import EXIT_WRONG, CheckFinding, CheckReport, d
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.errors import RankError
 from tp_engine.options import Options
-from tp_engine.options.fields import check_fields, option
+from tp_engine.options.fields import checked, option
 from tp_engine.options.launch import run_launched
 from tp_engine.system import env
 from tp_engine.system.log import configure_logging
@@ -23,6 +23,7 @@ from tp_engine.system.log import configure_logging
 _LAST_WORDS_S = 8.0
 
 
+@checked()
 @dataclass(frozen=True, kw_only=True)
 class RanksConfig:
     """What the ranks of a torchrun job check, and where they write it."""
@@ -32,9 +33,6 @@ class RanksConfig:
     junit: str | None = option(None, "file for the findings as JUnit's XML")
     quick: bool = option(False, "fewer prompts and set-ups for the model")
     limit_s: float = option(120.0, "after so long without progress the check ends and names the rank", positive=True)
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

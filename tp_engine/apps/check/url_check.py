@@ -5,7 +5,7 @@ The server is asked as any client asks it; the oracle reads the checkpoint here,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,6 @@ from tp_engine.apps.check.set_ups import ALONE, BATCH, CACHED
 from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.model_config import load_model_config
 from tp_engine.model_config.source import resolve_model_folder
-from tp_engine.options.hf_overrides import parse_overrides
 
 CHATTED = "chats"
 ENGINE_OPTIONS = ("dtype", "kv_cache_dtype", "quantization", "revision", "hf_overrides")
@@ -52,7 +51,7 @@ class UrlCheck(OracleCheck):
     kv_cache_dtype: str = "auto"
     quantization: str | None = None
     revision: str | None = None
-    hf_overrides: str | None = None
+    hf_overrides: Mapping[str, Any] | None = None
     timeout_s: float = 300.0
 
     def run(self) -> CheckReport:
@@ -117,7 +116,7 @@ class UrlCheck(OracleCheck):
         cache = dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
         observed.configuration = {"dtype": dtype, "kv_cache_dtype": cache, "quantization": self.quantization}
         observed.device = self.oracle_device
-        yield from self.judge(folder, parse_overrides(self.hf_overrides), observed, Judge.set_ups)[1]
+        yield from self.judge(folder, self.hf_overrides or {}, observed, Judge.set_ups)[1]
 
 
 def _answers(ask: Callable[[CheckPrompt], Answer], prompts: Sequence[CheckPrompt], at_once: int) -> list[Answer] | str:

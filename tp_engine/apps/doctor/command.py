@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from tp_engine.apps.doctor.findings import Finding, Status, as_text, check_packages
 from tp_engine.config import DEMO_MODEL
 from tp_engine.options import parse_options
-from tp_engine.options.fields import check_fields, option
+from tp_engine.options.fields import checked, option
 from tp_engine.system.version import __version__
 
 SOMETHING_MISSING = 1
 
 
+@checked()
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig:
     """The model to choose for."""
@@ -25,9 +26,6 @@ class DoctorConfig:
     )
     tensor_parallel_size: int = option(1, "number of ranks to choose for", flags=("-tp", "--tp-size"))
     json: bool = option(False, "print JSON")
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from tp_engine.errors import ConfigError, shown
-from tp_engine.options.fields import check_fields, json_object, key
+from tp_engine.options.fields import checked, json_object, key
 
 CONFIG_NAME = "kv_events_config"
 _LARGEST = 10**9
@@ -17,6 +19,7 @@ _BOUND = re.compile(r"(?:ipc|inproc)://.*|.*(?:\*|::).*|tcp://(?:0\.0\.0\.0|lo):
 _OF_THIS_HOST = re.compile(r"(?:ipc|inproc)://.*|tcp://(?:lo|localhost|127\.[\d.]+|\[::1\]):.*")
 
 
+@checked(CONFIG_NAME)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVEventsConfig:
     """Where and how the prefix cache's content is told to routers.
@@ -50,7 +53,6 @@ class KVEventsConfig:
     publish_salted: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, CONFIG_NAME)
         if len(self.topic) > _LONGEST_TOPIC or not self.topic.isprintable():
             raise ConfigError(
                 f"{CONFIG_NAME} has the topic {shown(self.topic)}; it must be a text of at most {_LONGEST_TOPIC} "
@@ -65,13 +67,12 @@ class KVEventsConfig:
                 )
 
     @classmethod
-    def of(cls, text: str | None) -> KVEventsConfig | None:
-        """Parse the option's JSON text; None if events are off.  Raises ``ConfigError``."""
-        if text is None:
-            return None
+    def of(cls, given: KVEventsConfig | Mapping[str, Any] | str) -> KVEventsConfig:
+        """Return the record of the option's JSON object, as text or as a mapping.  Raises ``ConfigError``."""
+        if isinstance(given, KVEventsConfig):
+            return given
         known = [spec.name for spec in dataclasses.fields(cls)]
-        config = cls(**json_object(CONFIG_NAME, text, known, example='{"enable_kv_cache_events":true}'))
-        return config if config.is_on else None
+        return cls(**json_object(CONFIG_NAME, given, known, example='{"enable_kv_cache_events":true}'))
 
     @property
     def is_on(self) -> bool:

@@ -52,14 +52,17 @@ _ZAP = "inproc://zeromq.zap.01"
 
 def open_publisher(config: EngineConfig) -> KVEventPublisher | None:
     """Open the publisher; None if events are off.  ``ConfigError`` if an endpoint can not be used."""
-    found = KVEventsConfig.of(config.kv_events_config)
-    if config.kv_events_config is not None and found is None:
+    events = config.kv_events_config
+    if events is None:
+        return None
+    if not events.is_on:
         logger.warning("kv_events_config is given, but there are no events: set enable_kv_cache_events to true in it")
-    if found is not None and not config.enable_prefix_caching:
+        return None
+    if not config.enable_prefix_caching:
         logger.warning(
             "kv_events_config is on, but enable_prefix_caching is off: nothing is cached, so nothing is told"
         )
-    return None if found is None else KVEventPublisher(found, config.block_size, env.KV_EVENTS_KEY.read())
+    return KVEventPublisher(events, config.block_size, env.KV_EVENTS_KEY.read())
 
 
 class KVEventPublisher(Closing):

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -97,7 +98,7 @@ class FlightRecord(msgspec.Struct, frozen=True, kw_only=True):
     culprit: int | None = None
     world_size: int
     versions: dict[str, str] = {}
-    config: dict[str, str | int | float | bool | list[str] | None] = {}
+    config: dict[str, Any] = {}
     ranks: list[RankRecord]
 
 

@@ -25,7 +25,6 @@ from tp_engine.layers.recurrent import RecurrentMixer
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.draft_head import DraftHead
 from tp_engine.sampling.device_sampler import SHARE_BYTES
-from tp_engine.speculative import SpeculativeConfig
 from tp_engine.system.log import get_logger
 from tp_engine.worker.batch.padded_batch import MAX_CHUNKS, StepSizes
 from tp_engine.worker.device import Device
@@ -97,7 +96,7 @@ def _prompt_sizes(
     sizes = StepSizes(decodes=tuple(size for size in _PROMPT_DECODES if size <= most), tokens=tokens)
     if not backend.can_capture_prompts:
         obstacle: str | None = f"the attention backend {backend.name} plans prompts on the host"
-    elif (speculation := SpeculativeConfig.of(config.speculative_config)) is not None and speculation.has_head:
+    elif (speculation := config.speculative_config) is not None and speculation.has_head:
         obstacle = "a draft head reads what layers make of prompts"
     elif model.state_layers:
         obstacle = "some layers have recurrent states, whose prompts are planned on the host"

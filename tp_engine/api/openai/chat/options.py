@@ -11,7 +11,7 @@ from tp_engine.api.openai.reasoning import REASONING_ALIASES, REASONING_FORMATS,
 from tp_engine.api.openai.tools.formats import TOOL_FORMATS
 from tp_engine.api.openai.tools.tool_format import ToolFormat
 from tp_engine.errors import ConfigError
-from tp_engine.options.fields import check_fields, option
+from tp_engine.options.fields import checked, option
 from tp_engine.system.files import read_text
 from tp_engine.system.log import get_logger
 
@@ -22,6 +22,7 @@ AUTO, NONE = "auto", "none"
 CONTENT_FORMATS = ("auto", "string", "openai")
 
 
+@checked()
 @dataclass(frozen=True, kw_only=True)
 class TemplateOptions:
     """How chats become prompts."""
@@ -50,6 +51,7 @@ class TemplateOptions:
             ) from error
 
 
+@checked()
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(TemplateOptions):
     """How chats become prompts, and what is found in the answers."""
@@ -94,8 +96,7 @@ class ChatOptions(TemplateOptions):
         )
 
     def check_chat_options(self) -> None:
-        """Raise ``ConfigError`` for values that can not be served; checks all fields of the configuration."""
-        check_fields(self)
+        """Raise ``ConfigError`` for a template that can not be served."""
         if self.template_text is not None:
             from tp_engine.api.openai.chat.template_process import parse_template  # Jinja: most starts do not need it
 
