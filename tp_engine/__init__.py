@@ -8,7 +8,7 @@ from tp_engine.system.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from tp_engine.api.async_llm import AsyncLLM
-    from tp_engine.api.engine_options import EngineOptions
+    from tp_engine.api.keywords import EngineOptions
     from tp_engine.api.llm import LLM
     from tp_engine.api.pooling import PoolingParams
     from tp_engine.apps.advice.recommend import recommend
@@ -60,7 +60,7 @@ _PLACES = {
     "tp_engine.api.async_llm": ("AsyncLLM",),
     "tp_engine.apps.batch.run": ("run_batch",),
     "tp_engine.apps.batch.summary": ("BatchSummary",),
-    "tp_engine.api.engine_options": ("EngineOptions",),
+    "tp_engine.api.keywords": ("EngineOptions",),
     "tp_engine.api.llm": ("LLM",),
     "tp_engine.api.pooling": ("PoolingParams",),
     "tp_engine.apps.advice.recommend": ("recommend",),

@@ -15,8 +15,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from tp_engine.api.beam_search import BeamSearch, beam_search_output, one_token, run_search
-from tp_engine.api.engine_options import ChatTemplateOptions, EngineOptions, read_options
+from tp_engine.api.engine_options import ChatTemplateOptions, read_options
 from tp_engine.api.input_processor import InputProcessor, Prompt, load_tokenizer, prompt_text
+from tp_engine.api.keywords import EngineOptions
 from tp_engine.api.openai.chat.prompt import ChatFormat
 from tp_engine.api.output_streams import Outputs
 from tp_engine.api.pooling import Pooler, PoolingLike

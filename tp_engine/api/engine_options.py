@@ -1,8 +1,4 @@
-"""The keywords of ``LLM``, ``AsyncLLM`` and ``run_batch``, for editors and type checkers.
-
-They are the fields of the configuration dataclasses, in the types that a caller may give them; a test holds that none
-is missing and none is stale.  What each means is in its field's ``option(...)`` and in docs/flags_engine.md.
-"""
+"""From keywords of ``LLM``, ``AsyncLLM`` and ``run_batch`` to configurations; their types are in ``keywords.py``."""
 
 from __future__ import annotations
 
@@ -16,95 +12,6 @@ from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
 from tp_engine.options import fields_of
 from tp_engine.options.intake import take_options
-
-
-class EngineOptions(TypedDict, total=False):
-    """The fields of ``EngineConfig`` but the model, of ``SamplingDefaultOptions`` and of ``TemplateOptions``."""
-
-    tokenizer: str | None
-    revision: str | None
-    hf_overrides: Mapping[str, Any] | str | None
-    convert: str
-    dtype: str
-    quantization: str | None
-    load_format: str
-    tensor_parallel_size: int
-    device: str
-    device_ids: Sequence[int] | str | None
-    all_reduce_backend: str
-    enable_expert_parallel: bool
-    tp_invariant: bool
-    attention_backend: str
-    enforce_eager: bool
-    cudagraph_capture_sizes: Sequence[int] | str | None
-    cudagraph_prefill_capture_sizes: Sequence[int] | str
-    kv_cache_dtype: str
-    block_size: int
-    gpu_memory_utilization: float | None
-    num_gpu_blocks_override: int | None
-    kv_cache_memory_bytes: int | str | None
-    enable_prefix_caching: bool
-    num_state_snapshots: int | None
-    kv_offloading_size: float
-    kv_offloading_codec: str
-    kv_disk_path: str | None
-    kv_disk_size: float
-    kv_events_config: Mapping[str, Any] | str | None
-    max_model_len: int | str | None
-    max_num_seqs: int
-    max_num_batched_tokens: int | str
-    async_scheduling: bool
-    speculative_config: Mapping[str, Any] | str | None
-    enable_lora: bool
-    max_loras: int
-    max_lora_rank: int
-    lora_experts: bool
-    lora_modules: Sequence[str] | str
-    limit_mm_per_prompt: Mapping[str, Any] | str | None
-    mm_processor_kwargs: Mapping[str, Any] | str | None
-    max_image_pixels: int
-    mm_transport_bytes: int | str
-    allowed_media_domains: Sequence[str] | str
-    allowed_local_media_path: str | None
-    structured_outputs_config: Mapping[str, Any] | str | None
-    max_logprobs: int
-    logprobs_mode: str
-    seed: int
-    startup_timeout_s: float
-    collective_timeout_s: float
-    watchdog_warn_s: float
-    watchdog_timeout_s: float
-    host_timeout_s: float
-    profile: str | None
-    profile_steps: str
-    debug_compare_rank_inputs: bool
-    log_format: str
-    flight_recorder_dir: str | None
-    generation_config: str
-    override_generation_config: Mapping[str, Any] | str | None
-    chat_template: str | None
-    chat_template_content_format: str
-
-
-class BatchOptions(EngineOptions, total=False):
-    """The keywords of ``EngineOptions``, and the fields of ``BatchConfig`` except the two files."""
-
-    enable_auto_tool_choice: bool
-    tool_call_parser: str
-    reasoning_key: str | None
-    reasoning_parser: str
-    error_file: str | None
-    output_order: str
-    shard: str
-    resume: bool
-    validate_only: bool
-    strict: bool
-    served_model_name: Sequence[str] | str
-    max_in_flight: int | None
-    max_body_bytes: int | str
-    summary_file: str | None
-    errors_exit_code: int | None
-    progress_bar: bool
 
 
 class ChatTemplateOptions(TypedDict, total=False):

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypeVar, Un
 from tp_engine.api.async_llm import AsyncLLM, load_early
 from tp_engine.api.beam_search import BeamSearch, beam_search_output, one_token, run_searches
 from tp_engine.api.calls import Call
-from tp_engine.api.engine_options import ChatTemplateOptions, EngineOptions
+from tp_engine.api.engine_options import ChatTemplateOptions
 from tp_engine.api.engine_view import EngineView
 from tp_engine.api.input_processor import InputProcessor, Prompt, prompt_text
+from tp_engine.api.keywords import EngineOptions
 from tp_engine.api.output_streams import Outputs
 from tp_engine.api.pooling import Pooler, PoolingLike
 from tp_engine.api.row_runs import OnError, Progress, Result, RowRun

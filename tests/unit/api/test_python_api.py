@@ -23,11 +23,13 @@ from tp_engine import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from tp_engine.api.engine_options import BatchOptions, EngineOptions, read_options
+from tp_engine.api.engine_options import read_options
+from tp_engine.api.keywords import EngineOptions
 from tp_engine.api.openai.chat.options import TemplateOptions
 from tp_engine.api.pooling import PoolingParams
 from tp_engine.api.sampling_defaults import SamplingDefaultOptions
 from tp_engine.apps.batch.config import BatchConfig
+from tp_engine.apps.batch.keywords import BatchOptions
 from tp_engine.config import EngineConfig
 
 AS_WRITTEN: Mapping[str, object] = {"str": str, "bool": bool, "int": int, "float": float}
@@ -37,7 +39,9 @@ def keyword_type(spec: dataclasses.Field[Any]) -> object:
     """What a caller may give for a field: more than what the field holds."""
     optional = str(spec.type).endswith(" | None")
     base = str(spec.type).removesuffix(" | None")
-    kind: Any = Sequence[str] | str if base.startswith("tuple") else AS_WRITTEN[base]
+    kind: Any = Sequence[str] | str if base.startswith("tuple") else AS_WRITTEN.get(base)
+    if spec.metadata.get("several"):
+        kind = Sequence[Mapping[str, Any] | str] | str
     if spec.metadata.get("json"):
         kind = Mapping[str, Any] | str
     elif spec.metadata.get("numbers"):
@@ -53,7 +57,7 @@ def keywords(*kinds: type[Any], without: tuple[str, ...] = ()) -> dict[str, obje
 
 
 def test_the_keywords_are_the_fields() -> None:
-    """Oracle: the configuration dataclasses.  A new field is a line in ``tp_engine/api/engine_options.py``."""
+    """Oracle: the configuration dataclasses.  ``scripts/generate`` writes the keywords."""
     of_engine = keywords(EngineConfig, SamplingDefaultOptions, TemplateOptions, without=("model",))
     assert typing.get_type_hints(EngineOptions) == of_engine
     of_batch = of_engine | keywords(BatchConfig, without=("input_file", "output_file"))

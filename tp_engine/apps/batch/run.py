@@ -16,12 +16,12 @@ from typing import Unpack
 from tp_engine.api.batch_file.endpoints import GrammarTrials, check_request, prepare_request
 from tp_engine.api.batch_file.lines import BatchInput, BatchRequest
 from tp_engine.api.batch_file.results import EarlierResults, Results
-from tp_engine.api.engine_options import BatchOptions
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.api.llm import LLM
 from tp_engine.api.openai.chat.prompt import ChatFormat
 from tp_engine.api.openai.requests import PreparedBody, default_model_name
 from tp_engine.apps.batch.config import BatchConfig
+from tp_engine.apps.batch.keywords import BatchOptions
 from tp_engine.apps.batch.second_pass import LineRunner, Outcomes, PrepareRequest, ReadAhead, open_lines
 from tp_engine.apps.batch.summary import BatchStatus, BatchSummary
 from tp_engine.apps.batch.survey import CheckRequest, Survey, survey_lines

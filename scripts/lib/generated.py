@@ -1,27 +1,31 @@
-"""Write docs/flags_engine.md and docs/flags_server.md from the options of the launchers.
+"""Write the files that follow from the options: the pages of flags, and the keywords of ``LLM`` and ``run_batch``.
 
-Usage: python flag_pages.py
+Usage: python generated.py
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
+from tp_engine.api.openai.chat.options import TemplateOptions
+from tp_engine.api.sampling_defaults import SamplingDefaultOptions
 from tp_engine.apps.batch.config import BatchConfig
 from tp_engine.config import EngineConfig
+from tp_engine.options.fields import base_type
 from tp_engine.options.flags import make_parser
 from tp_engine.server.config import ServerConfig
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
 COLUMNS = 120
 LONG_VALUE = 80
 INTRO = (
-    "`scripts/docs` writes this page from the options themselves; `--help` prints the same. "
+    "`scripts/generate` writes this page from the options themselves; `--help` prints the same. "
     "[Command line](command_line.md#flags) tells how flags are written, and has notes on some."
 )
 # Sections of --help -> where the documents say more.
@@ -40,6 +44,71 @@ MORE = {
     "Chats": "[Chats](chats.md), [Tools and reasoning](tools.md)",
     "Batch job": "[Batch jobs](batch.md)",
 }
+
+
+# What a caller may give for a field, by the first word of its metadata that says so.
+GIVEN = {"json": "Mapping[str, Any] | str", "numbers": "Sequence[int] | str", "size": "int | str", "count": "int | str"}
+KEYWORDS = '''"""The keywords of {who}, for editors and type checkers: the fields of
+{kinds}.
+
+``scripts/generate`` writes this file.  What each keyword means is in its field's ``option(...)`` and in
+docs/{page}.
+"""
+
+from __future__ import annotations
+
+{imports}
+
+
+class {name}({base}, total=False):
+    """The types that a caller may give; other spellings of vLLM and SGLang are taken too."""
+
+{keywords}
+'''
+
+
+def files() -> dict[str, str]:
+    """Return the text of each file by its path in the repository."""
+    of_llm = keywords(EngineConfig, SamplingDefaultOptions, TemplateOptions, without={"model"})
+    of_batch = keywords(BatchConfig, without={"input_file", "output_file", *of_llm})
+    return {f"docs/{name}": text for name, text in pages().items()} | {
+        "tp_engine/api/keywords.py": KEYWORDS.format(
+            who="``LLM`` and ``AsyncLLM``",
+            kinds="``EngineConfig``, ``SamplingDefaultOptions`` and ``TemplateOptions``",
+            page="flags_engine.md",
+            imports="from collections.abc import Mapping, Sequence\nfrom typing import Any, TypedDict",
+            name="EngineOptions",
+            base="TypedDict",
+            keywords=lines(of_llm),
+        ),
+        "tp_engine/apps/batch/keywords.py": KEYWORDS.format(
+            who="``run_batch`` beside those of ``LLM``",
+            kinds="``BatchConfig``",
+            page="flags_server.md",
+            imports="from collections.abc import Sequence\n\nfrom tp_engine.api.keywords import EngineOptions",
+            name="BatchOptions",
+            base="EngineOptions",
+            keywords=lines(of_batch),
+        ),
+    }
+
+
+def lines(found: Mapping[str, str]) -> str:
+    return "\n".join(f"    {name}: {given}" for name, given in found.items())
+
+
+def keywords(*kinds: type[Any], without: Set[str] = frozenset()) -> dict[str, str]:
+    """Return the types that a caller may give for the fields of configuration dataclasses, as code."""
+    specs = [spec for kind in kinds for spec in dataclasses.fields(kind)]
+    return {spec.name: keyword_type(spec) for spec in specs if spec.name not in without}
+
+
+def keyword_type(spec: dataclasses.Field[Any]) -> str:
+    base = base_type(spec)
+    given = next((text for name, text in GIVEN.items() if spec.metadata.get(name)), base)
+    if base.startswith("tuple"):
+        given = "Sequence[Mapping[str, Any] | str] | str" if "several" in spec.metadata else "Sequence[str] | str"
+    return given + (" | None" if str(spec.type).endswith(" | None") else "")
 
 
 def pages() -> dict[str, str]:
@@ -97,5 +166,5 @@ def item(action: argparse.Action) -> list[str]:
 
 
 if __name__ == "__main__":
-    for name, text in pages().items():
-        (DOCS / name).write_text(text, encoding="utf-8")
+    for name, text in files().items():
+        (ROOT / name).write_text(text, encoding="utf-8")
