@@ -222,6 +222,11 @@ class Outputs:
         else:
             self._hand_out_later(output)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step is being handed out."""
+        return self._handing_out is not None
+
     async def wait_delivered(self) -> None:
         """Wait until all has been handed out and other tasks have had a turn; raises what went wrong."""
         if self._handing_out is None:

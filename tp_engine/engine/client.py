@@ -2,24 +2,22 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, Self
 
-import zmq
-import zmq.asyncio
-
 from tp_engine.engine import messages
+from tp_engine.engine.message_socket import MessageSocket
 from tp_engine.engine.messages import ModelInfo, ToEngine
 from tp_engine.engine.report import EngineReport
+from tp_engine.engine.service_socket import connect
 from tp_engine.errors import EngineDeadError, RequestError, again, shown
 from tp_engine.requests.request import EngineRequest, StepOutput
 from tp_engine.sched.view import ViewLimits
 from tp_engine.system.log import get_logger
-from tp_engine.system.off_loop import started
 
 logger = get_logger(__name__)
 
-_LINGER_MS = 1000
+_LOOK_S = 0.02
 
 
 class EngineEvents(Protocol):
@@ -30,6 +28,10 @@ class EngineEvents(Protocol):
 
     def on_rejected(self, request_id: str, error: RequestError) -> None:
         """Take the error of a request that the engine refused."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the next message must wait."""
 
     async def wait_delivered(self) -> None:
         """Wait until the owner can take the next message; until then messages wait in the socket."""
@@ -44,37 +46,34 @@ class EngineClient:
 
     model_info: ModelInfo
 
-    def __init__(self, address: str, events: EngineEvents) -> None:
+    def __init__(self, connection: MessageSocket, events: EngineEvents) -> None:
         self.error: EngineDeadError | None = None
         self.stopped = False
         self._events = events
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.set_hwm(0)
-        self._socket.linger = 0
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._socket.connect(address)
-        loop = asyncio.get_running_loop()
-        self._ready: asyncio.Future[ModelInfo] = loop.create_future()
-        self._ended: asyncio.Future[None] = loop.create_future()
+        self._connection = connection
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[ModelInfo] = self._loop.create_future()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
         self._answers: deque[asyncio.Future[Any]] = deque()  # to questions, in the order of the questions
-        self._listener = loop.create_task(self._listen())
-        self._watcher = loop.create_task(self._watch())
+        self._arrived: deque[bytes] = deque()
+        self._delivering: asyncio.Task[None] | None = None
+        self._loop.add_reader(connection, self._receive)
 
     @classmethod
     async def connect(cls, address: str, events: EngineEvents, *, timeout_s: float) -> Self:
         """Connect and wait for the engine's ``Ready``; ``EngineDeadError`` if it does not arrive in time."""
-        client = cls(address, events)
+        client = None
         try:
-            client._send(messages.Hello())
-            client.model_info = await asyncio.wait_for(client._ready, timeout_s)
-        except TimeoutError as error:
-            await client.close()
-            raise EngineDeadError(f"waited {timeout_s:g} s for rank 0 to answer at {address}") from error
-        except BaseException:
-            await client.close()
+            async with asyncio.timeout(timeout_s):
+                client = cls(await _connection(address), events)
+                client._send(messages.Hello())
+                client.model_info = await client._ready
+        except BaseException as error:
+            if client is not None:
+                await client.close()
+            if isinstance(error, TimeoutError):
+                raise EngineDeadError(f"waited {timeout_s:g} s for rank 0 to answer at {address}") from error
             raise
-        client._socket.linger = _LINGER_MS
         return client
 
     def add_request(self, request: EngineRequest) -> None:
@@ -127,15 +126,16 @@ class EngineClient:
         return bool(done)
 
     async def close(self) -> None:
-        """Disconnect.  An engine that was not told to stop takes this for the death of this process."""
-        for task in (self._listener, self._watcher):
-            task.cancel()
-        await asyncio.gather(self._listener, self._watcher, return_exceptions=True)
+        """Disconnect; safe to call twice.  An engine that was not told to stop takes this for the death of this
+        process."""
+        if self._delivering is not None:
+            self._delivering.cancel()
+            await asyncio.gather(self._delivering, return_exceptions=True)
         self._end("the connection to rank 0 was closed", stopped=self.stopped)
-        self._socket.disable_monitor()
-        self._monitor.close()
-        self._socket.close()
-        await asyncio.shield(asyncio.wrap_future(started(self._context.term)))
+        if self._connection.fileno() >= 0:
+            self._loop.remove_reader(self._connection.fileno())
+            self._loop.remove_writer(self._connection.fileno())
+            self._connection.close()
 
     async def _ask(self, question: ToEngine, timeout_s: float) -> Any:
         if self.error is not None:
@@ -149,34 +149,47 @@ class EngineClient:
             raise TimeoutError(f"waited {timeout_s:g} s for rank 0 to answer") from error
 
     def _send(self, message: ToEngine) -> None:
-        if self.error is None:
-            self._socket.send(messages.encode(message))
-
-    async def _listen(self) -> None:
-        # Poll before receiving, because a cancelled poll loses no message.
-        while True:
-            await self._socket.poll()
-            await self._receive_all(self._events.wait_delivered)
-
-    async def _receive_all(self, pause: Callable[[], Awaitable[None]] | None = None) -> None:
-        try:
-            while True:
-                self._dispatch(await self._socket.recv(zmq.NOBLOCK))
-                if pause is not None:
-                    await pause()
-        except zmq.Again:
+        if self.error is not None:
             return
-        except Exception as error:
-            logger.exception("a message from rank 0 could not be handled")
-            self._end(f"a message from rank 0 could not be handled: {error!r}", stopped=False)
-            raise
+        self._connection.send(messages.encode(message))
+        if self._connection.has_unsent:
+            self._loop.add_writer(self._connection.fileno(), self._send_rest)
 
-    async def _watch(self) -> None:
-        """When rank 0 has disconnected, deliver what it sent before, such as the reason of its end."""
-        await self._monitor.poll()
-        self._listener.cancel()
-        await self._receive_all()
-        self._end("rank 0 went away", stopped=False)
+    def _send_rest(self) -> None:
+        self._connection.flush()
+        if not self._connection.has_unsent:
+            self._loop.remove_writer(self._connection.fileno())
+
+    def _receive(self) -> None:
+        """Take what has arrived.  A message that comes alone to an owner who is free is handed on at once."""
+        self._arrived += self._connection.receive()
+        try:
+            if self._arrived:
+                self._dispatch(self._arrived.popleft())
+        except Exception as error:
+            self._give_up_on(error)
+        if self._arrived or self._connection.ended or self._events.is_busy or self.error is not None:
+            self._loop.remove_reader(self._connection.fileno())
+            self._delivering = self._loop.create_task(self._deliver())
+
+    async def _deliver(self) -> None:
+        """Hand on what has arrived, as the owner takes it, and go on receiving."""
+        try:
+            while self._arrived or self._events.is_busy:
+                await self._events.wait_delivered()
+                if self._arrived:
+                    self._dispatch(self._arrived.popleft())
+        except Exception as error:
+            self._give_up_on(error)
+        if self._connection.ended:
+            self._end("rank 0 went away", stopped=False)
+        if self.error is None:
+            self._loop.add_reader(self._connection.fileno(), self._receive)
+
+    def _give_up_on(self, error: Exception) -> None:
+        logger.exception("a message from rank 0 could not be handled")
+        self._arrived.clear()
+        self._end(f"a message from rank 0 could not be handled: {error!r}", stopped=False)
 
     def _dispatch(self, data: bytes) -> None:
         match messages.decode_to_frontend(data):
@@ -213,3 +226,12 @@ class EngineClient:
                 waiting.exception()  # marks it as retrieved, because there may be no waiter
         self._ended.set_result(None)
         self._events.on_ended(self.error)
+
+
+async def _connection(address: str) -> MessageSocket:
+    """Connect as soon as rank 0 listens."""
+    while True:
+        try:
+            return connect(address)
+        except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
+            await asyncio.sleep(_LOOK_S)

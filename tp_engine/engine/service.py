@@ -127,7 +127,6 @@ class EngineService:
                 self._act(action, arguments)
             case messages.Hello():
                 self._connected = True
-                self._socket.hide()
                 self._socket.send(messages.Ready(model_info=self._engine.model_info))
             case messages.Stop():
                 self._stop_requested = True

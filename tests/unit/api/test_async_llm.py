@@ -274,7 +274,7 @@ def test_a_slow_reader_loses_nothing() -> None:
 def test_connecting_to_nobody() -> None:
     """Oracle: the deadline, which the error names."""
     with pytest.raises(EngineDeadError, match=r"waited 0\.2 s"):
-        asyncio.run(AsyncLLM.connect("ipc:///tmp/tp_engine-nobody/engine", timeout_s=0.2))
+        asyncio.run(AsyncLLM.connect("unix:///tmp/tp_engine-nobody/engine", timeout_s=0.2))
 
 
 def test_outputs_are_of_the_kind_that_is_asked_for() -> None:
