@@ -10,8 +10,8 @@
 | an image | a part ``{"type": "image"}`` in its place, where the model takes images (``images.py``) |
 | tool_calls with arguments as JSON text | arguments as an object, or the text if the template takes that alone |
 | arguments that are not an object | the text, as it is or as ``INVALID_JSON`` of an object; the log says so |
-| parts of the kind thinking | reasoning |
-| reasoning | reasoning_content too, its name in most templates, or thinking if the template knows that alone |
+| reasoning, calls and answers in other spellings | the usual ones (``spellings.py``) |
+| reasoning_content | the same, its name in most templates, or thinking if the template knows that alone |
 | an answer of a tool, with the call's id | also the function's name |
 | calls, answers of tools, and their ids | turns and ids that the template takes (``turns.py``) |
 | calls that the template does not show | their text in the content, as the model writes it |
@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tp_engine.api.openai.chat.capabilities import TemplateCapabilities
+from tp_engine.api.openai.chat.spellings import in_one_spelling, is_thought
 from tp_engine.api.openai.chat.turns import merged, name_tools, number_calls, shorten_ids, with_answers
 from tp_engine.api.openai.tools.events import unread_arguments
 from tp_engine.api.openai.tools.text_parser import valid_unicode
@@ -188,8 +189,8 @@ def _normal_message(where: str, message: object, *, takes_images: bool) -> dict[
     """A checked copy whose content is a text, the texts and images of its parts, or None."""
     if not isinstance(message, Mapping):
         raise RequestError(f"{where} is {message!r}; it must have a role and a content", param="messages")
-    normal = {name: value for name, value in message.items() if value is not None}
-    role = message.get("role")
+    normal = in_one_spelling(where, message)
+    role = normal.get("role")
     if not isinstance(role, str) or not role:
         raise RequestError(f"{where}.role is {role!r}; it must be text such as 'user'", param="messages")
     if normal.get("images"):
@@ -203,9 +204,6 @@ def _normal_message(where: str, message: object, *, takes_images: bool) -> dict[
         if not isinstance(calls, (list, tuple)):
             raise RequestError(f"{where}.tool_calls must be a list of calls", param="messages")
         normal["tool_calls"] = [_tool_call(f"{where}.tool_calls[{index}]", call) for index, call in enumerate(calls)]
-    reasoning = normal.get("reasoning_content", normal.get("reasoning", _thinking(message.get("content"))))
-    if reasoning is not None:
-        normal["reasoning_content"] = reasoning
     return normal
 
 
@@ -218,23 +216,13 @@ def _content(where: str, role: str, content: object, takes_images: bool) -> str 
         return content
     if not isinstance(content, (list, tuple)):
         raise RequestError(f"{where}.content must be text, or a list of text parts", param="messages")
-    places = [(f"{where}.content[{index}]", part) for index, part in enumerate(content) if not _is_thinking(part)]
+    places = [(f"{where}.content[{index}]", part) for index, part in enumerate(content) if not is_thought(part)]
     return [
         image_source(place, part)
         if takes_images and is_image_part(part)
         else _part_text(place, role, part, takes_images)
         for place, part in places
     ]
-
-
-def _is_thinking(part: object) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "thinking" and isinstance(part.get("thinking"), str)
-
-
-def _thinking(content: object) -> str | None:
-    """The reasoning that stands among the parts of a content."""
-    parts = content if isinstance(content, (list, tuple)) else ()
-    return "".join(part["thinking"] for part in parts if _is_thinking(part)) or None
 
 
 def _part_text(where: str, role: str, part: object, takes_images: bool) -> str:

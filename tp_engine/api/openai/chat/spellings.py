@@ -1,0 +1,96 @@
+"""One spelling for what clients write into messages in several: a conversation may have begun with another server.
+
+| in a message | becomes |
+| --- | --- |
+| ``reasoning``, ``thinking`` | ``reasoning_content`` |
+| ``thinking_blocks`` (LiteLLM), ``reasoning_details`` (OpenRouter) | the same |
+| parts of the content with the type thinking or reasoning | the same |
+| reasoning that only the server that made it can read | nothing; the log says so |
+| ``refusal`` without a content | the content |
+| ``function_call``, and an answer with the role function | ``tool_calls``, and an answer with the role tool |
+| null as the content of an answer of a tool, which had nothing to say | an empty text |
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tp_engine.errors import RequestError, shown
+from tp_engine.system.log import get_logger, warn_once
+
+logger = get_logger(__name__)
+
+_FIELDS = ("reasoning_content", "reasoning", "thinking")
+_LISTS = ("thinking_blocks", "reasoning_details")
+# The type of a part -> its fields that may have the text; none: no other server can read it.
+_THOUGHTS: Mapping[object, tuple[str, ...]] = {
+    "thinking": ("thinking",),
+    "reasoning": ("text", "reasoning", "summary"),
+    "reasoning.text": ("text",),
+    "reasoning.summary": ("summary",),
+    "redacted_thinking": (),
+    "reasoning.encrypted": (),
+}
+
+
+def is_thought(part: object) -> bool:
+    """Return whether a part of a content is reasoning."""
+    return isinstance(part, Mapping) and isinstance(part.get("type"), str) and part["type"] in _THOUGHTS
+
+
+def in_one_spelling(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a message without null fields; raises ``RequestError`` for reasoning that is not text."""
+    given = {name: value for name, value in message.items() if value is not None}
+    role = given.get("role")
+    if role == "assistant":
+        if thought := _reasoning(where, given):
+            given["reasoning_content"] = thought
+        if isinstance(given.get("refusal"), str):
+            given.setdefault("content", given["refusal"])
+        function = given.pop("function_call", None)
+        if isinstance(function, Mapping) and not given.get("tool_calls"):
+            given["tool_calls"] = [{"id": _function_id(function), "type": "function", "function": function}]
+    elif role == "function":
+        given |= {"role": "tool", "tool_call_id": _function_id(given)}
+    if given.get("role") == "tool" and "content" in message:
+        given.setdefault("content", "")
+    return given
+
+
+def _function_id(named: Mapping[str, Any]) -> str:
+    """The id of a call that has none: there is one at a time, and its answer has the name."""
+    return f"call_{named.get('name')}"
+
+
+def _reasoning(where: str, message: Mapping[str, Any]) -> str:
+    """The first spelling that has any text; clients send one reasoning in several."""
+    for field in _FIELDS:
+        text = message.get(field)
+        if isinstance(text, str) and text:
+            return text
+        if text and field != "thinking":  # which is a switch elsewhere
+            raise RequestError(f"{where}.{field} is {shown(text, 60)}; it must be text", param="messages")
+    for parts in (*map(message.get, _LISTS), message.get("content")):
+        if text := _texts(parts):
+            return text
+    return ""
+
+
+def _texts(parts: object) -> str:
+    """The reasoning of a list of parts, which may be lists of parts themselves."""
+    if isinstance(parts, str) or not isinstance(parts, Sequence):
+        return ""
+    return "".join(_thought(part) for part in parts if is_thought(part))
+
+
+def _thought(part: Mapping[str, Any]) -> str:
+    kind = part["type"]
+    fields = _THOUGHTS[kind]
+    if not fields:
+        warn_once(logger, "reasoning of the type %s is left out: only the server that made it can read it", kind)
+    for field in fields:
+        value = part.get(field)
+        pieces = value if isinstance(value, (list, tuple)) else [value]
+        texts = [piece.get("text") if isinstance(piece, Mapping) else piece for piece in pieces]
+        if text := "".join(one for one in texts if isinstance(one, str)):
+            return text
+    return ""
