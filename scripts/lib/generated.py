@@ -1,4 +1,5 @@
-"""Write the files that follow from the options: the pages of flags, and the keywords of ``LLM`` and ``run_batch``.
+"""Write the files that follow from the options: the pages of flags and of other servers' options, and the keywords of
+``LLM`` and ``run_batch``.
 
 Usage: python generated.py
 """
@@ -9,7 +10,7 @@ import argparse
 import dataclasses
 import re
 import textwrap
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from tp_engine.apps.batch.config import BatchConfig
 from tp_engine.config import EngineConfig
 from tp_engine.options.fields import base_type
 from tp_engine.options.flags import make_parser
+from tp_engine.options.foreign import foreign_table
+from tp_engine.options.intake import flag_of
 from tp_engine.server.config import ServerConfig
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +49,15 @@ MORE = {
 }
 
 
+OTHER_SERVERS = """# Coming from vLLM or SGLang
+
+A command line for vLLM or SGLang starts this server too, unless it asks for something that this server lacks; so do
+their keywords in Python and their keys in files. Options with vLLM's names are on the pages of flags:
+[engine](flags_engine.md), [server](flags_server.md). `scripts/generate` writes this page from the options' other
+spellings and from `tp_engine/options/foreign.toml`; `--help=WORD` tells the same of one option.
+
+## Taken as options of this engine
+"""
 # What a caller may give for a field, by the first word of its metadata that says so.
 GIVEN = {"json": "Mapping[str, Any] | str", "numbers": "Sequence[int] | str", "size": "int | str", "count": "int | str"}
 KEYWORDS = '''"""The keywords of {who}, for editors and type checkers: the fields of
@@ -72,6 +84,7 @@ def files() -> dict[str, str]:
     of_llm = keywords(EngineConfig, SamplingDefaultOptions, TemplateOptions, without={"model"})
     of_batch = keywords(BatchConfig, without={"input_file", "output_file", *of_llm})
     return {f"docs/{name}": text for name, text in pages().items()} | {
+        "docs/other_servers.md": other_servers(),
         "tp_engine/api/keywords.py": KEYWORDS.format(
             who="``LLM`` and ``AsyncLLM``",
             kinds="``EngineConfig``, ``SamplingDefaultOptions`` and ``TemplateOptions``",
@@ -140,6 +153,36 @@ def sections(tables: Mapping[str, type[Any]], *, plain: bool = False) -> dict[st
     return {"All commands" if title == "options" else title: actions for title, actions in found.items() if actions}
 
 
+def other_servers() -> str:
+    """Return the page of vLLM's and SGLang's options, by what becomes of them."""
+    text = [OTHER_SERVERS]
+    for spec in (spec for kind in (EngineConfig, ServerConfig) for spec in dataclasses.fields(kind)):
+        if flags := [flag for flag in spec.metadata.get("flags", ()) if flag.startswith("--")]:
+            text.append(f"* {shown_flags(flags)}: `{flag_of(spec.name)}`")
+        if flags := spec.metadata.get("negative_flags", ()):
+            text.append(f"* {shown_flags(flags)}: `--no-{flag_of(spec.name)[2:]}`")
+    rows = foreign_table()["option"]
+    for row in (row for row in rows if "becomes" in row):
+        text += wrapped(f"{shown_flags(map(flag_of, names_of(row)))}: `{flag_of(row['becomes'])}`")
+    for value in (value for value in foreign_table()["value"] if value.get("means")):
+        given = ", ".join(f"`{flag_of(value['of'])} {pattern}`" for pattern in value["patterns"])
+        text += wrapped(f"{given}: `{value['means']}`")
+    for title, key in (("Refused, with the remedy", "refused"), ("Accepted without effect", "accepted")):
+        text += ["", f"## {title}", ""]
+        for row in (row for row in rows if key in row):
+            text += wrapped(f"{marked(row[key])}: {shown_flags(map(flag_of, names_of(row)))}")
+    return "\n".join(text) + "\n"
+
+
+def names_of(row: Mapping[str, Any]) -> list[str]:
+    """The options in a row of foreign.toml."""
+    return [name for key in ("switches", "values", "lists") for name in row.get(key, ())]
+
+
+def shown_flags(flags: Iterable[str]) -> str:
+    return ", ".join(f"`{flag}`" for flag in flags)
+
+
 def page(title: str, found: Mapping[str, list[argparse.Action]]) -> str:
     lines = [f"# {title}", "", *textwrap.wrap(INTRO, COLUMNS, break_on_hyphens=False)]
     for name, actions in found.items():
@@ -156,10 +199,18 @@ def item(action: argparse.Action) -> list[str]:
         value = "NAME"  # the meaning names the choices
     if value:
         spellings[0] += f" {value}" + (" ..." if action.nargs == "+" else "")
-    told = str(action.help).replace("%%", "%").replace("*", "\\*").replace("<", "\\<")
+    return wrapped(f"{shown_flags(spellings)}: {marked(str(action.help).replace('%%', '%'))}")
+
+
+def marked(told: str) -> str:
+    """A text of ``--help`` with the marks of Markdown."""
+    told = told.replace("*", "\\*").replace("<", "\\<")
     told = re.sub(r"'(\{.*?\})'", r"`\1`", told)
-    told = re.sub(r"(?<![\w`'/-])(--[a-z][a-z-]*[a-z])", r"`\1`", told)
-    text = f"{', '.join(f'`{spelling}`' for spelling in spellings)}: {told}"
+    return re.sub(r"(?<![\w`'/-])(--[a-z][a-z-]*[a-z])", r"`\1`", told)
+
+
+def wrapped(text: str) -> list[str]:
+    """The lines of an item of a list."""
     return textwrap.wrap(
         text, COLUMNS, initial_indent="* ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )

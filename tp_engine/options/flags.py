@@ -21,7 +21,7 @@ from typing import Any, NoReturn, cast
 
 from tp_engine.errors import ConfigError, did_you_mean
 from tp_engine.options.fields import base_type, is_switch
-from tp_engine.options.foreign import OPTIONS
+from tp_engine.options.foreign import foreign_options
 from tp_engine.options.intake import flag_of, known_value, parsed_text
 from tp_engine.system.units import parse_bytes, parse_count, shown_size
 
@@ -76,7 +76,7 @@ class OptionsParser(argparse.ArgumentParser):
         known = self._option_string_actions
         others = [
             f"  {flag_of(name)}: {row.told}"
-            for name, row in OPTIONS.items()
+            for name, row in foreign_options().items()
             if word in flag_of(name) and getattr(known.get(flag_of(name)), "help", None) == argparse.SUPPRESS
         ]
         text = formatter.format_help() + "\n".join(["", "Of vLLM and SGLang:", *others, ""] if others else [])
@@ -272,7 +272,7 @@ def _help(spec: dataclasses.Field[Any]) -> str:
 def _add_foreign_flags(parser: OptionsParser) -> None:
     """Flags of other servers: ``--help`` does not show them."""
     known = parser._option_string_actions
-    for name, row in OPTIONS.items():
+    for name, row in foreign_options().items():
         flags = [flag for flag in (flag_of(name), *row.short_flags) if flag not in known and "." not in flag]
         if not flags:
             continue

@@ -41,18 +41,17 @@ class ForeignOption:
 class ForeignValue:
     """Values that stand for ``means`` here (empty: the default), and are refused if that is None.
 
-    ``patterns`` are globs in small letters, with blanks between them.  If they name files, a file that exists is meant
-    itself.
+    ``patterns`` are globs in small letters.  If they name files, a file that exists is meant itself.
     """
 
-    patterns: str
+    patterns: tuple[str, ...]
     means: str | None
     reason: str = ""
     is_file: bool = False
 
     def matches(self, value: str) -> bool:
         """Return whether ``value`` is one of them."""
-        found = any(fnmatchcase(value.lower(), pattern) for pattern in self.patterns.split())
+        found = any(fnmatchcase(value.lower(), pattern) for pattern in self.patterns)
         return found and not (self.is_file and Path(value).is_file())
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from tp_engine.errors import ConfigError, RequestError, did_you_mean, shown
 from tp_engine.options.fields import is_switch
-from tp_engine.options.foreign import OPTIONS, VALUES
+from tp_engine.options.foreign import foreign_options, foreign_values
 from tp_engine.options.foreign_rows import ForeignOption, ForeignValue
 from tp_engine.system.log import get_logger
 
@@ -37,7 +37,7 @@ def take_options(
     for an unknown name, with the nearest one, and for an option that is refused, with the remedy;
     ``where`` begins the message, and ``spelled`` writes names as the user did.
     """
-    intake = _Intake(kinds, where, spelled, OPTIONS)
+    intake = _Intake(kinds, where, spelled, foreign_options())
     taken = intake.take(given)
     for line in intake.notes():
         note(line)
@@ -48,7 +48,7 @@ def takes_names_of_others(
     rows: Iterable[tuple[str, ForeignOption]] = (),
 ) -> Callable[[type[Parameters]], type[Parameters]]:
     """Return a decorator of dataclasses whose constructor takes names of other servers too, by a table such as
-    ``OPTIONS``.
+    that of ``foreign_options``.
 
     ``RequestError`` for a name that is refused, and for an unknown one, with the nearest name.
     """
@@ -92,7 +92,7 @@ def parsed_text(value: Any) -> Any:
 
 def known_value(name: str, value: Any) -> ForeignValue | None:
     """Return what stands for ``value`` of the option ``name``, if another server has it."""
-    rows = VALUES.get(name, ()) if isinstance(value, str) else ()
+    rows = foreign_values().get(name, ()) if isinstance(value, str) else ()
     return next((row for row in rows if row.matches(value)), None)
 
 
@@ -193,7 +193,7 @@ class _Intake:
         if type(value).__module__ == "torch":  # torch.bfloat16, which vLLM takes too
             value = str(value).removeprefix("torch.")
         choices = spec.metadata.get("choices", ())
-        if not isinstance(value, str) or value in choices or not (choices or spec.name in VALUES):
+        if not isinstance(value, str) or value in choices or not (choices or spec.name in foreign_values()):
             return value
         foreign = known_value(spec.name, value)
         if foreign is None:
