@@ -17,8 +17,8 @@ from tp_engine.api.async_llm import AsyncLLM
 from tp_engine.api.output_streams import MAX_FOLDED_TOKENS, MAX_WAITING, Mailbox
 from tp_engine.server.app import create_app
 from tp_engine.server.config import ServerConfig
-from tp_engine.server.middleware import PER_TURN, REFUSED_PER_TURN, Turnstile
 from tp_engine.server.state import ServerState
+from tp_engine.server.turns import PER_TURN, REFUSED_PER_TURN, Turnstile
 
 DEADLINE_S = 60.0
 NUM_STREAMS = 300

@@ -129,6 +129,7 @@ class BeamSearch:
                 params=self._sampling,
                 priority=priority,
                 will_continue=self._num_rounds + 1 < self._max_rounds,
+                place=number,
             )
             for number, beam in enumerate(self._live)
         ]

@@ -43,8 +43,9 @@ class EngineRequest:
     """A checked and tokenized request.
 
     ``eos_token_ids`` are the model's; ``arrival_s`` is the time.monotonic() of its arrival; a lower ``priority`` runs
-    first, equal priorities run in order of arrival.  ``will_continue``: prompts that begin with all its tokens will
-    follow, so the K/V of its last, partly filled block is kept too.  ``banned_words`` are the token ids of
+    first, equal priorities of one ``client`` run in order of arrival; clients take turns (``sched.waiting_queue``).
+    ``place`` is the prompt's number in the body that it came with.  ``will_continue``: prompts that begin with all its
+    tokens will follow, so the K/V of its last, partly filled block is kept too.  ``banned_words`` are the token ids of
     ``params.bad_words``, in every spelling.  A request with ``pooling`` ends with its prompt: its params are greedy and
     of one token, which means nothing.  ``adapter`` names a LoRA adapter, or is empty.  The scheduler enters the
     ``adapter_generation`` of what is loaded under that name: a number that no other load of any adapter has, 0 for the
@@ -68,6 +69,8 @@ class EngineRequest:
     prompt_field: str = "prompt"
     images: tuple[ImageInput, ...] = ()
     extensions: dict[str, Any] = field(default_factory=dict)
+    client: str = ""
+    place: int = 0
 
     @property
     def is_constrained(self) -> bool:

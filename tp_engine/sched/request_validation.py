@@ -12,14 +12,17 @@ from tp_engine.requests.request import EngineRequest
 from tp_engine.sched.blocks.cache_keys import CacheKeys
 from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.sequence import RequestGroup, Sequence
+from tp_engine.sched.waiting_queue import turn_of
 
 _INT64_RANGE = 1 << 64
 _INT64_HALF = 1 << 63
 
 
-def build_group(request: EngineRequest, limits: SchedulerLimits, number: int, cache_keys: CacheKeys) -> RequestGroup:
-    """Return the sequences of a request, the ``number``-th of this engine, which ``InputProcessor`` has checked.
-    ``RequestError`` if the KV cache can never hold it."""
+def build_group(
+    request: EngineRequest, limits: SchedulerLimits, number: int, body: int, cache_keys: CacheKeys
+) -> RequestGroup:
+    """Return the sequences of a request, the ``number``-th of this engine and of its ``body``-th body, which
+    ``InputProcessor`` has checked.  ``RequestError`` if the KV cache can never hold it."""
     _check_length(request, limits)
     token_ids = request.prompt_token_ids
     packed = bytearray(struct.pack(f"<{len(token_ids)}i", *token_ids))  # takes half of numpy's time
@@ -42,9 +45,10 @@ def build_group(request: EngineRequest, limits: SchedulerLimits, number: int, ca
     if request.pooling is not None:  # its one token is never read, and may lie behind the context
         max_tokens = len(prompt) + 1
     for index in range(params.n):
-        key = (request.priority, number, index)
+        place = request.place * params.n + index
+        key = (request.priority, turn_of(body, place), number, index)
         sampling = _row_sampling(request, index, seed, eos | group.stop_token_ids)
-        group.sequences.append(Sequence(group, index, key, sampling, prompt, len(prompt), max_tokens))
+        group.sequences.append(Sequence(group, index, key, sampling, prompt, len(prompt), max_tokens, place))
     return group
 
 

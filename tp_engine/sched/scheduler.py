@@ -38,6 +38,7 @@ from tp_engine.sched.admission import Admitter
 from tp_engine.sched.blocks.cache_keys import CacheKeys
 from tp_engine.sched.constraint import FillMasks, Grammar
 from tp_engine.sched.decode_run import RowSet
+from tp_engine.sched.fair_rows import FairRows
 from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks, SchedulerParts
 from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.outcome import StepOutcome, StopChecker, aborted, collect_of_prompts, ending, slice_logprobs
@@ -71,7 +72,8 @@ class Scheduler:
         self.state = SchedulerState(limits, links)
         self._builder = StepScheduler(self.state)
         self._stops = StopChecker()
-        self._steady = SteadySteps(self.state, self._stops)
+        self._fair_rows = FairRows(self.state)
+        self._steady = SteadySteps(self.state, self._stops, self._fair_rows)
         self._features: list[SchedulerFeature] = []
         parts = SchedulerParts(
             state=self.state,
@@ -89,7 +91,7 @@ class Scheduler:
         self._cache_keys = CacheKeys(self._hooks.cache_salt)
         self._admitter = Admitter(self.state, self._hooks)
         self._groups: dict[str, RequestGroup] = {}
-        self._num_requests = 0
+        self._num_requests = self._num_bodies = 0
         self._step_id = 0
         self._departures: deque[int] = deque()  # of each step in flight, before it was made
 
@@ -122,8 +124,9 @@ class Scheduler:
             )
         for resolve in self._hooks.resolve:
             request = resolve(request)
-        group = build_group(request, self._limits, self._num_requests, self._cache_keys)
-        self._num_requests += 1
+        num_bodies = self._num_bodies + (request.place == 0)
+        group = build_group(request, self._limits, self._num_requests, num_bodies, self._cache_keys)
+        self._num_requests, self._num_bodies = self._num_requests + 1, num_bodies
         self._groups[request.request_id] = group
         self._stops.watch(group)
         for sequence in group.sequences:
@@ -197,6 +200,10 @@ class Scheduler:
         return plan
 
     def _schedule_any(self) -> StepPlan | None:
+        if self.state.waiting and self._fair_rows.are_due:
+            if self._departures:
+                return None
+            self._fair_rows.make_room()
         builder = StepPlanBuilder(
             self.next_step_id, self._limits.max_num_batched_tokens, may_preempt=not self._departures
         )

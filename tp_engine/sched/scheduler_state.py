@@ -1,6 +1,5 @@
 """The scheduler's state: rows, blocks and the queue, and the moves of a sequence between them."""
 
-import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,8 +8,9 @@ from tp_engine.sched.blocks.block_manager import BlockManager
 from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.running_batch import RunningBatch
-from tp_engine.sched.sequence import NO_ROW, Entry, OrderKey, Sequence, SequencePhase
+from tp_engine.sched.sequence import NO_ROW, Entry, Sequence, SequencePhase
 from tp_engine.sched.tiers.disk_tier import NO_LINKS, TierLinks
+from tp_engine.sched.waiting_queue import WaitingQueue
 from tp_engine.system.log import get_logger
 
 _logger = get_logger(__name__)
@@ -30,52 +30,6 @@ class SchedulerCounters:
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     num_preempted_answers: int = 0
-
-
-class WaitingQueue:
-    """Sequences that wait for a row: a heap by ``Sequence.key``, so push and pop cost O(log n).  An aborted sequence
-    stays in it and is only counted as dead; it goes when it comes up, or when half of the heap is dead."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[OrderKey, Sequence]] = []
-        self._num_dead = 0
-
-    def __len__(self) -> int:
-        return len(self._heap) - self._num_dead
-
-    def push(self, sequence: Sequence) -> None:
-        """Add at its place, which for a preempted sequence is before all that arrived later."""
-        assert sequence.phase is SequencePhase.WAITING
-        heapq.heappush(self._heap, (sequence.key, sequence))
-
-    def pop(self) -> Sequence | None:
-        """Remove and return the first living one; None if there is none."""
-        while self._heap:
-            sequence = heapq.heappop(self._heap)[1]
-            if sequence.phase is SequencePhase.WAITING:
-                return sequence
-            self._num_dead -= 1
-        return None
-
-    def first(self, count: int) -> list[Sequence]:
-        """Return the first ``count`` of the queue, without those among them that were aborted.  They are on the first
-        ``count`` levels of the heap."""
-        items = heapq.nsmallest(count, self._heap[: (1 << count) - 1])
-        return [sequence for _, sequence in items if sequence.phase is SequencePhase.WAITING]
-
-    def forget(self, sequence: Sequence) -> None:
-        """Count a queued sequence that has been aborted."""
-        assert sequence.phase is SequencePhase.FINISHED
-        self._num_dead += 1
-        if self._num_dead * 2 > len(self._heap):
-            self._heap = [item for item in self._heap if item[1].phase is SequencePhase.WAITING]
-            heapq.heapify(self._heap)
-            self._num_dead = 0
-
-    def check_integrity(self) -> None:
-        """Assert that the count of the dead is right and that nothing is queued twice."""
-        assert sum(item[1].phase is not SequencePhase.WAITING for item in self._heap) == self._num_dead
-        assert len({item[0] for item in self._heap}) == len(self._heap)
 
 
 class SchedulerState:
@@ -101,6 +55,7 @@ class SchedulerState:
             sequence = entry.sequence
             sequence.num_published, sequence.place = entry.num_published, entry.place
             sequence.group.running.append(sequence)
+            self.waiting.count_row(sequence, 1)
         return self.blocks.seat(entries)
 
     def leave(self, sequence: Sequence, phase: SequencePhase) -> None:
@@ -115,6 +70,7 @@ class SchedulerState:
             on_leave(sequence)
         self.rows.vacate(sequence, phase)
         sequence.group.running.remove(sequence)
+        self.waiting.count_row(sequence, -1)
 
     def unblock(self, sequence: Sequence, reason: Blocked) -> None:
         """Clear ``reason``: the sequence may be scheduled, or enter the queue, if no other holds it back."""
@@ -148,8 +104,9 @@ class SchedulerState:
         self.waiting.check_integrity()
 
     def victim(self) -> Sequence:
-        """Return the running sequence that is preempted next: of the lowest priority, the latest."""
-        return max(self.rows.running(), key=lambda sequence: sequence.key)
+        """Return the running sequence that is preempted next: of the client with the most rows, the last in order."""
+        num_rows = self.waiting.num_rows
+        return max(self.rows.running(), key=lambda one: (num_rows(one.group.request.client), one.key))
 
     def preempt_all(self) -> None:
         """Put all running sequences back into the queue, those that waited longest in front."""

@@ -38,8 +38,9 @@ NO_ROW = -1
 NEVER = -(1 << 60)
 """A step long ago."""
 
-#: Sequences run in this order, smallest first: (priority, number of the request, index of the sequence).  Unique.
-OrderKey: TypeAlias = tuple[int, int, int]
+#: A client's sequences run in this order, smallest first: (priority, turn, number of the request, index of the
+#: sequence).  Unique; ``waiting_queue`` tells what a turn is.
+OrderKey: TypeAlias = tuple[int, int, int, int]
 
 
 class SequencePhase(enum.IntEnum):
@@ -86,6 +87,7 @@ class Sequence:
     ``num_published`` of its blocks have been offered to the prefix cache since it got its row; ``place`` is the place
     behind them there.
     ``constraint`` is its place in the request's grammar; ``blocked`` says why it is not in the queue yet.
+    ``body_place`` is its number among all sequences of its body; it ``has_displaced`` others that gave way to it.
     ``num_lost_tokens`` were computed before a preemption and have not been computed again.
     When it has computed ``snapshots_at`` tokens, a snapshot of its recurrent state is taken.
     While it waits, the host tier was searched for it at ``looked_at_step``, and ``num_prefetched_tokens`` were loaded.
@@ -103,12 +105,14 @@ class Sequence:
     token_ids: IntArray
     num_prompt_tokens: int
     max_tokens: int
+    body_place: int
     phase: SequencePhase = SequencePhase.WAITING
     blocked: Blocked = Blocked.NOTHING
     row: int = NO_ROW
     num_published: int = 0
     place: Place = ""
     num_preemptions: int = 0
+    has_displaced: bool = False
     num_lost_tokens: int = 0
     looked_at_step: int = NEVER
     num_prefetched_tokens: int = 0

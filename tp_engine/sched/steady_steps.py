@@ -6,6 +6,7 @@ it changes are not read before the run of such steps is over, so they are noted,
 
 from tp_engine.plan import NO_IDS, StepPlan, StepResult
 from tp_engine.requests.request import StepOutput
+from tp_engine.sched.fair_rows import FairRows
 from tp_engine.sched.outcome import StopChecker
 from tp_engine.sched.scheduler_state import SchedulerState
 
@@ -13,12 +14,13 @@ from tp_engine.sched.scheduler_state import SchedulerState
 class SteadySteps:
     """Both halves of a steady step; each returns None, and changes nothing, for a step of another kind."""
 
-    def __init__(self, state: SchedulerState, stops: StopChecker) -> None:
+    def __init__(self, state: SchedulerState, stops: StopChecker, fair_rows: FairRows) -> None:
         self._state = state
         self._rows = state.rows
         self._readiness = state.rows.readiness
         self._blocks = state.blocks
         self._stops = stops
+        self._fair_rows = fair_rows
         self._max_rows = state.limits.max_num_batched_tokens
         self._num_groups = state.limits.num_groups
         self._has_windows = state.blocks.windows.has_windows
@@ -33,7 +35,7 @@ class SteadySteps:
             or rows.prefilling_rows
             or self._readiness.num_constrained
             or self._readiness.num_blocked
-            or (self._state.waiting and rows.num_vacant)
+            or (self._state.waiting and (rows.num_vacant or self._fair_rows.are_due))
             or self._state.released
             or not 0 < len(run.rows.rows) <= self._max_rows
         ):

@@ -15,6 +15,7 @@
 
 import hashlib
 import hmac
+import ipaddress
 import os
 import stat
 from collections.abc import Iterable, Sequence
@@ -39,13 +40,20 @@ logger = get_logger(__name__)
 class Caller:
     """Whom a request comes from.
 
-    ``owner`` tells the keys of ``api_key`` apart, and is None for all others.  ``remedy`` is for those who may not act.
+    ``owner`` tells the keys of ``api_key`` apart, and is None for all others.  ``place`` is where the connection comes
+    from: an address, or of IPv6 the network of 64 bits that one client has.  ``remedy`` is for those who may not act.
     """
 
     owner: bytes | None = None
+    place: str = ""
     sees_all: bool = False
     acts: bool = False
     remedy: str = ""
+
+    @property
+    def client(self) -> str:
+        """Who takes turns with others: the key, else the place."""
+        return self.place if self.owner is None else self.owner.hex()
 
     def may_end(self, owner: bytes | None) -> bool:
         """Return whether the caller may end a request of ``owner``."""
@@ -104,7 +112,7 @@ class KeyGuard:
         if caller is None:
             text = "missing or wrong API key; send Authorization: Bearer <key>, or x-api-key: <key>"
             raise HttpError(401, text, code="invalid_api_key")
-        _CALLER.set(caller)
+        _CALLER.set(replace(caller, place=_place(scope)))
 
     def _caller(self, scope: Scope) -> Caller | None:
         headers = Headers(scope=scope)
@@ -123,6 +131,16 @@ class KeyGuard:
         if not self._keys:
             return self._without_key
         return self._nobody if scope["path"] in self._open_paths else None
+
+
+def _place(scope: Scope) -> str:
+    address: str = scope["client"][0].removeprefix("::ffff:") if scope.get("client") else ""
+    if ":" not in address:
+        return address
+    try:
+        return str(ipaddress.IPv6Network((address.partition("%")[0], 64), strict=False))
+    except ValueError:
+        return address
 
 
 def _digest(key: bytes) -> bytes:

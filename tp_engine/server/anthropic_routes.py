@@ -11,18 +11,18 @@ from tp_engine.server.openapi import takes
 from tp_engine.server.replies import json_reply, shape_errors
 from tp_engine.server.state import ServerState
 
-_PATH = "/v1/messages"
+MESSAGES_PATH = "/v1/messages"
 
 
 def add_anthropic_routes(app: FastAPI, state: ServerState) -> None:
     """Add messages, and the length of their prompts."""
 
-    @app.post(_PATH, name="messages", **takes(MessagesBody, error="AnthropicError"))
+    @app.post(MESSAGES_PATH, name="messages", **takes(MessagesBody, error="AnthropicError"))
     async def messages(request: Request) -> Response:
         """Answer a conversation with blocks of thinking, text and tool use; as Anthropic's API."""
         return await answer(state, request, MessagesBody)
 
-    @app.post(f"{_PATH}/count_tokens", name="count_tokens", **takes(CountTokensBody, error="AnthropicError"))
+    @app.post(f"{MESSAGES_PATH}/count_tokens", name="count_tokens", **takes(CountTokensBody, error="AnthropicError"))
     async def counted(request: Request) -> Response:
         """The number of tokens of the prompt that a body of ``/v1/messages`` has."""
         body = await read_body(CountTokensBody, request, state)
@@ -33,5 +33,5 @@ def add_anthropic_routes(app: FastAPI, state: ServerState) -> None:
 
 def shape_own_errors(path: str) -> None:
     """Give errors Anthropic's form on the ``path`` of these routes, also those of what comes before the routes."""
-    if f"{path}/".startswith(f"{_PATH}/"):
+    if f"{path}/".startswith(f"{MESSAGES_PATH}/"):
         shape_errors(anthropic_error)

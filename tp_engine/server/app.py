@@ -13,15 +13,16 @@ from tp_engine.api.openai.errors import HttpError
 from tp_engine.errors import EngineDeadError, RequestError
 from tp_engine.server.access import KeyGuard, admins_only
 from tp_engine.server.admin_routes import add_admin_routes
-from tp_engine.server.anthropic_routes import add_anthropic_routes, shape_own_errors
+from tp_engine.server.anthropic_routes import MESSAGES_PATH, add_anthropic_routes, shape_own_errors
 from tp_engine.server.batch_routes import add_batch_routes
 from tp_engine.server.middleware import Checks, Entrance, plain_paths
-from tp_engine.server.openai_routes import add_openai_routes
+from tp_engine.server.openai_routes import PROMPT_PATHS, add_openai_routes
 from tp_engine.server.openapi import install_openapi
 from tp_engine.server.query import known_query
 from tp_engine.server.replies import ClientGoneError, error_reply
 from tp_engine.server.request_guard import RequestGuard
 from tp_engine.server.state import ServerState
+from tp_engine.server.turns import Turns
 from tp_engine.server.web_page import ASSETS, add_web_page
 from tp_engine.server.weight_routes import add_weight_routes
 from tp_engine.system.version import __version__
@@ -67,6 +68,7 @@ def _add_middleware(app: FastAPI, state: ServerState) -> None:
         if scope["path"] not in probes:
             state.connections.check_room()
 
+    app.add_middleware(Turns, state, (*PROMPT_PATHS, MESSAGES_PATH))
     app.add_middleware(Checks, RequestGuard(config), KeyGuard(config, (*probes, *page)), plain_paths(config.root_path))
     if config.allowed_origins:
         app.add_middleware(
@@ -78,9 +80,7 @@ def _add_middleware(app: FastAPI, state: ServerState) -> None:
             expose_headers=("X-Request-Id", "Request-Id", "Retry-After"),
         )
     app.add_middleware(Checks, has_room)
-    app.add_middleware(
-        Entrance, state.metrics.http, state.bodies, state.limit.is_full, shape_own_errors, config.root_path
-    )
+    app.add_middleware(Entrance, state.metrics.http, state.bodies, shape_own_errors, config.root_path)
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -47,17 +47,11 @@ async def in_thread(
     """
     size: int = request.scope["state"][_NUM_BYTES]
     has_images = state.takes_images and any(map(has_image, arguments))
-    forced, client = any(map(forces_calls, arguments)), _client(request)
+    forced, client = any(map(forces_calls, arguments)), current_caller().client
     work = state.preparing.run(
         size, function, *arguments, has_images=has_images, forces_calls=forced, client=client, **named
     )
     return await until_disconnect(request.receive, work)
-
-
-def _client(request: Request) -> str:
-    """Whom a request comes from: the key that it brought, else the address."""
-    owner = current_caller().owner
-    return owner.hex() if owner is not None else request.client.host if request.client is not None else ""
 
 
 async def read_data(request: Request, state: ServerState) -> bytearray:
@@ -79,10 +73,15 @@ async def read_data(request: Request, state: ServerState) -> bytearray:
         async with room.arriving(timeout_s):
             return await _read(request, room, state.config.max_body_bytes)
     except TimeoutError:
-        text = f"the body did not arrive within {timeout_s:g} s"
-        if room.gave_way:
-            text = "the body stood still while the bodies of other requests needed room; send it again"
-        raise HttpError(408, text, code="request_timeout") from None
+        raise late_body(timeout_s, gave_way=room.gave_way) from None
+
+
+def late_body(timeout_s: float, *, gave_way: bool = False) -> HttpError:
+    """Return the error of a body that has not come within ``timeout_s``, or that had to give way to others."""
+    text = f"the body did not arrive within {timeout_s:g} s"
+    if gave_way:
+        text = "the body stood still while the bodies of other requests needed room; send it again"
+    return HttpError(408, text, code="request_timeout")
 
 
 async def _read(request: Request, room: BodyRoom, max_body_bytes: int) -> bytearray:

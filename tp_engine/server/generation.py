@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,6 +17,7 @@ from tp_engine.api.request_state import SequenceUpdate
 from tp_engine.errors import RequestError
 from tp_engine.requests.outputs import RequestOutput
 from tp_engine.requests.request import EngineRequest
+from tp_engine.server.access import current_caller
 from tp_engine.server.bodies import in_thread, read_body
 from tp_engine.server.middleware import name_request
 from tp_engine.server.replies import EventStream, PartsReply, json_reply, until_disconnect
@@ -70,7 +72,9 @@ async def whole_outputs(state: ServerState, prepared: PreparedBody) -> list[Requ
 
 def _batches(state: ServerState, prepared: PreparedBody) -> Batches:
     """The updates of all prompts, with the number of the prompt."""
-    return merge([update_batches(state, one, prepared.named) for one in prepared.requests])
+    client = current_caller().client
+    requests = [replace(one, client=client, place=place) for place, one in enumerate(prepared.requests)]
+    return merge([update_batches(state, one, prepared.named) for one in requests])
 
 
 async def update_batches(
@@ -98,6 +102,7 @@ async def update_batches(
 
 async def _search(state: ServerState, search: BeamSearch) -> RequestOutput:
     """One search, counted as one prompt and ``n`` sequences whose tokens all come at its end."""
+    search.request = replace(search.request, client=current_caller().client)
     with state.observation(search.request, num_sequences=search.n) as seen:
         await state.llm.run_search(search)
         output = request_output(search, state.llm.outputs.decoder)

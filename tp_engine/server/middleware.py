@@ -2,18 +2,17 @@
 
 ::
 
-    Entrance    each request is counted, waits for its turn, gets an id; HEAD becomes GET
+    Entrance    each request is counted and gets an id; HEAD becomes GET
     Checks      503 where there are too many connections (connections.py)
     CORS        starlette's, if other origins are allowed
     Checks      pages of other sites (request_guard.py), keys (access.py); then the path gets its plain form
+    Turns       the body of a POST comes, and its turn (turns.py)
     the route
 """
 
-import asyncio
 import re
 import time
 import uuid
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 
@@ -28,7 +27,6 @@ from tp_engine.server.metrics.figures import HttpFigures
 from tp_engine.server.replies import error_reply
 from tp_engine.system.log import bind_request
 
-PER_TURN, REFUSED_PER_TURN = 2, 64
 TOO_MANY_CONNECTIONS = "too_many_connections"
 
 # Prometheus and load balancers ask for these every few seconds; in the figures they would hide the other routes.
@@ -43,7 +41,7 @@ _CARRIER: ContextVar[Mapping[str, str]] = ContextVar("trace_carrier", default={}
 
 
 class Entrance:
-    """Counts requests by route, names them, and begins a few of them at a time.
+    """Counts requests by route, and names them.
 
     ``X-Request-Id`` of every answer is the client's own, if valid, or a fresh one; log lines and spans have it too.
     ``Request-Id`` is the same, for Anthropic's clients.
@@ -60,7 +58,6 @@ class Entrance:
         app: ASGIApp,
         figures: HttpFigures,
         bodies: BodyBudget,
-        is_full: Callable[[], bool],
         shape_errors: Callable[[str], None],
         root_path: str = "",
     ) -> None:
@@ -69,7 +66,6 @@ class Entrance:
         self._figures = figures
         self._shape_errors = shape_errors
         self._root_path = root_path
-        self._turnstile = Turnstile(is_full)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -95,8 +91,6 @@ class Entrance:
         scope = {**scope, "method": "GET"} if is_head else scope  # uvicorn reads the method of its own
         self._shape_errors(self._enter(scope))
         try:
-            if method == "POST":
-                await self._turnstile.wait()
             await self._app(scope, receive, sending)
         finally:
             room.close()
@@ -123,42 +117,6 @@ class Entrance:
 def _announced(scope: Scope) -> int:
     length = Headers(scope=scope).get("content-length", "")
     return int(length) if length.isdecimal() and len(length) < 16 else 0
-
-
-class Turnstile:
-    """Lets ``PER_TURN`` POST requests begin in one turn of the event loop, in order of arrival.
-
-    Checking a body takes up to a millisecond.  A burst of a thousand would otherwise hold up health checks and running
-    streams for a second.  While the server ``is_full`` they are refused unread, which takes a tenth of that: then
-    ``REFUSED_PER_TURN`` pass, so that nobody waits long to be told to come again.
-    """
-
-    def __init__(self, is_full: Callable[[], bool]) -> None:
-        self._is_full = is_full
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._num_free = PER_TURN
-
-    async def wait(self) -> None:
-        """Return when the next request may begin."""
-        loop = asyncio.get_running_loop()
-        if self._num_free == PER_TURN:
-            loop.call_soon(self._next_turn)
-        if self._num_free > 0:
-            self._num_free -= 1
-            return
-        turn = loop.create_future()
-        self._waiting.append(turn)
-        await turn
-
-    def _next_turn(self) -> None:
-        for _ in range(REFUSED_PER_TURN if self._is_full() else PER_TURN):
-            if not self._waiting:
-                self._num_free = PER_TURN
-                return
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
-        asyncio.get_running_loop().call_soon(self._next_turn)
 
 
 class Checks:

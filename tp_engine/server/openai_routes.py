@@ -87,6 +87,9 @@ _ANSWERED: tuple[tuple[type[Body], str, tuple[str, ...], str], ...] = (
     ),
 )
 
+PROMPT_PATHS = ("/invocations", *(path for _, _, paths, _ in _ANSWERED for path in paths))
+"""The routes that run prompts, which are refused while there is room for none."""
+
 
 def add_openai_routes(app: FastAPI, state: ServerState) -> None:
     """Everything under ``/v1/``, and what vLLM, Jina and Cohere have beside it."""

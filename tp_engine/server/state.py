@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ from tp_engine.server.tracing import RequestTracer
 
 _RETRY_AFTER_S = 1
 _STUCK_S = 20.0
+_SPARE, _SPARE_OF_ONE = 8, 4
 
 
 class ServerState:
@@ -149,11 +151,15 @@ class PromptLimit:
     """Holds at most ``max_num_prompts`` prompts, each from acceptance to the last byte of its answer.
 
     One more is answered with 429; once the server drains, with 503.  The maximum is set when the engine is known.
+
+    An eighth more is spare, for clients that hold few: each gets up to a quarter of that, so whoever fills the server
+    does not shut out all others.
     """
 
     def __init__(self) -> None:
         self.max_num_prompts = 0
         self._num_prompts = 0
+        self._num_of: Counter[str] = Counter()  # by client
         self.is_draining = False  # new requests are refused; those held may finish
         self._idle = asyncio.Event()
         self._idle.set()
@@ -164,7 +170,7 @@ class PromptLimit:
         return self._num_prompts
 
     def is_full(self) -> bool:
-        """Return whether not one prompt more would be taken."""
+        """Return whether not one prompt more would be taken, spare ones aside."""
         return 0 < self.max_num_prompts <= self._num_prompts
 
     def check_open(self) -> None:
@@ -187,7 +193,7 @@ class PromptLimit:
                 "fewer in a body, or start it with a larger --max-num-queued-reqs",
                 param=param,
             )
-        if self._num_prompts + num_prompts > self.max_num_prompts:
+        if self._num_prompts + num_prompts > self.max_num_prompts and not self._is_spare(num_prompts):
             raise HttpError(
                 429,
                 f"{self._num_prompts} prompts are running or queued and {num_prompts} more do not fit in "
@@ -196,16 +202,28 @@ class PromptLimit:
                 retry_after_s=_RETRY_AFTER_S,
             )
 
+    def _is_spare(self, num_prompts: int) -> bool:
+        spare = self.max_num_prompts // _SPARE
+        held = self._num_of.get(current_caller().client, 0)
+        return held + num_prompts <= spare // _SPARE_OF_ONE and self._num_prompts + num_prompts <= (
+            self.max_num_prompts + spare
+        )
+
     @contextlib.contextmanager
     def hold(self, num_prompts: int, param: str | None = None) -> Iterator[None]:
         """Hold the ``num_prompts`` of the field ``param`` within; raises as ``check_room`` does."""
         self.check_room(num_prompts, param)
+        client = current_caller().client
         self._num_prompts += num_prompts
+        self._num_of[client] += num_prompts
         self._idle.clear()
         try:
             yield
         finally:
             self._num_prompts -= num_prompts
+            self._num_of[client] -= num_prompts
+            if not self._num_of[client]:
+                del self._num_of[client]
             if self._num_prompts == 0:
                 self._idle.set()
 

@@ -26,7 +26,7 @@ def make(
     """The waiting sequences of a request."""
     params = SamplingParams(n=n, cache_salt=salt)
     request = EngineRequest(request_id=f"r{number}", prompt_token_ids=prompt, params=params)
-    return build_group(request, batch.limits, number, CacheKeys()).sequences
+    return build_group(request, batch.limits, number, number, CacheKeys()).sequences
 
 
 def seat(batch: SchedulerState, sequence: Sequence) -> list[int]:
