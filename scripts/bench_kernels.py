@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from benchmarks.kernels.cases import KernelCase, Launch, Shape, decode_input_cases, token_cases
 from benchmarks.kernels.tiles import EXPERTS, WEIGHTS, TileCase, expert_tiles, quantised_tiles
-from benchmarks.machine import copy_bandwidth, matmul_rate, processor_name, seconds_on_gpu
+
+from tp_engine.apps.bench.machine import copy_bandwidth, matmul_rate, processor_name, seconds_on_gpu
 
 SHAPES = {
     shape.name: shape

@@ -87,7 +87,7 @@ def again(failed: dict[str, list[str]]) -> list[Section]:
 
 
 def _modules(command: str) -> tuple[str, ...]:
-    if "bench_serve" in command:
+    if "bench serve" in command:
         return _SERVER
     if command.startswith("scripts/gpu/environment") or command.endswith("nccl"):
         return ("torch",)
@@ -107,21 +107,21 @@ def _engine(tests: str) -> str:
 
 
 def _offline(size: str, arguments: str) -> str:
-    return f"scripts/bench_offline.py --shape qwen3-{size} {arguments}"
+    return f"-m tp_engine bench offline --shape qwen3-{size} {arguments}"
 
 
 def _serve(server_args: str = "") -> str:
     """The 0.6B shape over HTTP, with more arguments for the server."""
     return (
-        "scripts/bench_serve.py --shape qwen3-0.6b --request-rate 8,32,inf --num-prompts 200 --input-len 512 "
+        "-m tp_engine bench serve --shape qwen3-0.6b --request-rate 8,32,inf --num-prompts 200 --input-len 512 "
         "--output-len 128 --random-range-ratio 0.5 --goodput ttft:500 tpot:50 "
         f"--server-args '--max-model-len 2048{server_args}'"
     )
 
 
 _QUANTISED = "--rounds 1 --no-peer --quantization none,fp8,int4 --workloads"
-_STEPS = "scripts/bench_offline.py --shape qwen3-{} --steps 256x512"
-_PROMPTS = "scripts/bench_offline.py --shape qwen3-{} --steps 32x128 --prefill-graphs 'none;auto' --num-steps 50"
+_STEPS = "-m tp_engine bench offline --shape qwen3-{} --steps 256x512"
+_PROMPTS = "-m tp_engine bench offline --shape qwen3-{} --steps 32x128 --prefill-graphs 'none;auto' --num-steps 50"
 _KERNELS = "scripts/bench_kernels.py"
 _SLICE = "scripts/gpu/slices.py {} --steps {}"
 _MEMCHECK = ("compute-sanitizer", "--tool", "memcheck", "--print-limit", "5", "--error-exitcode", "9")

@@ -3,7 +3,7 @@
 A slice is a folder with a config.json whose heads, inner sizes and vocabulary are one rank's share; the experts' inner
 size is shared too, as under tensor parallelism.  Its kernels, launches and bytes are those of a rank of the whole.
 
-    python scripts/gpu/slices.py NAME --steps ROWSxTOKENS      measures a slice's decode steps (bench_offline --steps)
+    python scripts/gpu/slices.py NAME --steps ROWSxTOKENS      measures a slice's decode steps (bench offline --steps)
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def main() -> None:
     (folder / "config.json").write_text(json.dumps(WHOLES[args.name].slice(), indent=1), encoding="utf-8")
     rows = args.steps.partition("x")[0]
     options = {"load_format": "dummy", "cudagraph_capture_sizes": rows}
-    command = [sys.executable, str(ROOT / "scripts" / "bench_offline.py"), "--model", str(folder), "--no-peer"]
+    command = [sys.executable, "-m", "tp_engine", "bench", "offline", "--model", str(folder), "--no-peer"]
     command += ["--dtype", "bfloat16", "--steps", args.steps, "--num-steps", "24"]
     os.execv(sys.executable, [*command, "--engine-options", json.dumps(options)])
 

@@ -21,7 +21,18 @@ DEADLINE_S = 340.0
 
 def bench(*arguments: str) -> tuple[int, str, dict]:  # type: ignore[type-arg]
     """Exit code, everything printed, and the last line's JSON."""
-    command = [sys.executable, "scripts/bench_serve.py", "--num-warmups", "1", "--vocab-size", "250", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "tp_engine",
+        "bench",
+        "serve",
+        "--num-warmups",
+        "1",
+        "--vocab-size",
+        "250",
+        *arguments,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.stdout, done.stderr
     return done.returncode, done.stdout, json.loads(done.stdout.splitlines()[-1])

@@ -31,7 +31,7 @@ COMMANDS = {
     "run-batch": Command("tp_engine.apps.batch.command:main", "run a file of OpenAI batch requests"),
     "chat": Command("tp_engine.apps.chat.command:chat_command", "talk to a model in the terminal"),
     "complete": Command("tp_engine.apps.chat.command:complete_command", "continue a text"),
-    "bench": Command("tp_engine.cli.bench:main", "measure: serve, offline, latency, throughput"),
+    "bench": Command("tp_engine.apps.bench.command:main", "measure: serve, offline, latency, throughput"),
     "recommend": Command("tp_engine.apps.advice.command:main", "what fits on a device, and which options to use"),
     "check": Command("tp_engine.apps.check.command:main", "whether what this machine answers is right"),
     "doctor": Command("tp_engine.apps.doctor.command:main", "what this machine has, and what would be chosen on it"),

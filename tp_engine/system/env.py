@@ -122,6 +122,16 @@ def silence_advice() -> None:
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
 
 
+def copied() -> dict[str, str]:
+    """The environment, for programs of others."""
+    return dict(os.environ)
+
+
+def python_path(*folders: Path | None) -> str:
+    """``PYTHONPATH`` for programs of others: these folders before those that this process has."""
+    return os.pathsep.join(str(folder) for folder in (*folders, os.environ.get("PYTHONPATH")) if folder)
+
+
 def cache_dir() -> Path:
     """``TP_ENGINE_CACHE_DIR``: the folder of compiled kernels, ``~/.cache/tp_engine`` unless set."""
     return Path(os.environ.get("TP_ENGINE_CACHE_DIR") or Path.home() / ".cache" / "tp_engine")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-import bench_offline
 import pytest
-from benchmarks.machine import cpu_matmul_rate, read_bandwidth
+
+from tp_engine.apps.bench.machine import cpu_matmul_rate, read_bandwidth
+from tp_engine.apps.bench.offline import command as bench_offline
 
 
 @pytest.fixture(autouse=True)

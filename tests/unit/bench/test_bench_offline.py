@@ -6,19 +6,20 @@ import json
 from pathlib import Path
 from typing import Any
 
-import bench_offline
 import numpy as np
 import pytest
-from benchmarks.offline import contenders, process
-from benchmarks.offline.gguf_checkpoint import gguf_name, interleave, read_checkpoint
-from benchmarks.offline.options import parse_arguments
-from benchmarks.offline.process import EngineProcess, Found, Measurement
-from benchmarks.offline.summary import print_table, summarise
-from benchmarks.roofline import Ceilings, ModelCost, decode_step_s, model_cost, prompts_s, workload_s
-from benchmarks.shapes import DUMMY_SHAPES, qwen3_config
-from benchmarks.workloads import Workload
 from gpu import sections
 from gpu.figures import figures_of
+
+from tp_engine.apps.bench.offline import command as bench_offline
+from tp_engine.apps.bench.offline import contenders, process
+from tp_engine.apps.bench.offline.gguf_checkpoint import gguf_name, interleave, read_checkpoint
+from tp_engine.apps.bench.offline.options import parse_arguments
+from tp_engine.apps.bench.offline.process import EngineProcess, Found, Measurement
+from tp_engine.apps.bench.offline.summary import print_table, summarise
+from tp_engine.apps.bench.roofline import Ceilings, ModelCost, decode_step_s, model_cost, prompts_s, workload_s
+from tp_engine.apps.bench.shapes import DUMMY_SHAPES, qwen3_config
+from tp_engine.apps.bench.workloads import BenchWorkload
 
 COST = ModelCost(num_parameters=1000, itemsize=2, kv_values=10, num_layers=1, attention_width=4)
 CEILINGS = Ceilings(bytes_per_s=1e6, flops_per_s=1e9)
@@ -37,9 +38,9 @@ class Answers:
 
     def __init__(self, total_s: float = 2.0, fails: bool = False) -> None:
         self.total_s, self.fails, self.closed = total_s, fails, False
-        self.served: list[Workload] = []
+        self.served: list[BenchWorkload] = []
 
-    def run(self, workload: Workload) -> Measurement:
+    def run(self, workload: BenchWorkload) -> Measurement:
         self.served.append(workload)
         if self.fails:
             raise RuntimeError("out of memory")
@@ -73,7 +74,7 @@ def test_roofline() -> None:
     assert decode_step_s(COST, CEILINGS, num_rows=1, num_context_tokens=100) == pytest.approx(4e-3)
     assert decode_step_s(COST, CEILINGS, num_rows=10_000, num_context_tokens=0) == pytest.approx(20e-3)
     assert prompts_s(COST, CEILINGS, [3]) == pytest.approx((2 * 1000 * 3 + 4 * 4 * 6) / 1e9)
-    work = Workload("two", [[1] * 5, [1] * 7], [3, 2])
+    work = BenchWorkload("two", [[1] * 5, [1] * 7], [3, 2])
     steps = [(2, 5 + 1 + 7 + 1), (1, 5 + 2)]
     expected = prompts_s(COST, CEILINGS, [5, 7]) + sum((2000 + 20 * context) / 1e6 for _, context in steps)
     assert workload_s(COST, CEILINGS, work) == pytest.approx(expected)
@@ -92,7 +93,7 @@ def test_engines_take_turns_on_the_same_prompts() -> None:
 
 def test_summary(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: by hand: 6 tokens in 2, 3 and 4 seconds; the last reads the same files as the second."""
-    work = Workload("two", [[1] * 5, [1] * 7], [3, 3])
+    work = BenchWorkload("two", [[1] * 5, [1] * 7], [3, 3])
     seconds = {"tp_engine TP 1": 2.0, "tp_engine TP 1 awq": 3.0, "vllm 0.32.0 awq": 4.5}
     runs = {name: [Answers(total_s).run(work)] for name, total_s in seconds.items()}
     result = summarise(work, runs, COST, Ceilings(bytes_per_s=1e3))
@@ -111,7 +112,7 @@ def test_summary(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_every_engine_gets_the_same_weights(model: Path) -> None:
     """Oracle: tp_engine with ``load_format="dummy"``; transformers gives the same tokens with a checkpoint."""
-    work = Workload("two", [list(range(5, 25)), [7, 9, 11]], [12, 8])
+    work = BenchWorkload("two", [list(range(5, 25)), [7, 9, 11]], [12, 8])
     options = {"dtype": "float32", "load_format": "dummy", "max_model_len": 64, "num_gpu_blocks_override": 32}
     found = []
     for name in ("tp_engine", "transformers"):

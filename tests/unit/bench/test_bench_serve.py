@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.serving.client import Answer
-from benchmarks.serving.metrics import details, summarise
-from benchmarks.serving.options import parse_arguments
-from benchmarks.serving.traffic import arrival_times, file_requests, random_requests
+
+from tp_engine.apps.bench.serving.client import TimedAnswer
+from tp_engine.apps.bench.serving.metrics import details, summarise
+from tp_engine.apps.bench.serving.options import parse_arguments
+from tp_engine.apps.bench.serving.traffic import arrival_times, file_requests, random_requests
 
 # What ``vllm bench serve --save-result`` writes about a run of text generation.
 VLLM_FIELDS = {
@@ -22,9 +23,9 @@ VLLM_FIELDS = {
 }  # fmt: skip
 
 
-def answer(start: float, ttft: float, *gaps: float) -> Answer:
+def answer(start: float, ttft: float, *gaps: float) -> TimedAnswer:
     """A successful request."""
-    return Answer(
+    return TimedAnswer(
         prompt_len=10,
         start_time=start,
         ttft=ttft,
@@ -37,7 +38,7 @@ def answer(start: float, ttft: float, *gaps: float) -> Answer:
 
 def test_figures() -> None:
     """Oracle: worked out by hand, and the field names of vLLM; zeros if all requests failed."""
-    failed = Answer(prompt_len=10, error="HTTP 429")
+    failed = TimedAnswer(prompt_len=10, error="HTTP 429")
     answers = [answer(5.0, 0.1, 0.2, 0.2), answer(5.5, 0.3, 0.4), answer(6.2, 0.2), failed]
     figures = summarise(answers, 2.0, [50.0, 99.0], {"ttft": 250.0, "tpot": 300.0})
     assert figures.keys() == VLLM_FIELDS | {f"p50_{name}_ms" for name in ("ttft", "tpot", "itl", "e2el")}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from bench_startup import parse_arguments, run_rounds, summarise
-from benchmarks.startup.starts import Start
-from benchmarks.steps import device_figures
+
+from tp_engine.apps.bench.startup.command import parse_arguments, run_rounds, summarise
+from tp_engine.apps.bench.startup.starts import Start
+from tp_engine.apps.bench.steps import device_figures
 
 
 def start(first_token_s: float, **within: float) -> Start:

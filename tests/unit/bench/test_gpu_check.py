@@ -8,19 +8,20 @@ import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from bench_kernels import parse as parse_kernels
-from benchmarks.offline.options import parse_arguments as parse_offline
-from benchmarks.serving.options import parse_arguments as parse_serve
 from gpu import check, wheels
 from gpu.figures import Figure, figures_of
 from gpu.run import Outcome, why_not
 from gpu.sections import PLAN_S, PLANS, Section, all_sections
 from gpu.slices import WHOLES
 
+from tp_engine.apps.bench.offline.options import parse_arguments as parse_offline
+from tp_engine.apps.bench.serving.options import parse_arguments as parse_serve
 from tp_engine.model_config import load_model_config
 
 ROOT = Path(__file__).parents[3]
@@ -52,24 +53,23 @@ def test_dry_run_shows_every_command(capsys: pytest.CaptureFixture[str]) -> None
     for one in sections():
         assert one.name in shown and one.limit_s <= 600
         paths = [part for part in one.command if part.startswith(("scripts/", "tests/"))]
-        assert paths and all((ROOT / path).exists() for path in paths), one
+        assert all((ROOT / path).exists() for path in paths), one
+        assert paths or one.command[:3] == ("-m", "tp_engine", "bench"), one
     assert shown.count(sys.executable) == len(sections())
 
 
 def test_benchmarks_are_called_as_they_want_it() -> None:
-    """Oracle: the scripts' own parsers."""
+    """Oracle: the benchmarks' own parsers."""
     parsers: dict[str, Callable[[list[str]], object]]
-    parsers = {"bench_offline.py": parse_offline, "bench_kernels.py": parse_kernels}
+    parsers = {"offline": parse_offline, "serve": partial(parse_serve, ""), "bench_kernels.py": parse_kernels}
     seen = set()
     for one in sections():
-        script, arguments = Path(one.command[0]).name, list(one.command[1:])
-        if script in parsers and "--nano-vllm-path" not in arguments:
-            parsers[script](arguments)
-            seen.add(script)
-        elif script == "bench_serve.py":
-            parse_serve("", arguments)
-            seen.add(script)
-    assert seen == {*parsers, "bench_serve.py"}
+        is_command = one.command[:3] == ("-m", "tp_engine", "bench")
+        name, *arguments = one.command[3:] if is_command else (Path(one.command[0]).name, *one.command[1:])
+        if name in parsers and "--nano-vllm-path" not in arguments:
+            parsers[name](arguments)
+            seen.add(name)
+    assert seen == parsers.keys()
 
 
 def test_plans_fit_in_a_call(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,13 +87,13 @@ def test_peers_take_turns_where_they_are_named(capsys: pytest.CaptureFixture[str
     """Oracle: the benchmark's own parser; without a peer the section measures this engine alone."""
     named = check.parse_arguments(["--peer-python", "vllm=/x/python", "--plan", "2"])
     for one in check.chosen(named):
-        args = parse_offline(list(one.command[1:]))
+        args = parse_offline(list(one.command[4:]))
         assert args.together and args.peer == ["vllm"] and args.peer_python["vllm"] == "/x/python"
     both = check.parse_arguments(["--peer-python", "vllm=/x/python", "--nano-vllm-path", "here", "--plan", "2"])
     command = check.chosen(both)[0].command
     assert command[command.index("--peer") :][:3] == ("--peer", "vllm", "nano-vllm")
     assert command[command.index("--workloads") + 1] == "latency,batch32,batch256"
-    alone = parse_offline(list(check.chosen(check.parse_arguments(["--plan", "2"]))[0].command[1:]))
+    alone = parse_offline(list(check.chosen(check.parse_arguments(["--plan", "2"]))[0].command[4:]))
     assert alone.peer == [] and not alone.together
     with pytest.raises(SystemExit):
         check.parse_arguments(["--peer-python", "/x/python"])

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.int4_checkpoint import pack_layer, quantization_config, round_to_codes, write_int4_checkpoint
 from safetensors.torch import load_file, save_file
 
 from tests.quantised.numbers import Numbers
 from tests.quantised.packing import pack_awq, pack_gptq
+from tp_engine.apps.bench.int4_checkpoint import pack_layer, quantization_config, round_to_codes, write_int4_checkpoint
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.quant_methods import read_quantization
 

@@ -10,8 +10,9 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from benchmarks import plot
-from benchmarks.serving.options import parse_arguments
+
+from tp_engine.apps.bench import plot
+from tp_engine.apps.bench.serving.options import parse_arguments
 
 
 def result(rate: float | str, load: float, latency: float, **changes: Any) -> dict[str, Any]:

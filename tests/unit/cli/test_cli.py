@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -9,13 +10,14 @@ import resource
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 import tp_engine
+from tp_engine.apps.bench.command import BENCHMARKS
 from tp_engine.apps.doctor import machine
 from tp_engine.apps.doctor.findings import Status
-from tp_engine.cli import bench
 from tp_engine.cli.main import COMMANDS, main
 
 
@@ -71,35 +73,14 @@ def test_print_config_names_every_option(capsys: pytest.CaptureFixture[str]) -> 
     assert "[engine]" in printed and "[server]" in printed and "tensor_parallel_size = 2" in printed
 
 
-def test_benchmarks_are_called_with_their_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: a stand-in for the script notes its arguments; its exit code is the command's."""
-    (tmp_path / "bench_offline.py").write_text(
-        "import json, pathlib, sys\n"
-        "def main():\n"
-        "    pathlib.Path(__file__).with_name('seen').write_text(json.dumps(sys.argv[1:]))\n"
-        "    return 3\n"
-    )
-    monkeypatch.setattr(bench, "SCRIPTS", tmp_path)
-    monkeypatch.delitem(__import__("sys").modules, "bench_offline", raising=False)
-    assert main(["bench", "throughput", "--rounds", "5"]) == 3
-    seen = json.loads((tmp_path / "seen").read_text())
-    assert seen == ["--no-peer", "--workloads", "throughput", "--rounds", "5"]
-    monkeypatch.delitem(__import__("sys").modules, "bench_offline", raising=False)
-
-
-def test_an_installed_package_has_no_benchmarks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Oracle: exit code 2, and the folder that has the scripts."""
-    monkeypatch.setattr(bench, "SCRIPTS", tmp_path)
-    assert main(["bench", "serve"]) == 2
-    assert "not part of the installed package" in capsys.readouterr().err
-
-
-def test_every_benchmark_is_a_script_of_this_checkout() -> None:
-    """Oracle: the files in scripts/."""
-    for benchmark in bench.BENCHMARKS.values():
-        assert (bench.SCRIPTS / f"{benchmark.script}.py").is_file()
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_benchmarks_are_called_with_their_arguments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: a stand-in for the benchmark gets the arguments of the table, then the user's; its exit code counts."""
+    folder, arguments, _ = BENCHMARKS[name]
+    stand_in = Mock(return_value=3)
+    monkeypatch.setattr(importlib.import_module(f"tp_engine.apps.bench.{folder}.command"), "main", stand_in)
+    assert main(["bench", name, "--rounds", "5"]) == 3
+    stand_in.assert_called_once_with([*arguments, "--rounds", "5"])
 
 
 def test_the_doctor_finds_this_machine_fit(capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,8 +71,12 @@ DOORS = {
     "os.getenv": "tp_engine/system/env.py",
 }
 
-# The oracle reads checkpoints without the code that it judges.
-SECOND_DOORS = {"safetensors": "tp_engine/apps/check/stored.py"}
+# The oracle reads checkpoints without the code that it judges, benchmarks write some, and a peer's process has no
+# tp_engine.
+SECOND_DOORS = {
+    "safetensors": ("tp_engine/apps/check/stored.py", "tp_engine/apps/bench/"),
+    "os.environ": ("tp_engine/apps/bench/offline/engines.py",),
+}
 
 TORCH_FREE = ("foundation", "sched", "ipc", "grammar")
 FORBIDDEN = ("pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve")
@@ -258,7 +262,7 @@ def test_one_door_per_outside_thing() -> None:
             for use in all_uses()
             for thing, door in DOORS.items()
             if use.names(thing) and not (use.path == door or (door.endswith("/") and use.path.startswith(door)))
-            if use.path != SECOND_DOORS.get(thing)
+            if not use.path.startswith(SECOND_DOORS.get(thing, ()))
         ]
     )
 

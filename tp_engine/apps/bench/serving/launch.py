@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,8 +10,9 @@ from pathlib import Path
 
 from tp_engine.apps.own_server import wait_ready
 from tp_engine.engine.processes import end_process
+from tp_engine.system import env
 
-ROOT = Path(__file__).resolve().parents[3]
+_PACKAGES = Path(__file__).resolve().parents[4]  # the folder that has the package, a checkout or site-packages
 _STOP_S = 40.0
 
 
@@ -22,7 +22,7 @@ def own_server(
     num_ranks: int,
     log: Path,
     *,
-    script: str = "launch/serve.py",
+    program: Sequence[str] = ("tp_engine", "serve"),
     start_s: float = 600.0,
     threads: int = 0,
 ) -> Iterator[str]:
@@ -32,11 +32,10 @@ def own_server(
     port_file = log.resolve().with_name(f"{log.name}.port")
     port_file.unlink(missing_ok=True)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command = [sys.executable, *(torchrun if num_ranks > 1 else []), script, "--port-file", str(port_file), *arguments]
+    python = [sys.executable, *(torchrun if num_ranks > 1 else [])]
+    command = [*python, "-m", *program, "--port-file", str(port_file), *arguments, "--port", "0"]
     with log.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(
-            [*command, "--port", "0"], cwd=ROOT, stdout=output, stderr=output, env=own_environment(threads)
-        )
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=own_environment(threads))
     try:
         try:
             url, told = wait_ready(process, port_file, timeout_s=start_s), "the server ended with exit code {}"
@@ -51,7 +50,6 @@ def own_server(
 
 
 def own_environment(threads: int = 0) -> dict[str, str]:
-    """An environment that imports tp_engine from this checkout, and the benchmark's modules."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    """An environment that imports tp_engine from where this process has it."""
     chosen = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **chosen}
+    return env.copied() | {"PYTHONPATH": env.python_path(_PACKAGES), "PYTHONUNBUFFERED": "1"} | chosen

@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.plot import earlier_run, plot_file
-from benchmarks.serving.metrics import GOODPUT_NAMES
-from benchmarks.shapes import DUMMY_SHAPES
+from tp_engine.apps.bench.plot import earlier_run, plot_file
+from tp_engine.apps.bench.serving.metrics import GOODPUT_NAMES
+from tp_engine.apps.bench.shapes import DUMMY_SHAPES
 
 
-def parse_arguments(description: str | None, arguments: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(description: str | None, arguments: Sequence[str]) -> argparse.Namespace:
     """Options as attributes; ``goodput`` and ``percentiles`` are parsed."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "tp-engine bench serve", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     server = parser.add_argument_group("the server")
     server.add_argument("--base-url", help="a running server; without it, tp_engine's is started")
     server.add_argument("--model", help="name to ask for (default: the server's first); what a started server loads")

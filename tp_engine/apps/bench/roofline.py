@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.workloads import Workload
+from tp_engine.apps.bench.workloads import BenchWorkload
 from tp_engine.model_config import read_model
 from tp_engine.model_config.kv_layout import STATE_BYTES
 from tp_engine.model_config.recurrent import RecurrentSpec
@@ -106,7 +106,7 @@ def _pairs(length: int) -> float:
     return length * (length + 1) / 2
 
 
-def workload_s(cost: ModelCost, ceilings: Ceilings, workload: Workload) -> float:
+def workload_s(cost: ModelCost, ceilings: Ceilings, workload: BenchWorkload) -> float:
     """Seconds of a whole workload: all requests start at once and decode together until each has its tokens."""
     prompts = np.array([len(prompt) for prompt in workload.prompts])
     wanted = np.array(workload.max_tokens)

@@ -7,16 +7,17 @@ import resource
 import subprocess
 import tempfile
 import time
+import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from benchmarks.offline.process import peer_environment
-from benchmarks.serving.launch import own_environment, own_server
-from benchmarks.startup.one_start import ANSWER, PROMPT
+from tp_engine.api.server_client import ServerClient
+from tp_engine.apps.bench.offline.process import RUN_FILE, peer_environment
+from tp_engine.apps.bench.serving.launch import own_environment, own_server
+from tp_engine.apps.bench.startup import one_start
+from tp_engine.apps.bench.startup.one_start import ANSWER, PROMPT
 
 _LAST_CHARS = 2000
 
@@ -42,7 +43,7 @@ def api_start(engine: str, python: str, spec: Mapping[str, Any], *, timeout_s: f
     """Run a script that makes an ``LLM`` and generates one token.  ``RuntimeError`` shows the output of a failure."""
     threads = int(spec["threads"])
     environment = peer_environment(engine, python, threads) if engine == "vllm" else own_environment(threads)
-    command = [python, "-m", "benchmarks.startup.one_start", engine, json.dumps(spec)]
+    command = [python, "-c", RUN_FILE, one_start.__file__, engine, json.dumps(spec)]
     used_s, begin_s = _children_cpu_s(), time.monotonic()
     try:
         done = subprocess.run(
@@ -62,22 +63,20 @@ def api_start(engine: str, python: str, spec: Mapping[str, Any], *, timeout_s: f
 
 
 def server_start(spec: Mapping[str, Any], *, size: int, timeout_s: float) -> Start:
-    """Run ``launch/serve.py`` until ``GET /health`` answers 200, to 0.05 s, then one completion of one token."""
+    """Run ``tp-engine serve`` until ``GET /health`` answers 200, to 0.05 s, then one completion of one token."""
     arguments = ["--model", str(spec["model"])]
     arguments += [f"--{name.replace('_', '-')}={value}" for name, value in spec["options"].items()]
     used_s, begin_s, marks = _children_cpu_s(), time.monotonic(), {}
     with tempfile.TemporaryDirectory() as name:
         log, threads = Path(name) / "log", int(spec["threads"])
-        with (
-            own_server(arguments, size, log, start_s=timeout_s, threads=threads) as url,
-            httpx.Client(base_url=url, timeout=timeout_s) as client,
-        ):
+        with own_server(arguments, size, log, start_s=timeout_s, threads=threads) as url:
             marks["ready"] = time.monotonic() - begin_s
-            model = client.get("/v1/models").json()["data"][0]["id"]
-            body = {"model": model, "prompt": PROMPT, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
-            client.post("/v1/completions", json=body).raise_for_status()
+            client = ServerClient(url, timeout_s=timeout_s)
+            body = {"model": client.model(), "prompt": PROMPT, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+            client.post("/v1/completions", body)
             marks["first token"] = time.monotonic() - begin_s
-            within = client.get("/engine").raise_for_status().json()["ranks"][0]["startup_s"]
+            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{url}/engine") as report:
+                within = json.load(report)["ranks"][0]["startup_s"]
     return Start(marks=marks, cpu_s=_children_cpu_s() - used_s, within=within)
 
 

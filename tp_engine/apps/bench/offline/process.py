@@ -17,11 +17,17 @@ from typing import Any
 
 import torch
 
-from benchmarks.int4_checkpoint import PACKINGS
-from benchmarks.offline.engines import ANSWER
-from benchmarks.workloads import Workload
+from tp_engine.apps.bench.int4_checkpoint import PACKINGS
+from tp_engine.apps.bench.offline import engines
+from tp_engine.apps.bench.offline.engines import ANSWER
+from tp_engine.apps.bench.workloads import BenchWorkload
+from tp_engine.system import env
 
-SCRIPTS = Path(__file__).resolve().parents[2]
+_PACKAGES = Path(__file__).resolve().parents[4]  # the folder that has the package, a checkout or site-packages
+RUN_FILE = (
+    "import runpy, sys; sys.path[:] = filter(None, sys.path); runpy.run_path(sys.argv.pop(1), run_name='__main__')"
+)
+"""Runs a file in an interpreter that need not have tp_engine, without what lies in the current directory."""
 PACKAGES = {
     "vllm": ("vllm",),
     "nano-vllm": ("nanovllm", "flash_attn"),
@@ -78,7 +84,7 @@ def find_peer(name: str, python: str, folder: Path | None = None) -> Found | str
     """The peer's interpreter, or the reason why the peer is left out."""
     if not os.access(python, os.X_OK) or Path(python).is_dir():
         return f"{python} is no interpreter; give one with --peer-python {name}=PATH"
-    probe, environment = [python, "-c", _PROBE, *PACKAGES[name]], os.environ | {"PYTHONPATH": _python_path(folder)}
+    probe, environment = [python, "-c", _PROBE, *PACKAGES[name]], env.copied() | {"PYTHONPATH": env.python_path(folder)}
     try:
         done = subprocess.run(probe, env=environment, capture_output=True, text=True, timeout=_PROBE_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -98,7 +104,7 @@ class EngineProcess:
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # closed by close
         num_ranks = load.get("options", {}).get("tensor_parallel_size", 1)
         self._process = subprocess.Popen(
-            [found.python, "-m", "benchmarks.offline.engines", name],
+            [found.python, "-c", RUN_FILE, engines.__file__, name],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
             env=peer_environment(name, found.python, threads, num_ranks, found.folder),
         )  # fmt: skip
@@ -108,7 +114,7 @@ class EngineProcess:
             self.close()
             raise
 
-    def run(self, workload: Workload) -> Measurement:
+    def run(self, workload: BenchWorkload) -> Measurement:
         """Generate exactly the tokens that the workload asks for."""
         found = self._ask(run={"prompts": workload.prompts, "max_tokens": workload.max_tokens})
         time.sleep(_SETTLE_S)
@@ -162,7 +168,8 @@ def peer_environment(
     """The environment that the peer's documentation recommends on CPUs: a core per thread, faster libraries if found.
     tp_engine and transformers get only the number of threads, if one was chosen.  On a GPU vLLM runs as by default."""
     cores = sorted(os.sched_getaffinity(0))[: threads or None]
-    found = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": _python_path(SCRIPTS, folder)}
+    own = _PACKAGES if name == "tp_engine" else None
+    found = env.copied() | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": env.python_path(own, folder)}
     if name == "vllm":
         found |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
         if not torch.cuda.is_available():
@@ -181,11 +188,6 @@ def _vllm_on_cpus(python: Path, cores: list[int], num_ranks: int) -> dict[str, s
     if libraries := faster_libraries(python):
         found["LD_PRELOAD"] = ":".join(libraries)
     return found | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-
-
-def _python_path(*folders: Path | None) -> str:
-    """These folders before those that this process has."""
-    return os.pathsep.join(str(folder) for folder in (*folders, os.environ.get("PYTHONPATH")) if folder)
 
 
 def faster_libraries(python: Path, system: Path = Path("/usr/lib")) -> list[str]:

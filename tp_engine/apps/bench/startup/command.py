@@ -1,10 +1,10 @@
 """Start-up benchmark: time tp_engine and vLLM from the start of a process to the first token, in one run.
 
-    python scripts/bench_startup.py --rounds 5 --threads 2 --peer-python vllm=~/vllm/bin/python
-    python scripts/bench_startup.py --cells C:float32 --contenders llm,server --no-peer
+    tp-engine bench startup --rounds 5 --threads 2 --peer-python vllm=~/vllm/bin/python
+    tp-engine bench startup --cells C:float32 --contenders llm,server --no-peer
 
 Every start is a fresh process; the contenders alternate.  ``llm`` is a script that makes an ``LLM`` and generates one
-token.  ``server`` is launch/serve.py until ``GET /health`` answers 200, then one completion.  vLLM runs like ``llm``.
+token.  ``server`` is ``tp-engine serve`` until it answers ``/health``, then one completion.  vLLM runs like ``llm``.
 All load the same checkpoint, with a tokenizer.  The first round does not count: it fills the page cache and compiles
 kernels.  For each cell it prints the medians of the phases and of the whole, and vLLM's total over ours.  The last line
 is one JSON object.  A peer that is not found is left out, with the reason.
@@ -17,22 +17,22 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.machine import processor_name
-from benchmarks.offline.options import parse_arguments as check_cells
-from benchmarks.offline.process import Found, find_peer, parse_pythons
-from benchmarks.shapes import add_tokenizer, make_checkpoint
-from benchmarks.startup.starts import Start, api_start, server_start
+from tp_engine.apps.bench.machine import processor_name
+from tp_engine.apps.bench.offline.options import parse_arguments as check_cells
+from tp_engine.apps.bench.offline.process import Found, find_peer, parse_pythons
+from tp_engine.apps.bench.shapes import add_tokenizer, make_checkpoint
+from tp_engine.apps.bench.startup.starts import Start, api_start, server_start
 
 _MAX_MODEL_LEN = 1024
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Measure and print; returns 1 if a contender failed."""
     args = parse_arguments(arguments)
     vllm, skipped = None if args.no_peer else find_peer("vllm", args.peer_python["vllm"]), {}
@@ -61,9 +61,11 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if any(cell["failures"] for cell in cells) else 0
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line; ``cells`` are the (shape, dtype) pairs, ``sizes`` the numbers of ranks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "tp-engine bench startup", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cells", default="A:bfloat16,B:bfloat16,B:float32,C:float32", help="SHAPE:DTYPE,...")
     parser.add_argument("--contenders", default="llm,server", help="of tp_engine: llm, server or both")
     parser.add_argument("--tensor-parallel-size", default="1", help="of tp_engine: one size, or several: 1,2")
@@ -164,7 +166,3 @@ def print_cell(cell: Mapping[str, Any]) -> None:
         for title, key in (("to", "phases"), ("of that", "within")):
             if row[key]:
                 print(f"    {title} " + "   ".join(f"{name} {taken_s:.2f}" for name, taken_s in row[key].items()))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,8 @@
 """Steps of tp_engine: a prompt that is alone, decodes, decodes beside a prompt, and what a decode's time consists of.
 
-For ``bench_offline --steps``.  The times are taken without a profiler; then as many decode steps run under torch's.  A
-GPU is idle while no kernel or copy runs; the gap between two steps is the longest idle time in each step's period.
+For ``tp-engine bench offline --steps``.  The times are taken without a profiler; then as many decode steps run under
+torch's.  A GPU is idle while no kernel or copy runs; the gap between two steps is the longest idle time in each step's
+period.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.roofline import Ceilings, ModelCost, decode_step_s
 from tp_engine import SamplingParams
 from tp_engine.api.engine_options import read_options
 from tp_engine.api.input_processor import InputProcessor
+from tp_engine.apps.bench.roofline import Ceilings, ModelCost, decode_step_s
 from tp_engine.cpu import naming_calls
 from tp_engine.engine.engine import Engine
 from tp_engine.engine.start import start_engine

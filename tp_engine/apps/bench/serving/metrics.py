@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.serving.client import Answer
+from tp_engine.apps.bench.serving.client import TimedAnswer
 
 GOODPUT_NAMES = ("ttft", "tpot", "e2el")
 
 
 def summarise(
-    answers: Sequence[Answer], duration_s: float, percentiles: Sequence[float], goodput: Mapping[str, float]
+    answers: Sequence[TimedAnswer], duration_s: float, percentiles: Sequence[float], goodput: Mapping[str, float]
 ) -> dict[str, Any]:
     """Counts, rates per second, and mean, median, standard deviation and percentiles of each latency in milliseconds.
     ``goodput`` are limits in milliseconds for ``GOODPUT_NAMES``; a request is good if it meets all of them."""
@@ -39,7 +39,7 @@ def summarise(
     return figures
 
 
-def details(answers: Sequence[Answer]) -> dict[str, Any]:
+def details(answers: Sequence[TimedAnswer]) -> dict[str, Any]:
     """The figures of each request, in seconds; failed requests have 0 tokens."""
     return {
         "input_lens": [answer.prompt_len for answer in answers],
@@ -52,17 +52,17 @@ def details(answers: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
-def tpot(answer: Answer) -> float:
+def tpot(answer: TimedAnswer) -> float:
     """Mean seconds per token after the first; 0 for a single token."""
     return (answer.latency - answer.ttft) / (answer.output_tokens - 1) if answer.output_tokens > 1 else 0.0
 
 
-def _is_good(answer: Answer, limits_ms: Mapping[str, float]) -> bool:
+def _is_good(answer: TimedAnswer, limits_ms: Mapping[str, float]) -> bool:
     seconds = {"ttft": answer.ttft, "tpot": tpot(answer), "e2el": answer.latency}
     return all(seconds[name] * 1e3 <= limit for name, limit in limits_ms.items())
 
 
-def _latencies(done: Sequence[Answer]) -> dict[str, list[float]]:
+def _latencies(done: Sequence[TimedAnswer]) -> dict[str, list[float]]:
     return {
         "ttft": [answer.ttft for answer in done],
         "tpot": [tpot(answer) for answer in done if answer.output_tokens > 1],
@@ -78,7 +78,7 @@ def _statistics(name: str, seconds: Sequence[float], percentiles: Sequence[float
     return {f"{kind}_{name}_ms": float(value) for kind, value in figures.items()}
 
 
-def _peaks(done: Sequence[Answer]) -> tuple[float, int]:
+def _peaks(done: Sequence[TimedAnswer]) -> tuple[float, int]:
     """The most tokens, and the most running requests, in one second; seconds count from the first request."""
     if not done:
         return 0.0, 0

@@ -1,18 +1,18 @@
 """Offline benchmark: tp_engine beside other engines on the same model, in one run.
 
-    python scripts/bench_offline.py --shape C --dtype float32
-    python scripts/bench_offline.py --model PATH --dtype bfloat16 --workloads latency,throughput --rounds 5
-    python scripts/bench_offline.py --cells A:bfloat16,B:bfloat16,B:float32,C:float32 --threads 2 \\
+    tp-engine bench offline --shape C --dtype float32
+    tp-engine bench offline --model PATH --dtype bfloat16 --workloads latency,throughput --rounds 5
+    tp-engine bench offline --cells A:bfloat16,B:bfloat16,B:float32,C:float32 --threads 2 \\
         --peer transformers vllm ctranslate2 --peer-python vllm=~/vllm/bin/python
-    python scripts/bench_offline.py --cells A:bfloat16,B:bfloat16 --quantization int4,none,awq,gptq \\
+    tp-engine bench offline --cells A:bfloat16,B:bfloat16 --quantization int4,none,awq,gptq \\
         --peer llama.cpp:Q4_0 llama.cpp:Q4_K_M vllm:awq vllm:gptq --workloads latency,throughput --threads 2
-    python scripts/bench_offline.py --cells Q-mtp:bfloat16,B-mtp:bfloat16 --mtp 0,3 --no-peer \\
+    tp-engine bench offline --cells Q-mtp:bfloat16,B-mtp:bfloat16 --mtp 0,3 --no-peer \\
         --workloads latency,throughput --threads 2
-    python scripts/bench_offline.py --shape qwen3-0.6b --together --workloads latency,batch32,batch256 \\
+    tp-engine bench offline --shape qwen3-0.6b --together --workloads latency,batch32,batch256 \\
         --peer vllm --peer-python vllm=~/vllm/bin/python --nano-vllm-path ~/nano-vllm          on a GPU
-    python scripts/bench_offline.py --shape qwen3-8b --tensor-parallel-size 1,2 --device-ids 0,0 --no-peer
+    tp-engine bench offline --shape qwen3-8b --tensor-parallel-size 1,2 --device-ids 0,0 --no-peer
 
-    python scripts/bench_offline.py --shape qwen3-0.6b --steps 32x128 --prefill-graphs "none;auto"
+    tp-engine bench offline --shape qwen3-0.6b --steps 32x128 --prefill-graphs "none;auto"
 
 Each engine runs in a process of its own.  On CPUs the engines alternate.  On a GPU they run one after the other, each
 alone in the device's memory; --together loads all at once, with equal shares of the memory, and they alternate there
@@ -38,30 +38,30 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.int4_checkpoint import PACKINGS
-from benchmarks.machine import copy_bandwidth, cpu_matmul_rate, matmul_rate, processor_name, read_bandwidth
-from benchmarks.offline.contenders import contenders, engine_options, memory_share, run_all
-from benchmarks.offline.options import parse_arguments
-from benchmarks.offline.summary import print_table, summarise
-from benchmarks.plot import plot_workloads
-from benchmarks.roofline import Ceilings, ModelCost, decode_step_s, model_cost
-from benchmarks.shapes import make_folder
-from benchmarks.steps import measure_steps, print_steps
-from benchmarks.workloads import WORKLOADS
 
 from tp_engine.apps.advice.sizes import ITEMSIZES
+from tp_engine.apps.bench.int4_checkpoint import PACKINGS
+from tp_engine.apps.bench.machine import copy_bandwidth, cpu_matmul_rate, matmul_rate, processor_name, read_bandwidth
+from tp_engine.apps.bench.offline.contenders import contenders, engine_options, memory_share, run_all
+from tp_engine.apps.bench.offline.options import parse_arguments
+from tp_engine.apps.bench.offline.summary import print_table, summarise
+from tp_engine.apps.bench.plot import plot_workloads
+from tp_engine.apps.bench.roofline import Ceilings, ModelCost, decode_step_s, model_cost
+from tp_engine.apps.bench.shapes import make_folder
+from tp_engine.apps.bench.steps import measure_steps, print_steps
+from tp_engine.apps.bench.workloads import WORKLOADS
 from tp_engine.model_config import read_model
 from tp_engine.models.weight_sizes import local_weight_bytes
 
 _OPTIONS_OF_STEPS = ("dtype", "tensor_parallel_size", "load_format", "device_ids")
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Measure and print; returns 1 if an engine failed."""
     args = parse_arguments(arguments, __doc__)
     torch.set_num_threads(args.threads or torch.get_num_threads())
@@ -157,7 +157,3 @@ def describe(args: argparse.Namespace, cost: ModelCost, ceilings: Ceilings) -> d
         "matmul_tflops": round(ceilings.flops_per_s / 1e12, 1 if on_gpu else 3),
         "decode_roofline_ms": round(step_s * 1e3, 4),
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,17 +1,17 @@
 """Serving benchmark: measure an OpenAI-compatible server over HTTP at several request rates.
 
-    python scripts/bench_serve.py --base-url http://127.0.0.1:8000 --request-rate 1,2,4,8,inf --num-prompts 200
-    python scripts/bench_serve.py --model PATH --tensor-parallel-size 2 --goodput ttft:500 tpot:50
-    python scripts/bench_serve.py --fake-engine --max-concurrency 64           the HTTP process alone
-    python scripts/bench_serve.py --shape qwen3-0.6b --server-args "--max-model-len 2048"            on a GPU
+    tp-engine bench serve --base-url http://127.0.0.1:8000 --request-rate 1,2,4,8,inf --num-prompts 200
+    tp-engine bench serve --model PATH --tensor-parallel-size 2 --goodput ttft:500 tpot:50
+    tp-engine bench serve --fake-engine --max-concurrency 64           the HTTP process alone
+    tp-engine bench serve --shape qwen3-0.6b --server-args "--max-model-len 2048"            on a GPU
 
 Without --base-url it starts tp_engine's server and stops it at the end.  Arrivals follow a Poisson process and do not
 wait for earlier answers.  It prints one line per rate; the last line is one JSON object whose "results" have the field
 names of ``vllm bench serve``.  --result-dir keeps a JSON file per rate.  --plot draws latency and throughput over load,
 with other runs and engines in the same figure:
 
-    python scripts/bench_serve.py --base-url http://127.0.0.1:9000 --request-rate 1,2,4,8 --result-dir vllm
-    python scripts/bench_serve.py --request-rate 1,2,4,8 --plot load.svg --plot-beside vllm=vllm
+    tp-engine bench serve --base-url http://127.0.0.1:9000 --request-rate 1,2,4,8 --result-dir vllm
+    tp-engine bench serve --request-rate 1,2,4,8 --plot load.svg --plot-beside vllm=vllm
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ import json
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import processor_name
-from benchmarks.plot import plot_over_load
-from benchmarks.serving.client import Answer, Target, fetch_json, send_all
-from benchmarks.serving.launch import own_server
-from benchmarks.serving.metrics import details, summarise
-from benchmarks.serving.options import parse_arguments
-from benchmarks.serving.traffic import arrival_times, make_requests
-from benchmarks.shapes import make_folder
+from tp_engine.apps.bench.machine import processor_name
+from tp_engine.apps.bench.plot import plot_over_load
+from tp_engine.apps.bench.serving.client import Target, TimedAnswer, fetch_json, send_all
+from tp_engine.apps.bench.serving.launch import own_server
+from tp_engine.apps.bench.serving.metrics import details, summarise
+from tp_engine.apps.bench.serving.options import parse_arguments
+from tp_engine.apps.bench.serving.traffic import arrival_times, make_requests
+from tp_engine.apps.bench.shapes import make_folder
 
 _COLUMNS = (
     ("rate", "request_rate", ""), ("done", "completed", ""), ("failed", "failed", ""),
@@ -50,9 +50,9 @@ _COLUMNS = (
 _WARM_UP_SEED = 1_000_000
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Measure and print; returns 1 if any request failed."""
-    args = parse_arguments(__doc__)
+    args = parse_arguments(__doc__, arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a started server is stopped
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -81,10 +81,10 @@ def started_server(args: argparse.Namespace, folder: Path) -> Iterator[str]:
     args.vocab_size = args.vocab_size or load_model_config(model)[0].vocab_size
     args.extra_body = {"return_token_ids": True} | args.extra_body  # a chunk for every token, whatever its text
     log = (args.result_dir or folder) / "server.log"
-    script = "launch/serve.py"
+    program: Sequence[str] = ("tp_engine", "serve")
     if args.fake_engine:
-        script, arguments = "scripts/benchmarks/serving/fake_server.py", ["--generation-config", "vllm", *arguments]
-    with own_server(["--model", model, *arguments], args.tensor_parallel_size, log, script=script) as url:
+        program, arguments = ("tp_engine.apps.bench.serving.fake_server",), ["--generation-config", "vllm", *arguments]
+    with own_server(["--model", model, *arguments], args.tensor_parallel_size, log, program=program) as url:
         yield url
 
 
@@ -124,7 +124,7 @@ async def find_target(args: argparse.Namespace, base_url: str) -> Target:
 
 async def measure(
     args: argparse.Namespace, target: Target, rate: float, seed: int
-) -> tuple[dict[str, Any], list[Answer]]:
+) -> tuple[dict[str, Any], list[TimedAnswer]]:
     """Measure one rate; returns its settings and figures."""
     requests = make_requests(args, args.num_prompts, seed)
     times = arrival_times(len(requests), rate, args.burstiness, seed)
@@ -141,7 +141,7 @@ async def measure(
     return settings | summarise(answers, duration_s, args.percentiles, args.goodput), answers
 
 
-def save(args: argparse.Namespace, result: dict[str, Any], answers: list[Answer]) -> None:
+def save(args: argparse.Namespace, result: dict[str, Any], answers: list[TimedAnswer]) -> None:
     """Write one rate's file in the form of ``vllm bench serve --save-result``."""
     if args.result_dir is None:
         return
@@ -151,7 +151,3 @@ def save(args: argparse.Namespace, result: dict[str, Any], answers: list[Answer]
 
 def _cell(value: Any, style: str) -> str:
     return f"{'-' if value is None else format(value, style):>10}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import torch
 
-from benchmarks.int4_checkpoint import PACKINGS, write_int4_checkpoint
-from benchmarks.offline.process import GPU_PEERS, EngineProcess, Found, Measurement, find_peer
-from benchmarks.workloads import WORKLOADS, Workload
+from tp_engine.apps.bench.int4_checkpoint import PACKINGS, write_int4_checkpoint
+from tp_engine.apps.bench.offline.process import GPU_PEERS, EngineProcess, Found, Measurement, find_peer
+from tp_engine.apps.bench.workloads import WORKLOADS, BenchWorkload
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.config import QUANTIZATIONS
 from tp_engine.distributed.collectives import SingleRank
@@ -26,20 +26,20 @@ from tp_engine.weights.dummy import DummyWeights
 from tp_engine.weights.source import Source, sources_of, whole
 
 
-class Engine(Protocol):
+class Contender(Protocol):
     """One engine with a model loaded."""
 
-    def run(self, workload: Workload) -> Measurement:
+    def run(self, workload: BenchWorkload) -> Measurement:
         """Generate exactly the tokens that the workload asks for."""
 
     def close(self) -> None:
         """Free the model."""
 
 
-Makers = Mapping[str, Callable[[Mapping[str, Any]], Engine]]
+Makers = Mapping[str, Callable[[Mapping[str, Any]], Contender]]
 """Functions that start the engines, from the options of engines that share a GPU."""
 Runs = dict[str, dict[str, list[Measurement]]]
-"""Workload -> engine -> rounds."""
+"""BenchWorkload -> engine -> rounds."""
 
 _WARM_UP_SEED = 1_000_000
 _SHARED_MEMORY = 0.85  # of a GPU; the rest is for what engines do not count, such as a CUDA context for each process
@@ -51,7 +51,7 @@ def contenders(args: argparse.Namespace, model: str, scratch: Path) -> tuple[Mak
     kinds = {*args.quantization.split(","), *(peer.partition(":")[2] for peer in args.peer)}
     packed = {kind: str(write_int4_checkpoint(Path(model), scratch / kind, kind)) for kind in PACKINGS if kind in kinds}
     sizes = args.tensor_parallel_size.split(",")
-    makers: dict[str, Callable[[Mapping[str, Any]], Engine]] = {}
+    makers: dict[str, Callable[[Mapping[str, Any]], Contender]] = {}
     skipped: dict[str, str] = {}
     ways = (sizes, args.quantization.split(","), args.tp_invariant.split(","), args.mtp.split(","))
     for size, kind, invariant, drafts in itertools.product(*ways):
@@ -88,7 +88,7 @@ def _start(
     options: dict[str, Any],
     shared: Mapping[str, Any],
     **further: str,
-) -> Engine:
+) -> Contender:
     """Start an engine; a peer gets our options where it has the same, and a checkpoint if it needs one."""
     ours, known = {**shared, **engine_options(args, 1)}, GPU_PEERS.get(name, ())
     if name == "tp_engine":
@@ -159,7 +159,7 @@ def run_all(
     alternate = share is not None or not torch.cuda.is_available()
     shared = {} if share is None else {"gpu_memory_utilization": share}
     for group in [makers] if alternate else [{name: make} for name, make in makers.items()]:
-        engines: dict[str, Engine] = {}
+        engines: dict[str, Contender] = {}
         try:
             for name, make in group.items():
                 with _noted(name, failures):
@@ -175,7 +175,7 @@ def run_all(
 
 def _take_turns(
     workload: str,
-    engines: Mapping[str, Engine],
+    engines: Mapping[str, Contender],
     rounds_of: dict[str, list[Measurement]],
     failures: dict[str, str],
     vocab_size: int,

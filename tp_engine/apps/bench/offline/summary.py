@@ -5,16 +5,16 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from benchmarks.int4_checkpoint import PACKINGS
-from benchmarks.offline.process import Measurement
-from benchmarks.roofline import Ceilings, ModelCost, decode_step_s, workload_s
-from benchmarks.workloads import Workload
+from tp_engine.apps.bench.int4_checkpoint import PACKINGS
+from tp_engine.apps.bench.offline.process import Measurement
+from tp_engine.apps.bench.roofline import Ceilings, ModelCost, decode_step_s, workload_s
+from tp_engine.apps.bench.workloads import BenchWorkload
 
 Figures = dict[str, float]
 
 
 def summarise(
-    workload: Workload, runs: dict[str, list[Measurement]], cost: ModelCost, ceilings: Ceilings
+    workload: BenchWorkload, runs: dict[str, list[Measurement]], cost: ModelCost, ceilings: Ceilings
 ) -> dict[str, Any]:
     """Medians per engine, the roofline, and the ratio of the first engine to each other one (above 1: it is faster)."""
     roofline = least_times(workload, cost, ceilings)
@@ -55,7 +55,7 @@ def pairs_of_packings(names: list[str]) -> list[tuple[str, str]]:
     ]
 
 
-def least_times(workload: Workload, cost: ModelCost, ceilings: Ceilings) -> Figures:
+def least_times(workload: BenchWorkload, cost: ModelCost, ceilings: Ceilings) -> Figures:
     """The best figures that the measured rates allow: time per token of a single request, throughput of several."""
     if len(workload.prompts) == 1:
         context = len(workload.prompts[0]) + workload.max_tokens[0] // 2
@@ -71,7 +71,7 @@ def share_of_roofline(figure: Figures, roofline: Figures) -> float:
     return round(figure["tokens_per_s"] / roofline["tokens_per_s"], 3)
 
 
-def medians(workload: Workload, measured: list[Measurement]) -> Figures:
+def medians(workload: BenchWorkload, measured: list[Measurement]) -> Figures:
     """Output tokens per second and, for a single request, milliseconds to the first token and per token after it."""
     figure = {"tokens_per_s": workload.num_output_tokens / statistics.median(run.total_s for run in measured)}
     firsts = [run.first_token_s for run in measured if run.first_token_s is not None]

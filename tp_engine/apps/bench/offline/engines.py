@@ -1,7 +1,7 @@
 """The engines of the offline benchmark, each in a process of its own; only that of tp_engine must have tp_engine.
 
-``python -m benchmarks.offline.engines NAME``.  Commands are JSON lines on standard input, answers are lines on
-standard output that begin with ``ANSWER``::
+This file runs as a script, with NAME.  Commands are JSON lines on standard input, answers are lines on standard output
+that begin with ``ANSWER``::
 
     {"load": {"model": FOLDER, "dtype": "float32", "max_model_len": 1024, "options": {}}}  ->  {"comparable": true}
     {"run": {"prompts": [[1, 2]], "max_tokens": [3]}}  ->  {"total_s": .., "first_token_s": .. or null, "cpu_s": ..,
@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 ANSWER = "ANSWER "
 
 
-class Engine:
+class LoadedEngine:
     """An engine with a model loaded; ``generate`` returns as many tokens for each prompt as it asks for."""
 
     comparable = True
@@ -37,7 +37,7 @@ class Engine:
         """Clear the prefix cache, if the engine has one that can be cleared."""
 
 
-class Vllm(Engine):
+class Vllm(LoadedEngine):
     """vLLM, greedy; its prefix cache is cleared between the run to the first token and the whole run.  Its dummy
     weights are not those of tp_engine, so answers are then not compared."""
 
@@ -72,7 +72,7 @@ class TpEngine(Vllm):
     WANTED: ClassVar[dict[str, Any]] = {}
 
 
-class Transformers(Engine):
+class Transformers(LoadedEngine):
     """transformers' ``generate`` on one left-padded batch, run to the longest answer.  On CUDA it uses a static cache,
     so that transformers compiles the decode step."""
 
@@ -99,7 +99,7 @@ class Transformers(Engine):
         return [row[longest : longest + count] for row, count in zip(out.tolist(), counts, strict=True)]
 
 
-class NanoVllm(Engine):
+class NanoVllm(LoadedEngine):
     """nano-vllm.  It has no greedy decoding, so it samples at temperature 0.6 and its answers are not compared.
 
     It needs a tokenizer to start.  It also turns answers into text, which no other engine here does; that is switched
@@ -134,7 +134,7 @@ def beside_others(share: float) -> float:
     return share + (total - free) / total
 
 
-class Ctranslate2(Engine):
+class Ctranslate2(LoadedEngine):
     """CTranslate2, greedy, from a conversion made here; the interpreter needs transformers too.  One batch runs to its
     longest answer, because ``generate_batch`` has one length for all."""
 
@@ -162,7 +162,7 @@ class Ctranslate2(Engine):
         return [one.sequences_ids[0][:count] for one, count in zip(results, counts, strict=True)]
 
 
-class LlamaCpp(Engine):
+class LlamaCpp(LoadedEngine):
     """llama.cpp through llama-cpp-python, greedy, from a GGUF file written here; ``quantization`` is its file type.
     Requests run one after the other, because its ``Llama`` has one sequence.  ``Llama`` keeps the K and V of a prefix
     that two successive prompts share."""
@@ -172,13 +172,13 @@ class LlamaCpp(Engine):
     ) -> None:
         from llama_cpp import Llama
 
-        from benchmarks.offline.gguf_checkpoint import quantise_gguf, write_gguf
-
+        sys.path.append(str(Path(__file__).parent))
+        files = importlib.import_module("gguf_checkpoint")
         self._folder = tempfile.TemporaryDirectory()
         target = Path(self._folder.name) / "model.gguf"
-        write_gguf(Path(model), target, dtype)
+        files.write_gguf(Path(model), target, dtype)
         if quantization is not None:
-            target = quantise_gguf(target, quantization)
+            target = files.quantise_gguf(target, quantization)
         threads = int(os.environ["OMP_NUM_THREADS"])
         settings = {"n_ctx": max_model_len, "n_threads": threads, "n_threads_batch": threads, "verbose": False}
         self._llm = Llama(str(target), **(settings | options))

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks.serving.traffic import Request
+from tp_engine.apps.bench.serving.traffic import Request
 
 
 @dataclass(kw_only=True)
-class Answer:
+class TimedAnswer:
     """Times in seconds; ``start_time`` is on this process's clock.  ``itl`` are the gaps between chunks."""
 
     prompt_len: int
@@ -52,12 +52,12 @@ class Target:
 
 async def send_all(
     target: Target, requests: Sequence[Request], times: Sequence[float], max_concurrency: int | None
-) -> tuple[list[Answer], float]:
+) -> tuple[list[TimedAnswer], float]:
     """Send each request at its time, even if earlier ones still run; returns the answers and the total time."""
     gate = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
     started = time.perf_counter()
 
-    async def one(request: Request, at_s: float) -> Answer:
+    async def one(request: Request, at_s: float) -> TimedAnswer:
         await asyncio.sleep(max(0.0, started + at_s - time.perf_counter()))
         async with gate:
             return await ask(target, request)
@@ -66,10 +66,10 @@ async def send_all(
     return answers, time.perf_counter() - started
 
 
-async def ask(target: Target, request: Request) -> Answer:
+async def ask(target: Target, request: Request) -> TimedAnswer:
     """Send one request; the answer holds the error, if any."""
     prompt_len = len(request.prompt) if isinstance(request.prompt, list) else 0
-    answer = Answer(prompt_len=prompt_len, start_time=time.perf_counter())
+    answer = TimedAnswer(prompt_len=prompt_len, start_time=time.perf_counter())
     try:
         async with asyncio.timeout(target.timeout_s):
             await _ask(target, target.body(request), answer)
@@ -91,7 +91,7 @@ async def fetch_json(target: Target, path: str) -> Any:
         return json.loads(text)
 
 
-async def _ask(target: Target, body: dict[str, Any], answer: Answer) -> None:
+async def _ask(target: Target, body: dict[str, Any], answer: TimedAnswer) -> None:
     payload = json.dumps(body).encode()
     async with _exchange(target, "POST", target.endpoint, payload) as (status, parts):
         if status != 200:

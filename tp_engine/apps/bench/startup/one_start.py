@@ -1,6 +1,6 @@
 """Start an engine's Python API in a fresh process, up to its first token; needs the standard library only.
 
-``python -m benchmarks.startup.one_start ENGINE SPEC``, where ENGINE is a module with ``LLM`` and ``SamplingParams``
+This file runs as a script with ENGINE and SPEC: ENGINE is a module with ``LLM`` and ``SamplingParams``
 (tp_engine, vllm) and SPEC is JSON, ``{"model": FOLDER, "options": {...}}``.  The answer is one line on standard output
 that begins with ``ANSWER``: times of the monotonic clock, which all processes share, and seconds of parts.
 """

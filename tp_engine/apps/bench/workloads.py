@@ -8,7 +8,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Workload:
+class BenchWorkload:
     """Prompts (token ids) and the number of tokens to generate for each; greedy, EOS ignored.  All prompts begin with
     the same ``num_shared`` tokens; with a prefix cache these are computed once."""
 
@@ -23,38 +23,38 @@ class Workload:
         return sum(self.max_tokens)
 
 
-def latency(vocab_size: int, seed: int) -> Workload:
+def latency(vocab_size: int, seed: int) -> BenchWorkload:
     """One request: 128 tokens in, 128 out."""
     rng = np.random.default_rng(seed)
-    return Workload("latency", [rng.integers(3, vocab_size, 128).tolist()], [128])
+    return BenchWorkload("latency", [rng.integers(3, vocab_size, 128).tolist()], [128])
 
 
-def throughput(vocab_size: int, seed: int) -> Workload:
+def throughput(vocab_size: int, seed: int) -> BenchWorkload:
     """32 requests at once: 16 to 128 tokens in, 16 to 128 out."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(3, vocab_size, size).tolist() for size in rng.integers(16, 129, 32)]
-    return Workload("throughput", prompts, rng.integers(16, 129, 32).tolist())
+    return BenchWorkload("throughput", prompts, rng.integers(16, 129, 32).tolist())
 
 
-def shared_prefix(vocab_size: int, seed: int) -> Workload:
+def shared_prefix(vocab_size: int, seed: int) -> BenchWorkload:
     """32 requests of 256 shared and 16 own tokens, 16 tokens out; every seed has a different prefix."""
     rng = np.random.default_rng(seed)
     prefix = rng.integers(3, vocab_size, 256).tolist()
     prompts = [prefix + rng.integers(3, vocab_size, 16).tolist() for _ in range(32)]
-    return Workload("shared prefix", prompts, [16] * 32, num_shared=256)
+    return BenchWorkload("shared prefix", prompts, [16] * 32, num_shared=256)
 
 
-def batch256(vocab_size: int, seed: int) -> Workload:
+def batch256(vocab_size: int, seed: int) -> BenchWorkload:
     """256 requests at once: 100 to 1024 tokens in, 100 to 1024 out.  The lengths are the same for every seed."""
     rng, lengths = np.random.default_rng(seed), np.random.default_rng(0)
     prompts = [rng.integers(3, min(vocab_size, 10_000), size).tolist() for size in lengths.integers(100, 1025, 256)]
-    return Workload("256 requests", prompts, lengths.integers(100, 1025, 256).tolist())
+    return BenchWorkload("256 requests", prompts, lengths.integers(100, 1025, 256).tolist())
 
 
-def batch32(vocab_size: int, seed: int) -> Workload:
+def batch32(vocab_size: int, seed: int) -> BenchWorkload:
     """The first 32 requests of ``batch256``."""
     all_requests = batch256(vocab_size, seed)
-    return Workload("32 requests", all_requests.prompts[:32], all_requests.max_tokens[:32])
+    return BenchWorkload("32 requests", all_requests.prompts[:32], all_requests.max_tokens[:32])
 
 
 WORKLOADS = {

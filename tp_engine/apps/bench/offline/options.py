@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.int4_checkpoint import PACKINGS
-from benchmarks.offline.process import DUMMY_PEERS, PACKAGES, PEERS, parse_pythons
-from benchmarks.plot import plot_file
-from benchmarks.shapes import DUMMY_SHAPES, SHAPES
-from benchmarks.workloads import LARGE_WORKLOADS, SMALL_WORKLOADS, WORKLOADS
+from tp_engine.apps.bench.int4_checkpoint import PACKINGS
+from tp_engine.apps.bench.offline.process import DUMMY_PEERS, PACKAGES, PEERS, parse_pythons
+from tp_engine.apps.bench.plot import plot_file
+from tp_engine.apps.bench.shapes import DUMMY_SHAPES, SHAPES
+from tp_engine.apps.bench.workloads import LARGE_WORKLOADS, SMALL_WORKLOADS, WORKLOADS
 from tp_engine.config import QUANTIZATIONS
 
 DTYPES = ("float32", "bfloat16")
@@ -18,9 +19,11 @@ WEIGHTS = ("none", *QUANTIZATIONS, *PACKINGS)
 """The weights of tp_engine: as they are, quantised while loading, or from a checkpoint in this packing."""
 
 
-def parse_arguments(arguments: list[str] | None = None, description: str | None = None) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str], description: str | None = None) -> argparse.Namespace:
     """The command line, with the defaults of the shape filled in; ``cells`` are the (shape, dtype) pairs to run."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "tp-engine bench offline", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=[*sorted(SHAPES), *DUMMY_SHAPES], default="C", help="a model of this shape")
     parser.add_argument("--cells", help="several shapes in one run: A:bfloat16,B:bfloat16,B:float32,C:float32")
     parser.add_argument("--model", help="a checkpoint folder, instead of --shape")

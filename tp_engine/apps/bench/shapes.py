@@ -8,6 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tp_engine.config import DEMO_MODEL
+
 # Small shapes: a random checkpoint is written, for every engine to load.  "architecture" is transformers' class, the
 # others are settings of its configuration.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -92,7 +94,6 @@ _QWEN3_MOE = {
 }  # fmt: skip
 _QWEN3_MOE_SIZES = {"qwen3-30b-a3b": (2048, 6144, 48, 32, False)}
 DUMMY_SHAPES = (*_QWEN3_SIZES, *_QWEN3_MOE_SIZES)
-DEMO_MODEL = Path(__file__).resolve().parents[2] / "tp_engine" / "demo_model"
 
 
 def qwen3_config(shape: str, dtype: str) -> dict[str, Any]:

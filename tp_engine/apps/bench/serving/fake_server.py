@@ -1,6 +1,6 @@
-"""``launch/serve.py`` with an engine that computes nothing, to measure the frontend's own cost.
+"""``tp-engine serve`` with an engine that computes nothing, to measure the frontend's own cost.
 
-    python scripts/benchmarks/serving/fake_server.py --port 8000 --step-ms 20 --max-num-seqs 1000
+    python -m tp_engine.apps.bench.serving.fake_server --port 8000 --step-ms 20 --max-num-seqs 1000
 
 Every running request gets one token per step of ``--step-ms`` (0: no wait).  The tokenizer is the demo model's.
 """
@@ -11,10 +11,7 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.engine.messages import ModelInfo
