@@ -77,7 +77,7 @@ def _add_middleware(app: FastAPI, state: ServerState) -> None:
             allow_methods=config.allowed_methods,
             allow_headers=config.allowed_headers,
             allow_credentials=config.allow_credentials,
-            expose_headers=("X-Request-Id", "Request-Id", "Retry-After"),
+            expose_headers=("X-Request-Id", "Request-Id", "Retry-After", "X-Should-Retry"),
         )
     app.add_middleware(Checks, has_room)
     app.add_middleware(Entrance, state.metrics.http, state.bodies, shape_own_errors, config.root_path)

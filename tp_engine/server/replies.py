@@ -23,6 +23,7 @@ logger = get_logger(__name__)
 Result = TypeVar("Result")
 ErrorShape: TypeAlias = Callable[[int, str], dict[str, Any]]  # status and message -> body
 
+_MAY_CHANGE = (408, 429)  # what the same request may not get again, of the client's faults
 _ERROR_SHAPE: ContextVar[ErrorShape | None] = ContextVar("error_shape", default=None)
 
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -103,6 +104,9 @@ def error_reply(error: BaseException) -> Response:
         headers["Connection"] = "close"
     if isinstance(error, HttpError) and error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
+    # without it Claude Code sends a request with a wrong key for minutes, and says nothing
+    if status < 500 and status not in _MAY_CHANGE:
+        headers["X-Should-Retry"] = "false"
     return json_reply(body, status, headers)
 
 

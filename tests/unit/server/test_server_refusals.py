@@ -72,6 +72,24 @@ def test_a_failure_within_a_stream_is_an_event() -> None:
     serve(scenario, FailingLater(arith))
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_refusals_that_would_come_again_say_so(path: str) -> None:
+    """Oracle: the header that the libraries of OpenAI and Anthropic read before they look at the status."""
+    body = {"messages": [{"role": "user", "content": "a"}], "input": "a", "max_tokens": 3}
+
+    async def scenario(app: App) -> None:
+        key = {"authorization": "Bearer key"}
+        wrong = [
+            await app.post(path, body),
+            await app.post(path, body | {"model": "other"}, **key),
+            await app.post(path, {"temperature": "x"}, **key),
+        ]
+        assert [reply.status for reply in wrong] == [401, 404, 400]
+        assert [reply.headers.get("x-should-retry") for reply in wrong] == ["false"] * 3
+
+    serve(scenario, config=ServerConfig(api_key=("key",)))
+
+
 def test_what_says_to_be_no_json_is_refused() -> None:
     """Oracle: a page of another origin can send text/plain without a preflight request; such a body has no effect."""
 
@@ -122,6 +140,7 @@ def test_a_full_house_is_429_and_says_when_to_come_back() -> None:
         await until(lambda: app.state.limit.num_prompts == 2, "both")
         reply = await app.post("/v1/completions", {"prompt": "a"})
         assert reply.status == 429 and int(reply.headers["retry-after"]) >= 1
+        assert "x-should-retry" not in reply.headers
         assert error_of(reply)["type"] == "rate_limit_error"
         unread = await Trickle(app.app, "POST", "/v1/chat/completions", b"{").reply()
         assert unread.status == 429  # without waiting for the rest of the body
