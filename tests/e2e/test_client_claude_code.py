@@ -32,6 +32,22 @@ def act(request: EngineRequest, asked: list[tuple[int, int | None]]) -> list[int
     return [*text.encode(), END_OF_TURN]
 
 
+def ask(folder: Path, url: str, key: str) -> subprocess.CompletedProcess[str]:
+    settings = {
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_AUTH_TOKEN": key,
+        "ANTHROPIC_MODEL": "demo",
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": "demo",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "HOME": str(folder),
+    }
+    return subprocess.run(
+        [str(CLAUDE), "-p", "What is 6 * 7?", "--output-format", "json", "--allowed-tools", "Bash"],
+        cwd=folder, env=os.environ | settings, text=True, stdin=subprocess.DEVNULL, capture_output=True,
+        timeout=DEADLINE_S,
+    )  # fmt: skip
+
+
 @pytest.mark.skipif(CLAUDE is None, reason="Claude Code is a package of npm; run scripts/test_clients")
 @pytest.mark.parametrize("max_model_len", [1 << 18, 40_000])
 def test_claude_prints_an_answer(tmp_path: Path, max_model_len: int) -> None:
@@ -39,7 +55,6 @@ def test_claude_prints_an_answer(tmp_path: Path, max_model_len: int) -> None:
 
     Claude Code asks for more tokens than a small context has, and again for fewer by the numbers of the error.
     """
-    assert CLAUDE is not None
     asked: list[tuple[int, int | None]] = []
     engine = FakeEngine(
         partial(act, asked=asked), model_info=msgspec.structs.replace(INFO, max_model_len=max_model_len)
@@ -48,21 +63,19 @@ def test_claude_prints_an_answer(tmp_path: Path, max_model_len: int) -> None:
         port=0, generation_config="vllm", api_key=("sesame",), enable_auto_tool_choice=True, tool_call_parser="hermes"
     )
     with running_server(engine, config) as server:
-        settings = {
-            "ANTHROPIC_BASE_URL": server.url,
-            "ANTHROPIC_AUTH_TOKEN": "sesame",
-            "ANTHROPIC_MODEL": "demo",
-            "ANTHROPIC_DEFAULT_HAIKU_MODEL": "demo",
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            "HOME": str(tmp_path),
-        }
-        done = subprocess.run(
-            [CLAUDE, "-p", "What is 6 * 7?", "--output-format", "json", "--allowed-tools", "Bash"],
-            cwd=tmp_path, env=os.environ | settings, text=True, stdin=subprocess.DEVNULL, capture_output=True,
-            timeout=DEADLINE_S,
-        )  # fmt: skip
+        done = ask(tmp_path, server.url, "sesame")
         server.wait_idle()
     assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-4000:])
     answer = json.loads(done.stdout)
     assert asked and all(prompt + (most or 0) <= max_model_len for prompt, most in asked)
     assert (answer["result"], answer["is_error"]) == ("Done: said by the tool: 42", False), answer
+
+
+@pytest.mark.skipif(CLAUDE is None, reason="Claude Code is a package of npm; run scripts/test_clients")
+def test_claude_says_at_once_that_the_key_is_wrong(tmp_path: Path) -> None:
+    """Oracle: an end with that status; without the header of the refusal it tries for some three minutes."""
+    engine = FakeEngine(partial(act, asked=[]), model_info=INFO)
+    with running_server(engine, ServerConfig(port=0, api_key=("sesame",))) as server:
+        done = ask(tmp_path, server.url, "wrong")
+    answer = json.loads(done.stdout)
+    assert done.returncode == 1 and (answer["is_error"], answer["api_error_status"]) == (True, 401), answer
