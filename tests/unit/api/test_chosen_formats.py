@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from typing import Any
@@ -14,7 +15,12 @@ from tests.unit.api.test_chat_answers import CHAT, body, last_request, serve, sp
 from tp_engine.api.openai.chat.options import TOOL_ALIASES, ChatOptions
 from tp_engine.api.openai.chat.prompt import ChatFormat
 from tp_engine.api.openai.reasoning import REASONING_FORMATS
+from tp_engine.api.openai.tools.events import CallArguments, CallStarted
+from tp_engine.api.openai.tools.forced_constraint import forced_grammar
 from tp_engine.api.openai.tools.formats import TOOL_FORMATS
+from tp_engine.api.openai.tools.request import ToolRequest
+from tp_engine.api.openai.tools.token_writing import TokenWriting
+from tp_engine.requests.structured_outputs import StructuredOutputsParams
 from tp_engine.server.config import ServerConfig
 
 THINKS = "<think>x</think>"
@@ -81,6 +87,48 @@ def test_one_format_or_none_fits(model: str) -> None:
         None if tools is None else TOOL_FORMATS[tools],
         None if reasoning is None else REASONING_FORMATS[reasoning],
     )
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+HY3 = "{# <think@><tool_call@><tool_sep@><arg_key@> #}{{ messages[0].content }}"
+HY3_TAGS = ("think", "tool_calls", "tool_call", "tool_sep", "arg_key", "arg_value")
+HY3_CALLS = (
+    "<tool_calls@>\n<tool_call@>get_weather<tool_sep@>\n<arg_key@>city</arg_key@>\n<arg_value@>Ulm</arg_value@>\n"
+    "</tool_call@>\n</tool_calls@>"
+)
+
+
+def hy3_tokenizer(*versions: str) -> Any:
+    tokenizer = copy.deepcopy(byte_level_tokenizer())
+    names = [f"<{slash}{tag}{one}>" for one in versions for tag in HY3_TAGS for slash in ("", "/")]
+    tokenizer.add_special_tokens({"additional_special_tokens": names})
+    return tokenizer
+
+
+@pytest.mark.parametrize("version", [":opensource", ":v2.1-rl", ""])
+def test_hy3_reads_the_marks_of_its_tokenizer(version: str) -> None:
+    """Oracle: by hand: the marks of the version that the tokenizer has, and those without one."""
+    options = ChatOptions(chat_template=HY3, tool_call_parser="hy_v3", reasoning_parser="hy_v3")
+    chat = ChatFormat(hy3_tokenizer(version), options)
+    assert chat.tool_format is not None and chat.reasoning_format is not None
+    tools = ToolRequest(tools=(WEATHER,), choice="required")
+    for mark in (version, ""):
+        parser = chat.tool_format.new_parser(tools)
+        events = [*parser.feed(HY3_CALLS.replace("@", mark)), *parser.finish(cut_off=False)]
+        assert [one.name for one in events if isinstance(one, CallStarted)] == ["get_weather"]
+        arguments = "".join(one.text for one in events if isinstance(one, CallArguments))
+        assert json.loads(arguments) == {"city": "Ulm"}
+    assert chat.reasoning_format.opens[0] == f"<think{version}>" and "</think>" in chat.reasoning_format.closes
+    writing = TokenWriting.of(hy3_tokenizer(version))
+    grammar = forced_grammar(tools, chat.tool_format, writing, StructuredOutputsParams(), thinks=False)
+    assert grammar is not None and writing.mark(f"<tool_sep{version}>") in grammar
+    assert ChatFormat(hy3_tokenizer("", version), options).tool_format == chat.tool_format
 
 
 def test_every_format_can_be_chosen() -> None:

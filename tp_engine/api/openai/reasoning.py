@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 from tp_engine.api.openai.tools.ernie45 import OPEN as RESPONSE
 from tp_engine.api.openai.tools.ernie45 import ResponseMarks
 from tp_engine.api.openai.tools.events import CallStarted, ChatEvent, ContentText
-from tp_engine.api.openai.tools.formats import COHERE_RESPONSE, GEMMA_DROPS, SOLAR_END, SOLAR_HEADS
 from tp_engine.api.openai.tools.harmony import ANALYSIS, END, HARMONY
 from tp_engine.api.openai.tools.harmony import TEMPLATE as HARMONY_TEMPLATE
+from tp_engine.api.openai.tools.hy3 import version_of
+from tp_engine.api.openai.tools.marks import COHERE_RESPONSE, GEMMA_DROPS, SOLAR_END, SOLAR_HEADS
 from tp_engine.api.openai.tools.text_parser import (
     EndOfTextError,
     MessageParser,
@@ -58,7 +59,8 @@ class ReasoningFormat:
     looked for first.  One of ``heads``, longer ones first, may stand in front of the answer.  ``unwrap`` makes what
     drops further marks around the answer; the answer never shows ``drops``, unless it follows a grammar.  ``aliases``
     are other names of vLLM and SGLang.  A chat template that one of ``template`` fits is of such a model.  ``message``:
-    the reasoning is part of a format of whole messages, and ``closes`` only tells where it ends.
+    the reasoning is part of a format of whole messages, and ``closes`` only tells where it ends.  ``of_tokens`` makes
+    the format of the version that a tokenizer's own tokens tell.
     """
 
     help: str
@@ -72,6 +74,11 @@ class ReasoningFormat:
     aliases: tuple[str, ...] = ()
     template: tuple[TemplateMarks, ...] = ()
     message: MessageFormat | None = None
+    of_tokens: Callable[[Iterable[str]], ReasoningFormat] | None = None
+
+    def for_tokens(self, tokens: Iterable[str]) -> ReasoningFormat:
+        """Return this format, as a model writes it whose tokenizer has these tokens in angle brackets."""
+        return self if self.of_tokens is None else self.of_tokens(tokens)
 
     def beginning(self, prompt: str, *, continued: str | None = None, thinking_disabled: bool = False) -> Beginning:
         """Return what a text that follows ``prompt`` begins with.
@@ -134,6 +141,18 @@ class ReasoningFormat:
 def _at_most(budget: int, close: int | None) -> str:
     """The rule ``thought``: at most ``budget`` tokens, and the one that closes it."""
     return f"thought: <[^{close}]>{{0,{budget}}} <[{close}]>"
+
+
+def _hy3(tokens: Iterable[str] = ()) -> ReasoningFormat:
+    version = version_of(tokens)
+    named = (version,) if version else ()
+    return ReasoningFormat(
+        help="Hy3: <think:opensource>, or as qwen3",
+        opens=tuple(f"<think{one}>" for one in (*named, "")),
+        closes=tuple(f"</think{one}>" for one in (*named, "")),
+        template=(TemplateMarks(("<tool_sep", "<arg_key", "<think"), lacks=("</think>",)),),
+        of_tokens=_hy3,
+    )
 
 
 _GRANITE_ROLE = "<|start_of_role|>"
@@ -206,12 +225,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
         unwrap=ResponseMarks,
         template=(TemplateMarks((_GRANITE_ROLE, "<think>")), TemplateMarks(("Here is my thought process",))),
     ),
-    "hy_v3": ReasoningFormat(
-        help="Hy3: <think:opensource>, or as qwen3",
-        opens=("<think:opensource>", "<think>"),
-        closes=("</think:opensource>", "</think>"),
-        template=(TemplateMarks(("<tool_sep", "<arg_key", "<think"), lacks=("</think>",)),),
-    ),
+    "hy_v3": _hy3(),
     "solar_open": ReasoningFormat(
         help="Solar Open: <|think|>",
         opens=("<|think|>",),

@@ -14,6 +14,7 @@ from tp_engine.api.openai.chat.options import ChatOptions
 from tp_engine.api.openai.chat.template import ChatTemplate, TemplateRefusal
 from tp_engine.api.openai.reasoning import ReasoningFormat
 from tp_engine.api.openai.reasoning_seal import ReasoningSeal
+from tp_engine.api.openai.tools.token_writing import TokenWriting
 from tp_engine.api.openai.tools.tool_format import ToolFormat
 from tp_engine.errors import ConfigError, RequestError
 from tp_engine.images.placeholders import Pieces
@@ -131,12 +132,14 @@ class ChatFormat:
     @cached_property
     def tool_format(self) -> ToolFormat | None:
         """The format of the model's tool calls; None if it is not known, or not wanted."""
-        return self.options.tool_format(self._source(with_tools=True) or "")
+        found = self.options.tool_format(self._source(with_tools=True) or "")
+        return None if found is None else found.for_tokens(TokenWriting.of(self._tokenizer).apart)
 
     @cached_property
     def reasoning_format(self) -> ReasoningFormat | None:
         """The format of the model's reasoning; as ``tool_format``."""
-        return self.options.reasoning_format(self._source(with_tools=True) or "")
+        found = self.options.reasoning_format(self._source(with_tools=True) or "")
+        return None if found is None else found.for_tokens(TokenWriting.of(self._tokenizer).apart)
 
     @cached_property
     def writes_pairs(self) -> bool:

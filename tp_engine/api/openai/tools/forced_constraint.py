@@ -53,7 +53,7 @@ def forced_grammar(
     None if that form can not keep a schema, or is not known: then calls are JSON without marks.  In messages they
     stand behind reasoning if the model ``thinks``.  White space is as in ``like``.  Raises ``RequestError``.
     """
-    name = next((name for name, one in TOOL_FORMATS.items() if form is one or form is one.message), None)
+    name = next((name for name, one in TOOL_FORMATS.items() if _is_of(form, one)), None)
     if name is None or tools.choice == "auto":
         return None
     job = {
@@ -75,8 +75,8 @@ def write_schema(job: bytes) -> bytes:
 def write_grammar(job: bytes) -> bytes:
     """The isolated half of ``forced_grammar``; empty if the form does not fit."""
     given = json.loads(job)
-    tools, form = _tools(given), TOOL_FORMATS[given["form"]]
-    writing, like = TokenWriting(*given["tokens"]), StructuredOutputsParams(**given["like"])
+    tools, writing, like = _tools(given), TokenWriting(*given["tokens"]), StructuredOutputsParams(**given["like"])
+    form = TOOL_FORMATS[given["form"]].for_tokens(writing.apart)
     if form.message is not None:
         return form.message.forced_calls(tools, writing, given["thinks"], like).encode()
     forced = form.forced_form(tools)
@@ -84,6 +84,11 @@ def write_grammar(job: bytes) -> bytes:
         return b"" if forced is None else forced_calls(forced, form.marks, tools, writing, like).encode()
     except UnfitError:  # each version of the form fits, and all together are too long
         return b""
+
+
+def _is_of(form: ToolFormat | MessageFormat, row: ToolFormat) -> bool:
+    """Whether ``form`` is a row of the table, a version of it, or its messages."""
+    return form.models == row.models if isinstance(form, ToolFormat) else form is row.message
 
 
 def _fields(tools: ToolRequest) -> dict[str, Any]:

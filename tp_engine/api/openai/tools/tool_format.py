@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -86,7 +86,8 @@ class ToolFormat:
     of ids that the model knows (with ``{name}`` and ``{number}``, which counts the calls of a conversation from 0), so
     that the template gets every id in it.  A chat template that one of ``template`` fits is of such a model.
     ``forced`` is the form of calls that a request forces, unless it can not keep a tool's schema; then they are JSON
-    without marks.  ``message``: the calls, forced ones too, are part of a format of whole messages.
+    without marks.  ``message``: the calls, forced ones too, are part of a format of whole messages.  ``of_tokens``
+    makes the format of the version that a tokenizer's own tokens tell.
     """
 
     models: str
@@ -99,6 +100,11 @@ class ToolFormat:
     template: tuple[TemplateMarks, ...] = ()
     forced: ForcedForm | None = None
     message: MessageFormat | None = None
+    of_tokens: Callable[[Iterable[str]], ToolFormat] | None = None
+
+    def for_tokens(self, tokens: Iterable[str]) -> ToolFormat:
+        """Return this format, as a model writes it whose tokenizer has these tokens in angle brackets."""
+        return self if self.of_tokens is None else self.of_tokens(tokens)
 
     def forced_form(self, tools: ToolRequest) -> ForcedForm | None:
         """Return the form of the calls that ``tools`` force; None: JSON without marks."""
