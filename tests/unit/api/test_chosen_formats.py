@@ -126,7 +126,7 @@ def test_hy3_reads_the_marks_of_its_tokenizer(version: str) -> None:
         assert json.loads(arguments) == {"city": "Ulm"}
     assert chat.reasoning_format.opens[0] == f"<think{version}>" and "</think>" in chat.reasoning_format.closes
     writing = TokenWriting.of(hy3_tokenizer(version))
-    grammar = forced_grammar(tools, chat.tool_format, writing, StructuredOutputsParams(), thinks=False)
+    grammar = forced_grammar(tools, chat.tool_format, writing, StructuredOutputsParams(json={}), thinks=False)
     assert grammar is not None and writing.mark(f"<tool_sep{version}>") in grammar
     assert ChatFormat(hy3_tokenizer("", version), options).tool_format == chat.tool_format
 

@@ -37,6 +37,10 @@ def shown(*messages: dict[str, Any], template: str = SHOWS_THINKING) -> str:
         {"reasoning_content": "PLAN"},
         {"reasoning": "PLAN"},
         {"thinking": "PLAN"},
+        {"reasoning_text": "PLAN", "reasoning_opaque": "gAAA"},
+        {"tool_plan": "PLAN"},
+        {"provider_specific_fields": {"reasoning_content": "PLAN", "refusal": None, "citations": []}},
+        {"reasoning_content": "PLAN", "provider_specific_fields": {"reasoning_content": "OTHER"}},
         {"reasoning_content": "", "reasoning": None, "thinking": True, "reasoning_details": [], "thinking_blocks": None}
         | {"content": [{"type": "thinking", "thinking": "PLAN"}, TEXT]},
         {"thinking_blocks": [{"type": "thinking", "thinking": "PL"}, {"type": "thinking", "thinking": "AN"}]},
@@ -109,3 +113,66 @@ def test_a_tool_that_had_nothing_to_say() -> None:
     assert shown(ASK, calling, {**answer, "content": None}) == shown(ASK, calling, {**answer, "content": ""})
     with pytest.raises(RequestError, match=r"messages\[2\] has no content"):
         shown(ASK, calling, answer)
+
+
+PLAIN = {"role": "assistant", "content": "A"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict.fromkeys(
+            ("refusal", "annotations", "audio", "function_call", "tool_calls")
+        ),  # as OpenAI's library dumps it
+        {"prefix": True},  # of a message that is not the last one
+        {"prefix": False, "partial": False},
+        *({name: "x"} for name in sorted(spellings.UNTOLD)),
+    ],
+    ids=str,
+)
+def test_what_tells_the_model_nothing(fields: dict[str, Any]) -> None:
+    """Oracle: the prompt without the fields."""
+    assert shown(ASK, PLAIN | fields, NEXT) == shown(ASK, PLAIN, NEXT)
+
+
+def test_what_was_spoken_is_content() -> None:
+    """Oracle: the transcript as content; an audio that only its server has is refused by name."""
+    audio = {"id": "audio_1", "data": "AAA", "transcript": "spoken"}
+    spoken = {"role": "assistant", "content": None, "audio": audio}
+    assert shown(ASK, spoken, NEXT) == shown(ASK, {"role": "assistant", "content": "spoken"}, NEXT)
+    with pytest.raises(RequestError, match=r"messages\[1\]\.audio is .*audio_1.*; this server keeps no audio"):
+        shown(ASK, {**spoken, "audio": {"id": "audio_1"}}, NEXT)
+
+
+@pytest.mark.parametrize(
+    ("answer", "place"),
+    [
+        ({"images": [{"type": "image_url"}]}, "messages[1].images"),
+        ({"content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]}, "messages[1].content[0]"),
+        ({"tool_calls": [{"id": "c", "type": "custom", "custom": {"name": "f"}}]}, "messages[1].tool_calls[0]"),
+    ],
+)
+def test_what_can_not_be_read_is_refused_by_name(answer: dict[str, Any], place: str) -> None:
+    """Oracle: the field's place in the messages."""
+    with pytest.raises(RequestError) as caught:
+        shown(ASK, PLAIN | answer, NEXT)
+    assert place in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["prefix", "partial"])
+def test_a_last_message_that_asks_to_be_continued(name: str) -> None:
+    """Oracle: refused with the remedy, which works."""
+    chat = ChatFormat(byte_level_tokenizer(), ChatOptions(chat_template=SHOWS_THINKING))
+    messages: list[dict[str, Any]] = [ASK, {**PLAIN, name: True}]
+    with pytest.raises(RequestError, match=f"has {name} True; .* continue_final_message to true"):
+        chat.render(messages)
+    asked = {"continue_final_message": True, "add_generation_prompt": False}
+    assert chat.render(messages, asked).continued == "A"
+
+
+def test_the_log_names_other_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: by hand; fields that say nothing are not named."""
+    told: list[str] = []
+    monkeypatch.setattr(spellings, "warn_once", lambda _logger, text, *values: told.append(text % values))
+    shown(ASK, {**PLAIN, "mood": "merry", "empty": None, "nothing": []}, NEXT)
+    assert told == ["messages have the field 'mood', which only a template that knows it reads"]

@@ -11,6 +11,7 @@ from tp_engine.api.openai.chat.capabilities import TemplateCapabilities
 from tp_engine.api.openai.chat.images import render_images
 from tp_engine.api.openai.chat.messages import normal_messages
 from tp_engine.api.openai.chat.options import ChatOptions
+from tp_engine.api.openai.chat.spellings import check_ending
 from tp_engine.api.openai.chat.template import ChatTemplate, TemplateRefusal
 from tp_engine.api.openai.reasoning import ReasoningFormat
 from tp_engine.api.openai.reasoning_seal import ReasoningSeal
@@ -101,6 +102,8 @@ class ChatFormat:
             )
         images: list[ImageSource] | None = None if image_marker is None else []
         conversation = normal_messages(messages, takes, self.tool_format, images, adapts_calls=adapts_calls)
+        if not continues:
+            check_ending(conversation[-1])
         variables = {
             **self._special_tokens(),
             "tools": None,

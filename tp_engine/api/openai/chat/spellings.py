@@ -2,13 +2,18 @@
 
 | in a message | becomes |
 | --- | --- |
-| ``reasoning``, ``thinking`` | ``reasoning_content`` |
+| ``reasoning``, ``thinking``, ``reasoning_text`` (Copilot), ``tool_plan`` (Cohere) | ``reasoning_content`` |
 | ``thinking_blocks`` (LiteLLM), ``reasoning_details`` (OpenRouter) | the same |
 | parts of the content with the type thinking or reasoning | the same |
 | reasoning that only the server that made it can read | nothing; the log says so |
-| ``refusal`` without a content | the content |
+| fields of ``provider_specific_fields`` (LiteLLM) that it lacks itself | its own |
+| ``refusal``, or an audio's transcript, without a content | the content |
 | ``function_call``, and an answer with the role function | ``tool_calls``, and an answer with the role tool |
 | null as the content of an answer of a tool, which had nothing to say | an empty text |
+| an audio of this API's servers, which none is kept of here; ``prefix``, ``partial`` of the last message | 400 |
+| ``UNTOLD``: notes for the client, or about the text | nothing |
+
+Other fields reach the template, which may know them; the log names them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +24,7 @@ from tp_engine.system.log import get_logger, warn_once
 
 logger = get_logger(__name__)
 
-_FIELDS = ("reasoning_content", "reasoning", "thinking")
+_FIELDS = ("reasoning_content", "reasoning", "thinking", "reasoning_text", "tool_plan")
 _LISTS = ("thinking_blocks", "reasoning_details")
 # The type of a part -> its fields that may have the text; none: no other server can read it.
 _THOUGHTS: Mapping[object, tuple[str, ...]] = {
@@ -32,6 +37,32 @@ _THOUGHTS: Mapping[object, tuple[str, ...]] = {
 }
 
 
+_OF_PROVIDERS = "provider_specific_fields"
+# Fields that tell the model nothing: sources of a search, what the client or a gateway keeps for itself.
+UNTOLD = frozenset(
+    {
+        "annotations", "cache_control", "citations", "created", "created_at", "finish_reason", "id", "logprobs",
+        "model", "object", "phase", "reasoning_opaque", "reasoning_signature", "search_results", "status",
+        "stop_reason", "timestamp", "usage", "weight",
+    }
+)  # fmt: skip
+_TOLD = frozenset(
+    {
+        *_FIELDS,
+        *_LISTS,
+        "role",
+        "content",
+        "name",
+        "images",
+        "tool_calls",
+        "tool_call_id",
+        "refusal",
+        "prefix",
+        "partial",
+    }
+)
+
+
 def is_thought(part: object) -> bool:
     """Return whether a part of a content is reasoning."""
     return isinstance(part, Mapping) and isinstance(part.get("type"), str) and part["type"] in _THOUGHTS
@@ -39,9 +70,13 @@ def is_thought(part: object) -> bool:
 
 def in_one_spelling(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a message without null fields; raises ``RequestError`` for reasoning that is not text."""
-    given = {name: value for name, value in message.items() if value is not None}
+    others = message.get(_OF_PROVIDERS)
+    whole = {**others, **message} if isinstance(others, Mapping) else message
+    given = {name: value for name, value in whole.items() if value is not None and name != _OF_PROVIDERS}
     role = given.get("role")
     if role == "assistant":
+        if said := _said(where, given.pop("audio", None)):
+            given.setdefault("content", said)
         if thought := _reasoning(where, given):
             given["reasoning_content"] = thought
         if isinstance(given.get("refusal"), str):
@@ -53,7 +88,32 @@ def in_one_spelling(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
         given |= {"role": "tool", "tool_call_id": _function_id(given)}
     if given.get("role") == "tool" and "content" in message:
         given.setdefault("content", "")
+    for name in given.keys() - _TOLD - UNTOLD:
+        if given[name] not in (False, "", [], {}):
+            warn_once(logger, "messages have the field %s, which only a template that knows it reads", shown(name))
     return given
+
+
+def check_ending(message: Mapping[str, Any]) -> None:
+    """Raise ``RequestError`` if the last message asks to be continued in the words of Mistral and DeepSeek, or Kimi."""
+    for name in ("prefix", "partial"):
+        if message.get(name) not in (None, False):
+            raise RequestError(
+                f"the last message has {name} {shown(message[name], 60)}; to let the model continue it, set "
+                "continue_final_message to true and add_generation_prompt to false",
+                param="messages",
+            )
+
+
+def _said(where: str, audio: object) -> str:
+    """The transcript of an earlier answer's audio, empty for none."""
+    said = audio.get("transcript") if isinstance(audio, Mapping) else None
+    if audio and not isinstance(said, str):
+        raise RequestError(
+            f"{where}.audio is {shown(audio, 60)}; this server keeps no audio: send its transcript as the content",
+            param="messages",
+        )
+    return said or ""
 
 
 def _function_id(named: Mapping[str, Any]) -> str:
