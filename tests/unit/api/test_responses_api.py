@@ -137,7 +137,7 @@ def test_bad_items_are_named(item: dict[str, Any], word: str) -> None:
         ({"conversation": {"id": "conv_1"}}, "conversation"),
         ({"background": True}, "background"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "middle"}, "truncation"),
         ({"n": 2}, "n"),
         ({"tools": [{"name": "f"}]}, "tools"),
         ({"tools": [{"type": "function"}]}, "tools"),
@@ -156,6 +156,11 @@ def test_what_is_not_served_is_refused_by_name(fields: dict[str, Any], param: st
     with pytest.raises(RequestError) as error:
         chat_body(body(**fields))
     assert error.value.param == param
+
+
+def test_truncation_by_the_server_changes_no_input() -> None:
+    """Oracle: the chat of the same body without it; the Agents SDK and the AI SDK ask for it beside any input."""
+    assert chat_body(body(truncation="auto")) == chat_body(body(truncation="disabled")) == chat_body(body())
 
 
 def test_the_chat_of_a_body() -> None:

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field
 
 from tp_engine.api.openai import foreign_fields
 from tp_engine.api.openai.protocol import GenerationBody, RequestBody, ThinkingBody
-from tp_engine.errors import RequestError
+from tp_engine.errors import RequestError, shown
 
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
@@ -28,6 +28,7 @@ _REFUSED = {
     "use_beam_search": "beam search is served at /v1/chat/completions",
     "prompt_logprobs": "prompt_logprobs are served at /v1/completions",
 }
+_TRUNCATIONS = ("disabled", "auto")  # an input that does not fit is refused with both: nothing is lost unseen
 
 
 class TextOptions(RequestBody):
@@ -87,8 +88,8 @@ def check_responses_body(body: ResponsesBody) -> None:
             raise RequestError(f"{name} is not supported: {remedy}", param=name)
     if body.n not in (None, 1):
         raise RequestError(f"n is {body.n}; a response has one answer, use /v1/chat/completions for more", param="n")
-    if body.truncation not in (None, "disabled"):
+    if body.truncation not in (None, *_TRUNCATIONS):
         raise RequestError(
-            f"truncation is {body.truncation[:40]!r}; only 'disabled' is supported: shorten the input",
+            f"truncation is {shown(body.truncation, 40)}; it must be one of {', '.join(_TRUNCATIONS)}",
             param="truncation",
         )
