@@ -31,7 +31,8 @@ from tp_engine.engine.report import (
 from tp_engine.engine.service import EngineService
 from tp_engine.engine.service_socket import new_address
 from tp_engine.errors import RequestError
-from tp_engine.features.kv_events import KVEventCounters
+from tp_engine.features.kv_events.feature import KVEventCounters
+from tp_engine.features.tiers.feature import TierStats
 from tp_engine.model_config.kv_layout import DiskCounters, MoveCounters
 from tp_engine.plan import FloatArray, TokenLogprobs
 from tp_engine.requests.request import EngineRequest, FinishReason, SequenceDelta, StepOutput
@@ -295,11 +296,12 @@ class FakeEngine:
             num_prefix_hit_tokens=0,
             num_preemptions=0,
             num_recomputed_tokens=0,
-            num_host_slots=12,
-            num_used_host_slots=3,
             speculation=SpeculationCounters(5, 20, 12, [5, 4, 2, 1], {"ngram": (20, 12)}),
             adapters=AdapterStats(max_loras=4, running=("one", "two"), waiting=("three",)),
-            extensions={"kv_events": KVEventCounters(num_batches=6, num_lost_changes=2)},
+            extensions={
+                "tiers": TierStats(num_host_slots=12, num_used_host_slots=3),
+                "kv_events": KVEventCounters(num_batches=6, num_lost_changes=2),
+            },
             images=ImageCounters(num_queries=9, num_hits=4, num_encoded=5, num_rows_used=70),
         )
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from tp_engine.errors import ConfigError
 from tp_engine.features.kv_events.options import KVEventsConfig
+from tp_engine.features.tiers.options import check_codec
 from tp_engine.job.device_map import check_devices
-from tp_engine.kv_codec import check_codec
 from tp_engine.lora import AdapterSource, parse_modules
 from tp_engine.options.fields import checked, json_object, option
 from tp_engine.options.hf_overrides import parse_overrides

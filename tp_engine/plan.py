@@ -4,9 +4,8 @@ A plan carries changes, not state.  Every rank keeps, for each *row* of the pers
 computed tokens, sampling parameters and token ids; applying the plans in order keeps all ranks equal.  A rank applies a
 plan in this order::
 
-    kept -> released -> adapters -> admitted -> new blocks -> draft rows -> stores -> loads -> disk reads and writes
-    begin -> encodes
-         -> wait -> copies -> state copies -> forward pass over decodes, then prefills -> sample
+    kept -> released -> adapters -> admitted -> new blocks -> draft rows -> what features do, in their order
+         -> copies -> state copies -> forward pass over decodes, then prefills -> sample
 
 Batch order of a step: all ``decode_rows`` (one token each, all sampled), then all ``prefill_rows`` (``prefill_tokens``
 each; those with ``prefill_samples`` reach the end of their known tokens in this step and are sampled too).
@@ -54,17 +53,6 @@ source is read as it was before any of them.
 Where layers have a recurrent state, each row has a slot with its number for it.  A state copy is a pair of such slots,
 source and target, and all of a plan are made at once too.  A row that begins with its first token needs none: its state
 before that is zero.
-
-*Moves* are copies between the pool and the slots of the host tier, numbered from 0: a store is a pair (block, slot), a
-load a pair (slot, block).  They may run beside forward passes, in the order of the plans.  Those of one plan are a
-*batch*; batches are numbered from 1 on by the plans that have any.  A move begins after the forward passes of all plans
-before its own; none writes what a copy of its own plan reads.  ``wait_load`` is the number of a batch: copies and
-forward pass of this plan begin when the moves of all batches up to it have ended; 0 waits for none.
-
-Disk reads are pairs (slot on disk, slot of the host tier), disk writes pairs (slot of the host tier, slot on disk).
-They begin when the moves of this plan have ended, and no step waits for them: the reads of all plans end in their
-order, so do the writes, and ranks report how far they are (``tier_progress``).  Until then no plan uses their slots
-otherwise.
 
 Images: ``images`` (n, 5) has the images of the rows that are admitted, each with its row, its first place in the
 prompt, the number of its places, and its rows and columns of embeddings.  ``encodes`` (n, 12) are images that the ranks
@@ -194,17 +182,12 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     kept_tokens: IntArray = NO_IDS
     mask_rows: IntArray = NO_IDS
     masks: IntArray = NO_MASKS
-    stores: IntArray = NO_PAIRS
-    loads: IntArray = NO_PAIRS
-    disk_reads: IntArray = NO_PAIRS
-    disk_writes: IntArray = NO_PAIRS
     order: bytes = b""  # an ``Order`` as JSON
     adapter_loads: IntArray = NO_PAIRS
     adapter_drops: IntArray = NO_IDS
     images: IntArray = NO_IMAGES
     encodes: IntArray = NO_ENCODES
     image_rows: IntArray = NO_IMAGE_ROWS
-    wait_load: int = 0
     num_drafts: int = 0
     extensions: dict[str, Any] = {}
 
@@ -213,15 +196,13 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         """Tokens scheduled in this step, over all rows."""
         return len(self.decode_rows) + (int(self.prefill_tokens.sum()) if len(self.prefill_tokens) else 0)
 
+    def extended(self, sections: dict[str, Any]) -> "StepPlan":
+        """Return the plan with these sections of features, too."""
+        return msgspec.structs.replace(self, extensions={**self.extensions, **sections})
+
     @property
     def draft_rows(self) -> IntArray:
         return self.decode_rows[len(self.decode_rows) - len(self.draft_base_rows) :]
-
-    @property
-    def has_moves(self) -> bool:
-        """Whether blocks move between pool, host and disk, or this step waits for moves."""
-        moves = len(self.stores) or len(self.loads) or self.wait_load
-        return bool(moves or len(self.disk_reads) or len(self.disk_writes))
 
     @property
     def sampled_rows(self) -> IntArray:

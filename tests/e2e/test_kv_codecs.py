@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tp_engine import LLM, SamplingParams
+from tp_engine.features.tiers.feature import STATS
 
 pytestmark = pytest.mark.slow
 
@@ -40,9 +41,9 @@ def scores(llm: LLM) -> torch.Tensor:
     ask = SamplingParams(max_tokens=1, logprobs=VOCAB, temperature=0)
     for prompt in (*OTHERS, PROMPT, *OTHERS):  # the first ones calibrate pca
         llm.generate([prompt], ask, use_tqdm=False)
-    loaded = llm.engine.stats().num_loaded_blocks
+    loaded = STATS.of(llm.engine.stats()).num_loaded_blocks
     outputs = llm.generate([PROMPT + ending for ending in ENDINGS], ask, use_tqdm=False)
-    assert llm.engine.stats().num_loaded_blocks - loaded == 90 // 8
+    assert STATS.of(llm.engine.stats()).num_loaded_blocks - loaded == 90 // 8
     assert all(output.num_cached_tokens >= 88 for output in outputs)
     found = []
     for output in outputs:

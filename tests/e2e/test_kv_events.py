@@ -15,7 +15,7 @@ from tests.e2e.serving import warm_serving
 from tests.kv_events import Subscriber, new_socket, plain_hashes
 from tests.tiers import slow_but
 from tp_engine import LLM, ConfigError, SamplingParams
-from tp_engine.features.kv_events import COUNTERS
+from tp_engine.features.kv_events.feature import COUNTERS
 
 pytestmark = pytest.mark.usefixtures("warm_children")
 

@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 import torch
 
+from tests.kv_tiers import moves
 from tests.unit.kernels import kernel_cases_block_codes
 from tests.unit.kernels.kernel_harness import needs_triton
+from tp_engine.features.tiers.codecs import make_codec
+from tp_engine.features.tiers.codecs.pca import TOKENS_PER_DIM
+from tp_engine.features.tiers.rank_host import HostTierWorker
 from tp_engine.model_config.kv_layout import KvKind, MoveCounters, lay_out
 from tp_engine.plan import NO_PAIRS, IntArray, StepPlan
 from tp_engine.system.units import ceil_div
 from tp_engine.tier_progress import CHANNEL_WORDS, TierProgress, TierProgressReader, TierReport
-from tp_engine.worker.codecs import make_codec
-from tp_engine.worker.codecs.pca import TOKENS_PER_DIM
 from tp_engine.worker.memory.kv_cache import KvCacheShape
-from tp_engine.worker.tiers.host_tier import HostTierWorker
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), needs_triton]
 
@@ -49,12 +50,12 @@ def moved(name: str, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, Out
     numbers = np.arange(num_blocks, dtype=np.int32)
     first, rest = (np.stack((part, part), 1) for part in np.split(numbers[:-NUM_MOVED], [NUM_CALIBRATION]))
     back: IntArray = np.stack((rest[:, 0], numbers[-NUM_MOVED:][::-1]), 1)
-    tier.apply(StepPlan(step_id=1, stores=first))
-    tier.apply(StepPlan(step_id=2, stores=rest))
-    tier.apply(StepPlan(step_id=3, loads=back, wait_load=3))
+    tier.apply(StepPlan(step_id=1, extensions=moves(stores=first)))
+    tier.apply(StepPlan(step_id=2, extensions=moves(stores=rest)))
+    tier.apply(StepPlan(step_id=3, extensions=moves(loads=back, wait_load=3)))
     if device == "cuda":
         torch.cuda.synchronize()
-    tier.apply(StepPlan(step_id=4, stores=NO_PAIRS))
+    tier.apply(StepPlan(step_id=4, extensions=moves(stores=NO_PAIRS)))
     found = pool[back[:, 1].tolist()].cpu().view(dtype)
     outcome = Outcome(found, TierProgressReader([words]).poll(), tier.counters)
     tier.close()

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.kv_tiers import counts
 from tests.ranks.parity_job import main
 from tests.services import stepping
 from tp_engine import LLM, SamplingParams, StructuredOutputsParams
@@ -51,7 +52,7 @@ def run_chats(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
         tokens.append([[list(sample.token_ids) for sample in output.outputs] for output in outputs])
         cached.append(sum(output.num_cached_tokens for output in outputs))
     stats = llm.engine.stats()
-    found = {"tokens": tokens, "cached": cached, **{name: getattr(stats, name) for name in _COUNTS}}
+    found = {"tokens": tokens, "cached": cached, **counts(stats, _COUNTS)}
     if case["num_arrivals"]:
         found["arrivals"] = run_arrivals(llm, case)
         found["late_preemptions"] = llm.engine.stats().num_preemptions - stats.num_preemptions

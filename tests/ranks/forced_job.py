@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.kv_tiers import counts
 from tp_engine import LLM, SamplingParams
 
 _COUNTS = ("num_preemptions", "num_stored_blocks", "num_loaded_blocks", "num_refused_blocks", "num_host_hit_tokens")
@@ -47,4 +48,4 @@ def run_forced(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
     llm.engine.check_integrity()
     stats = llm.engine.stats()
     assert stats.num_used_blocks == 0
-    return {"logprobs": logprobs, "cached": cached, **{name: getattr(stats, name) for name in _COUNTS}}
+    return {"logprobs": logprobs, "cached": cached, **counts(stats, _COUNTS)}

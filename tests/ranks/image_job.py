@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.image_models import PixelFiles, Prompt, draw_pixels, pixel_files
+from tests.kv_tiers import counts
 from tests.ranks import draft_head_job, parity_job
 from tests.services import engine_of, stepping
 from tp_engine import LLM, SamplingParams
@@ -72,8 +73,7 @@ def run(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
         "rounds": rounds,
         "num_preemptions": stats.num_preemptions,
         "num_drafted": 0 if stats.speculation is None else stats.speculation.num_draft_tokens,
-        "num_host_hit_tokens": stats.num_host_hit_tokens,
-        "num_disk_hit_tokens": stats.num_disk_hit_tokens,
+        **counts(stats, ("num_host_hit_tokens", "num_disk_hit_tokens")),
         "num_encoded": stats.images.num_encoded,
         "num_queries": stats.images.num_queries,
         "drafts": [] if watched is None else list(zip(watched.requests, watched.seen, strict=True)),

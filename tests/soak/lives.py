@@ -22,6 +22,7 @@ from tp_engine.config import EngineConfig
 from tp_engine.engine.engine import Engine
 from tp_engine.engine.start import start_engine
 from tp_engine.errors import EngineDeadError, RankError
+from tp_engine.features.tiers.feature import STATS
 from tp_engine.job.flight_recorder.record import load_record
 
 FAULT_VARIABLE = "TP_ENGINE_FAULT"
@@ -116,8 +117,8 @@ def disturbed_life(soak: Soak, seconds: float, *, least: Counter[str], most_step
                 load.finish()
                 stats = engine.stats()
                 load.count["preemptions"] = stats.num_preemptions
-                load.count["stored blocks"] = stats.num_stored_blocks
-                load.count["loaded blocks"] = stats.num_loaded_blocks
+                load.count["stored blocks"] = STATS.of(stats).num_stored_blocks
+                load.count["loaded blocks"] = STATS.of(stats).num_loaded_blocks
                 with pauses.lock:
                     check_idle(engine)
                     soak.usage.take(load.count["steps"], others)

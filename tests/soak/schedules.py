@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import replace
 
 from tests.unit.sched.host_tier_harness import Lag, MaskedTierWorker
+from tests.unit.sched.scheduler_harness import changed
 from tests.unit.sched.test_scheduler_grammar import GrammarSimulation, MixedLoad
 from tests.unit.sched.test_scheduler_properties import LAYOUTS, SHAPES
 
@@ -28,7 +28,7 @@ def many_moves(least: int, seed: int) -> Counter[str]:
     rng, count = random.Random(seed), Counter[str]()
     while count["moved blocks"] < least:
         assert count["engines"] < least // _FAR_MORE + _FAR_MORE, f"hardly any block moves: {count}"
-        given = replace(
+        given = changed(
             rng.choice(_POOLS),
             num_host_slots=rng.choice((1, 3, 20, 60, 60, 400)),
             max_host_moves=rng.choice((1, 2, 3, 8, 64)),

@@ -1,37 +1,31 @@
 """Builds rank 0's engine from its parts: worker, plan channel, scheduler."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from tp_engine.distributed.groups import RankGroups
 from tp_engine.engine.admin_commands import act
-from tp_engine.engine.disk_writer import DiskWriter, read_contents
 from tp_engine.engine.engine import Engine
+from tp_engine.engine.feature import EngineFeature
 from tp_engine.engine.grammar_queue import GrammarQueue, make_compiler
 from tp_engine.engine.job import Job
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.errors import ConfigError, RequestError
-from tp_engine.features.registry import Closable, open_parts
+from tp_engine.features.registry import open_parts
 from tp_engine.images.settings import image_settings
 from tp_engine.ipc.job_board import EchoCheck
 from tp_engine.ipc.plan_channel import PlanPublisher
 from tp_engine.ipc.relay import PlanLink
 from tp_engine.ipc.ring_buffer import RingWriter
 from tp_engine.job.progress import RankPhase
-from tp_engine.kv_codec import may_refuse
-from tp_engine.plan import NO_IDS
-from tp_engine.sched.limits import ImageLimits, TierReports
+from tp_engine.sched.limits import ImageLimits
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
-from tp_engine.sched.tiers.disk_tier import TierLinks
 from tp_engine.system.log import get_logger
-from tp_engine.tier_progress import TIER_CHANNELS, TierProgressReader
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.worker import Worker
 
 logger = get_logger(__name__)
-
-#: What a step may move each way between pool and host tier, on each rank: some milliseconds of a GPU's link.
-_MOVED_BYTES = 128 << 20
 
 
 def build_engine(
@@ -48,7 +42,10 @@ def build_engine(
     with contextlib.ExitStack() as undo:
         undo.callback(groups.close)
         undo.push(job.on_exit)  # reports before the groups close: a closed group looks like a death
-        given = open_parts(effective.config, undo)
+        features: dict[str, EngineFeature] = {}
+        for name, feature in open_parts(effective.config):
+            features[name] = feature
+            undo.callback(feature.close)
         compiler = make_compiler(effective)  # holds the GIL for a while, so not between steps
         note_inputs = job.slot.note_inputs if effective.config.debug_compare_rank_inputs else None
         worker = Worker(
@@ -56,14 +53,8 @@ def build_engine(
         )
         undo.callback(worker.close)
         num_blocks = worker.start()
-        contents = journal = None
-        if worker.disk is not None:
-            num_groups, block_bytes = (
-                len(effective.model.kv_layout.groups),
-                effective.config.block_size * NO_IDS.itemsize,
-            )
-            contents, journal = read_contents(worker.disk, block_bytes=block_bytes, num_groups=num_groups)
-            undo.callback(journal.close)
+        for feature in features.values():
+            feature.start(worker, job.board)
         job.slot.note_memory(worker.memory)
         job.slot.note_startup(worker.startup_s)
         publisher = _open_channel(effective, groups, job, links)
@@ -76,7 +67,8 @@ def build_engine(
     echoes = EchoCheck(job.board, checks_inputs=effective.config.debug_compare_rank_inputs)
     if job.links is not None:
         job.links.mirrored = echoes.compare_far
-    limits = _limits(effective, num_blocks, worker)
+    sizes = {name: found for name, feature in features.items() if (found := feature.limits()) is not None}
+    limits = _limits(effective, num_blocks, worker, sizes)
     if limits.max_sequence_tokens < effective.max_model_len:
         logger.warning(
             "num_gpu_blocks_override %d: the KV cache holds %d tokens, so max_model_len is %d instead of %d",
@@ -85,9 +77,8 @@ def build_engine(
             limits.max_sequence_tokens,  # the last token of an answer is never computed
             effective.max_model_len,
         )
-    words = {name: [slot.channels[name] for slot in job.board.slots] for name in TIER_CHANNELS}
-    reports: TierReports = {name: TierProgressReader(own).poll for name, own in words.items()}
-    scheduler = Scheduler(limits, grammars.fill_masks, TierLinks(reports, contents), given)
+    given = {name: feature.given for name, feature in features.items()}
+    scheduler = Scheduler(limits, grammars.fill_masks, given)
     engine = Engine(
         worker=worker,
         scheduler=scheduler,
@@ -98,8 +89,8 @@ def build_engine(
         num_ahead=int(effective.config.async_scheduling and (groups.info.world_size > 1 or worker.runs_by_itself)),
         job=job,
         echoes=echoes,
-        leave=lambda: _leave(groups, job, leave, given),
-        disk_writer=None if journal is None else DiskWriter(scheduler, journal),
+        leave=lambda: _leave(groups, job, leave),
+        features=tuple(features.values()),
     )
     _load_adapters(engine, effective)
     return engine
@@ -115,25 +106,21 @@ def _load_adapters(engine: Engine, effective: EffectiveConfig) -> None:
             raise ConfigError(f"lora_modules has {source.name}={source.path}: {error}") from error
 
 
-def _leave(groups: RankGroups, job: Job, leave: Callable[[bool], None], given: Mapping[str, Closable]) -> None:
+def _leave(groups: RankGroups, job: Job, leave: Callable[[bool], None]) -> None:
     with contextlib.ExitStack() as stack:
-        for part in given.values():
-            stack.callback(part.close)
         stack.callback(job.close)
         stack.callback(groups.close)
         stack.callback(leave, job.has_failed)
         job.leave()
 
 
-def _limits(effective: EffectiveConfig, num_blocks: int, worker: Worker) -> SchedulerLimits:
+def _limits(
+    effective: EffectiveConfig, num_blocks: int, worker: Worker, of_features: dict[str, Any]
+) -> SchedulerLimits:
     config = effective.config
     layout = effective.model.kv_layout_on(config.tensor_parallel_size)
     return SchedulerLimits(
         num_blocks=num_blocks,
-        num_host_slots=worker.num_host_slots,
-        checks_stores=may_refuse(config.kv_offloading_codec),
-        num_disk_slots=0 if worker.disk is None else worker.disk.num_slots,
-        max_host_moves=max(1, _MOVED_BYTES // worker.block_bytes),
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -148,6 +135,7 @@ def _limits(effective: EffectiveConfig, num_blocks: int, worker: Worker) -> Sche
         draft_seconds=tuple(worker.draft_seconds.items()),
         max_loras=0 if effective.adapters is None else effective.adapters.max_loras,
         images=_image_limits(effective, worker),
+        extensions=of_features,
     )
 
 

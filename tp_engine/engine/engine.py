@@ -13,11 +13,11 @@ On a device that runs by itself (CUDA), the host launches the next step before i
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from tp_engine.engine.admin import EngineAdmin
-from tp_engine.engine.disk_writer import DiskWriter
+from tp_engine.engine.feature import EngineFeature, EngineHooks
 from tp_engine.engine.grammar_queue import GrammarQueue
 from tp_engine.engine.job import Job
 from tp_engine.engine.messages import ModelInfo
@@ -43,7 +43,7 @@ class Engine:
 
     ``num_ahead`` plans are sent before the oldest step runs.  ``job`` watches the other ranks; ``echoes`` compares what
     they received.  ``leave`` is called once, after the stop plan, and waits for the other ranks to end.
-    ``disk_writer`` is that of a disk tier.
+    ``features`` are what stands beside the engine.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Engine:
         job: Job,
         echoes: EchoCheck,
         leave: Callable[[], None],
-        disk_writer: DiskWriter | None = None,
+        features: Sequence[EngineFeature] = (),
     ) -> None:
         self.model_info, self.worker, self.scheduler, self._grammars = model_info, worker, scheduler, grammars
         self._publisher, self._plan_timeout_s, self._num_ahead = publisher, plan_timeout_s, num_ahead
@@ -70,7 +70,10 @@ class Engine:
         self._job = job
         self._recorder = StepRecorder(job.slot)
         self._statistics = StepStatistics(job.board)
-        self._echoes, self._leave, self._disk_writer = echoes, leave, disk_writer
+        self._echoes, self._leave = echoes, leave
+        self._features, self._hooks = features, EngineHooks()
+        for feature in features:
+            feature.attach(self._hooks, scheduler)
         self._ending = Ending()
         self._admin = EngineAdmin(
             scheduler=scheduler,
@@ -118,7 +121,7 @@ class Engine:
 
     def step(self) -> StepOutput:
         """Run one step on all ranks and return its output, which is empty if there is nothing to do.  If all requests
-        wait for their grammars or for the disk tier, this waits a few milliseconds at most."""
+        wait for their grammars or for a feature, this waits a few milliseconds at most."""
         self._enter()
         if self._admin.drained:
             return self._admin.drained.popleft()
@@ -128,8 +131,8 @@ class Engine:
             self._send_plans()
             if self._num_in_flight == 0:
                 self._grammars.wait(_COMPILING_SLICE_S)
-                if self._disk_writer is not None:
-                    self._disk_writer.wait()
+                for idle in self._hooks.idle:
+                    idle()
                 return StepOutput()
             plan, result = self._finish_oldest()
             if self._num_ahead == 0:
@@ -161,12 +164,12 @@ class Engine:
         self._job.check()
 
     def run_background_io(self) -> bool:
-        """Continue the disk tier's writes while no request runs; return whether there are more."""
-        if self._disk_writer is None or self.has_unfinished:
+        """Continue what features have put off, such as writes, while no request runs; return whether there is more."""
+        if not self._hooks.turn or self.has_unfinished:
             return False
         self._enter()
         with self._failing():
-            return self._disk_writer.turn(self._run_alone)
+            return any(turn(self._run_alone) for turn in self._hooks.turn)
 
     def check_integrity(self) -> None:
         """Assert that all blocks are accounted for."""
@@ -182,8 +185,8 @@ class Engine:
                 self._stop_ranks()
         finally:
             self._grammars.close()
-            if self._disk_writer is not None:
-                self._disk_writer.close()
+            for feature in self._features:
+                feature.close()
             self.worker.close()
             if self._publisher is not None:
                 self._publisher.close()
@@ -234,8 +237,8 @@ class Engine:
         with self._failing():
             for _ in self._drain():
                 pass
-            if self._disk_writer is not None:
-                self._disk_writer.flush(self._run_alone)
+            for flush in self._hooks.flush:
+                flush(self._run_alone)
             self._job.stopping()
             self._job.progress.reach(RankPhase.SHUTDOWN)
             self._publish(StepPlan(step_id=self.scheduler.next_step_id, control=Control.STOP))

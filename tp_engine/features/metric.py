@@ -36,10 +36,10 @@ class MetricFamily:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeatureMetric:
-    """A metric, and how it is ``read`` from the feature's part of ``SchedulerStats``."""
+    """A metric, and how it is ``read`` from the feature's part of ``SchedulerStats``, and from all of these."""
 
     family: MetricFamily
-    read: Callable[[Any], Samples]
+    read: Callable[[Any, Any], Samples]
 
 
 def counter(name: str, text: str, field: str) -> FeatureMetric:
@@ -52,5 +52,5 @@ def gauge(name: str, text: str, field: str) -> FeatureMetric:
     return FeatureMetric(MetricFamily("gauge", name, text), _reader(field))
 
 
-def _reader(field: str) -> Callable[[Any], Samples]:
-    return lambda stats: [((), getattr(stats, field))]
+def _reader(field: str) -> Callable[[Any, Any], Samples]:
+    return lambda part, _stats: [((), getattr(part, field))]

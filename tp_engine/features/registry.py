@@ -1,15 +1,17 @@
 """The one table of optional features.
 
-A feature is a folder ``features/NAME/`` with a ``Feature`` called ``FEATURE`` in its ``__init__.py``.  The core knows
+A feature is a folder ``features/NAME/`` with a ``Feature`` called ``FEATURE`` in its ``feature.py``.  The core knows
 this table and no feature: it passes on what features put into ``extensions`` of its records, and asks here for their
 halves, which are named as ``module:function`` and imported when they are needed, because this table, options and the
 frontend do without torch::
 
-    options.py       what a user sets                                 EngineConfig, the command line
-    __init__.py      FEATURE: sections of the plan, statistics, metrics
-    scheduling.py    SchedulerFeature: hooks of rank 0's scheduler    scheduler = "...:make"
-    ranks.py         RunnerFeature: hooks of every rank's runner      runner = "...:make"
-    anything else    what runs beside rank 0's engine                 engine = "...:open"
+    options.py       what a user sets: EngineConfig, the command line
+    feature.py       FEATURE, sections of the plan, records behind extensions, metrics
+    checks.py        what a model, GPUs or hosts can not have          check = "...:check"
+    scheduling.py    SchedulerFeature: hooks of rank 0's scheduler     scheduler = "...:make"
+    ranks.py         RankFeature: a rank's memory, what it opens       rank = "...:make"
+                     RunnerFeature: hooks of a rank's runner           runner = "...:make"
+    anything else    EngineFeature: what stands beside rank 0's loop   engine = "...:open"
 
 To move a feature here: move its files, name its halves in ``FEATURE``, its name in ``NAMES``; then give each field that
 it has in a record of the core to a record of its own, an ``Extension``, or, of ``StepPlan``, to a section.  The table
@@ -19,7 +21,7 @@ in ``tests/unit/project/test_features.py`` counts the fields that are left.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -49,30 +51,28 @@ class PlanSection(Protocol):
         """Return the value in ``size`` bytes from ``offset`` on."""
 
 
-class Closable(Protocol):
-    """What a feature has beside rank 0's engine."""
-
-    def close(self) -> None:
-        """Give back what it holds."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feature:
     """What the core is told of a feature.
 
-    ``scheduler`` and ``runner`` name functions that yield its halves, given ``SchedulerParts`` and ``RunnerParts``.
-    ``engine`` names one that is given the configuration before any rank has started, and returns what the scheduler's
-    half is to be given, with a ``close()``, or None.  ``stats`` is its part of ``SchedulerStats``, of which ``metrics``
-    are read.
+    ``check`` names a function that raises ``ConfigError`` for what a model, GPUs or hosts can not have of the feature.
+    ``scheduler``, ``rank`` and ``runner`` name functions that yield its halves, given ``SchedulerParts``, ``RankParts``
+    and ``RunnerParts``: the second has one half, which lives as long as the rank and may have halves of runners itself.
+    ``engine`` names one that is given the configuration before any rank has started, and returns an ``EngineFeature``,
+    or None.  ``stats`` is its part of ``SchedulerStats``, of which ``metrics`` are read, also while it is switched off
+    if it ``tells_zeros``.
     """
 
     name: str
     sections: tuple[PlanSection, ...] = ()
+    check: str = ""
     scheduler: str = ""
+    rank: str = ""
     runner: str = ""
     engine: str = ""
     stats: Extension[Any] | None = None
     metrics: tuple[FeatureMetric, ...] = ()
+    tells_zeros: bool = False
 
 
 _added: list[Feature] = []
@@ -107,32 +107,44 @@ def plan_sections() -> Iterator[PlanSection]:
         yield from feature.sections
 
 
-def open_parts(config: Any, undo: ExitStack) -> dict[str, Closable]:
-    """Open what features have beside rank 0's engine, and let ``undo`` close it; by feature, for the scheduler."""
-    opened = {}
+def check_features(config: Any, model: Any, capability: tuple[int, int] | None, num_hosts: int) -> None:
+    """Raise ``ConfigError`` for what ``model``, GPUs of this compute capability, or so many hosts can not have."""
+    for feature in features():
+        if feature.check:
+            load(feature.check)(config, model, capability, num_hosts)
+
+
+def open_parts(config: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what features have beside rank 0's engine, each an ``EngineFeature`` with its name."""
     for feature in features():
         if feature.engine and (part := load(feature.engine)(config)) is not None:
-            undo.callback(part.close)
-            opened[feature.name] = part
-    return opened
+            yield feature.name, part
 
 
 def halves(kind: str, parts: Any) -> Iterator[Any]:
-    """Yield what the functions that features name as their ``kind`` (``scheduler``, ``runner``) make of ``parts``."""
+    """Yield what the functions that features name as this ``kind`` (``scheduler``, ``rank``, ``runner``) make."""
+    yield from (half for _, half in named_halves(kind, parts))
+
+
+def named_halves(kind: str, parts: Any) -> Iterator[tuple[str, Any]]:
+    """Yield ``halves`` with the names of their features."""
     for feature in features():
         if name := getattr(feature, kind):
-            yield from load(name)(parts)
+            yield from ((feature.name, half) for half in load(name)(parts))
 
 
 def read_metrics(stats: Extensible) -> Iterator[tuple[MetricFamily, Samples]]:
     """Yield the metrics of the features that have a part in ``stats``, with their samples."""
     for feature in features():
-        if feature.stats is not None and (found := feature.stats.get(stats)) is not None:
-            yield from ((metric.family, metric.read(found)) for metric in feature.metrics)
+        found = None if feature.stats is None else feature.stats.get(stats)
+        if found is None and feature.stats is not None and feature.tells_zeros:
+            found = feature.stats.kind()
+        if found is not None:
+            yield from ((metric.family, metric.read(found, stats)) for metric in feature.metrics)
 
 
 @cache
 def _installed() -> tuple[Feature, ...]:
-    own = (import_module(f"tp_engine.features.{name}").FEATURE for name in NAMES)
+    own = (import_module(f"tp_engine.features.{name}.feature").FEATURE for name in NAMES)
     offered = sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name)
     return (*own, *(point.load() for point in offered))

@@ -248,10 +248,6 @@ SECTIONS: tuple[Section, ...] = (
     ArraySection("mask_rows"),
     ArraySection("masks", columns=ANY, per="mask_rows"),
     ADMISSIONS,
-    ArraySection("stores", columns=2),
-    ArraySection("loads", columns=2),
-    ArraySection("disk_reads", columns=2),
-    ArraySection("disk_writes", columns=2),
     ArraySection("state_copies", columns=2),
     ArraySection("draft_base_rows"),
     ArraySection("draft_tokens", per="draft_base_rows"),
@@ -264,7 +260,6 @@ SECTIONS: tuple[Section, ...] = (
     ArraySection("image_rows", columns=3),
     BytesSection("order"),
     ExtensionSection("extensions", plan_sections),
-    NumberSection("wait_load"),
     NumberSection("num_drafts"),
 )
 """A section's place here is its bit in the header, and its place among the sections of a plan.  Numbers come last."""

@@ -230,9 +230,6 @@ class Admitter:
         else:
             counters.num_prefix_query_tokens += len(sequence.token_ids)
             counters.num_prefix_hit_tokens += num_hit_tokens
-            num_loaded = self._blocks.num_host_tokens(hits.shared) + sequence.num_prefetched_tokens
-            num_read = sequence.num_read_blocks // self._blocks.num_groups * self._blocks.block_size
-            num_read = min(num_read, num_hit_tokens)
-            counters.num_disk_hit_tokens += num_read
-            counters.num_host_hit_tokens += max(0, min(num_loaded, num_hit_tokens) - num_read)
             sequence.num_cached_tokens = num_hit_tokens
+            for on_hits in self._hooks.on_hits:
+                on_hits(sequence, hits)

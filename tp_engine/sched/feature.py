@@ -5,7 +5,7 @@
     Scheduler.add         resolve -> the request's sequences are made and queued -> on_add
     Scheduler.schedule    poll -> must_wait -> wants_step -> begin_plan -> extend_plan -> must_send -> finish_plan
                           -> after_plan
-    Admitter              begin_admission -> may_enter -> review_hits -> limit_chunk -> on_enter
+    Admitter              begin_admission -> may_enter -> review_hits -> limit_chunk -> on_hits -> on_enter
     Scheduler.update      on_result -> the tokens are entered -> extend_output
     a sequence            on_leave (it gives back its row) -> on_end -> on_request_end
 
@@ -77,6 +77,9 @@ class SchedulerHooks:
 
     review_hits: list[Callable[[Sequence, Hits], Hits | None]] = field(default_factory=list)
     """The hits with which a waiting sequence begins; None if it waits for better ones, out of the queue."""
+
+    on_hits: list[Callable[[Sequence, Hits], None]] = field(default_factory=list)
+    """A sequence begins with these hits, for the first time."""
 
     limit_chunk: list[Callable[[Sequence, int, int], int]] = field(default_factory=list)
     """``sequence, start, end``: where the next chunk, from token ``start`` on, ends that could go to ``end``; it may

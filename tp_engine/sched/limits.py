@@ -1,24 +1,16 @@
 """The sizes that the scheduler must stay within."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 from tp_engine.model_config.kv_layout import TILE_TOKENS
 from tp_engine.sched.blocks.kv_windows import KvWindows
 from tp_engine.speculative import SpeculativeConfig
 from tp_engine.system.units import ceil_div
-from tp_engine.tier_progress import TierReport
 
 _CHUNKS_PER_POOL = 4
-
-TierReports: TypeAlias = Mapping[str, Callable[[], TierReport]]
-"""What asks for the news of the tiers' work, by the name of its channel."""
-
-NO_REPORTS: TierReports = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +52,6 @@ class SchedulerLimits:
     ``has_states``: each row has a recurrent state too, that behind the row's last computed token; so has each draft
     row.  ``num_snapshots`` more can be kept for the prefix cache.
 
-    ``num_host_slots`` blocks fit into the host tier and ``num_disk_slots`` on disk, 0 without such a tier; a plan moves
-    at most ``max_host_moves`` blocks each way, unless nothing else can run.  With ``checks_stores`` a block on the host
-    is used only after all ranks have reported that they have it; there is no disk then.
-
     ``speculation``: how tokens are drafted.  ``decode_seconds``: numbers of decodes in a step, and the time that it
     takes, and ``draft_seconds``, that of one more draft of a head for each, if these decide how many draft tokens pay.
 
@@ -82,10 +70,6 @@ class SchedulerLimits:
     tile_tokens: int = TILE_TOKENS
     has_states: bool = False
     num_snapshots: int = 0
-    num_host_slots: int = 0
-    num_disk_slots: int = 0
-    max_host_moves: int = 64
-    checks_stores: bool = False
     speculation: SpeculativeConfig | None = None
     decode_seconds: tuple[tuple[int, float], ...] = ()
     draft_seconds: tuple[tuple[int, float], ...] = ()

@@ -48,7 +48,6 @@ from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import RequestGroup, Sequence, SequencePhase
 from tp_engine.sched.steady_steps import SteadySteps
 from tp_engine.sched.step_scheduler import StepPlanBuilder, StepScheduler
-from tp_engine.sched.tiers.disk_tier import NO_LINKS, TierLinks
 from tp_engine.sched.view import SchedulerStats, SchedulerView, ViewLimits, stats_of, view_scheduler
 
 __all__ = ["Scheduler", "SchedulerLimits"]
@@ -63,13 +62,11 @@ class Scheduler:
         self,
         limits: SchedulerLimits,
         fill_masks: FillMasks | None = None,
-        links: TierLinks = NO_LINKS,
         given: Mapping[str, Any] = NOTHING_GIVEN,
     ) -> None:
-        """``fill_masks`` is for requests with grammars, ``links`` for the tiers; ``given`` has, by feature, what it
-        needs of the world."""
+        """``fill_masks`` is for requests with grammars; ``given`` has, by feature, what it needs of the world."""
         self._limits, self._fill_masks = limits, fill_masks
-        self.state = SchedulerState(limits, links)
+        self.state = SchedulerState(limits)
         self._builder = StepScheduler(self.state)
         self._stops = StopChecker()
         self._fair_rows = FairRows(self.state)

@@ -9,7 +9,6 @@ from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.running_batch import RunningBatch
 from tp_engine.sched.sequence import NO_ROW, Entry, Sequence, SequencePhase
-from tp_engine.sched.tiers.disk_tier import NO_LINKS, TierLinks
 from tp_engine.sched.waiting_queue import WaitingQueue
 from tp_engine.system.log import get_logger
 
@@ -18,15 +17,12 @@ _logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """Totals since the start.  Prefix queries and hits are tokens of requests at their first admission, host and disk
-    hits those of them that the host tier had, or the disk;
+    """Totals since the start.  Prefix queries and hits are tokens of requests at their first admission;
     recomputed tokens are those that a preempted sequence had, and did not find cached when it resumed.  Of the
     preemptions, those of sequences with two answer tokens or more are counted apart."""
 
     num_prefix_query_tokens: int = 0
     num_prefix_hit_tokens: int = 0
-    num_host_hit_tokens: int = 0
-    num_disk_hit_tokens: int = 0
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     num_preempted_answers: int = 0
@@ -37,10 +33,10 @@ class SchedulerState:
     plan, in order of leaving.  ``num_parked`` sequences have no row, are not in the queue, and have a bit of
     ``Blocked``.  ``on_leave`` and ``limit_chunk`` are hooks of the scheduler's features."""
 
-    def __init__(self, limits: SchedulerLimits, links: TierLinks = NO_LINKS) -> None:
+    def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
         self.rows = RunningBatch(limits)
-        self.blocks = BlockManager(limits, self.rows, links)
+        self.blocks = BlockManager(limits, self.rows)
         self.waiting = WaitingQueue()
         self.counters = SchedulerCounters()
         self.released: list[int] = []

@@ -35,9 +35,6 @@ from tp_engine.sched.constraint import TokenConstraint
 from tp_engine.sched.readiness import Blocked
 
 NO_ROW = -1
-NEVER = -(1 << 60)
-"""A step long ago."""
-
 #: A client's sequences run in this order, smallest first: (priority, turn, number of the request, index of the
 #: sequence).  Unique; ``waiting_queue`` tells what a turn is.
 OrderKey: TypeAlias = tuple[int, int, int, int]
@@ -90,11 +87,8 @@ class Sequence:
     ``body_place`` is its number among all sequences of its body; it ``has_displaced`` others that gave way to it.
     ``num_lost_tokens`` were computed before a preemption and have not been computed again.
     When it has computed ``snapshots_at`` tokens, a snapshot of its recurrent state is taken.
-    While it waits, the host tier was searched for it at ``looked_at_step``, and ``num_prefetched_tokens`` were loaded.
     ``num_draft_tokens`` were verified for it, of which ``num_accepted_tokens`` were right.
     While it has a row, its adapter is in the slot ``adapter_slot``, 0 for none.
-    It has waited ``num_disk_waits`` times in vain for the disk tier, which had ``num_unread_blocks`` of its prefix when
-    it last looked; ``num_read_blocks`` were read for it, and it takes hits there if it ``reads_disk``.
     ``extensions`` has what features keep of it.
     """
 
@@ -114,12 +108,6 @@ class Sequence:
     num_preemptions: int = 0
     has_displaced: bool = False
     num_lost_tokens: int = 0
-    looked_at_step: int = NEVER
-    num_prefetched_tokens: int = 0
-    num_disk_waits: int = 0
-    num_read_blocks: int = 0
-    num_unread_blocks: int = 0
-    reads_disk: bool = True
     num_cached_tokens: int = 0
     snapshots_at: tuple[int, ...] = ()
     first_scheduled_s: float = 0.0

@@ -33,10 +33,6 @@ class SchedulerStats:
     """A snapshot.  ``num_live_tokens`` have K/V in used blocks, and count in each group of layers that holds them;
     ``fragmentation`` is 1 - live tokens / (used blocks * block size), 0 when nothing is used.
 
-    Of the host tier: its slots, those that hold a block, hit tokens (a part of the prefix hits) that came from there,
-    and blocks moved each way, or given up without a copy.  Of the disk tier the same, and blocks whose read or write
-    failed on some rank.
-
     ``extensions`` has what features count, by feature.
     """
 
@@ -51,19 +47,6 @@ class SchedulerStats:
     num_prefix_hit_tokens: int
     num_preemptions: int
     num_recomputed_tokens: int
-    num_host_slots: int = 0
-    num_used_host_slots: int = 0
-    num_host_hit_tokens: int = 0
-    num_stored_blocks: int = 0
-    num_loaded_blocks: int = 0
-    num_dropped_blocks: int = 0
-    num_disk_slots: int = 0
-    num_used_disk_slots: int = 0
-    num_disk_hit_tokens: int = 0
-    num_disk_written_blocks: int = 0
-    num_disk_read_blocks: int = 0
-    num_disk_failed_blocks: int = 0
-    num_refused_blocks: int = 0
     num_preempted_answers: int = 0
     speculation: SpeculationCounters | None = None
     adapters: AdapterStats | None = None

@@ -13,6 +13,7 @@ from tp_engine.api.openai.errors import HttpError
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.report import Distribution, EngineReport, RankReport
 from tp_engine.errors import RequestError
+from tp_engine.features.tiers.feature import STATS, TierStats
 from tp_engine.sched.spec_decode.speculation import SpeculationCounters
 from tp_engine.sched.view import PoolGrid, RunningSequence, SchedulerStats
 from tp_engine.server.access import current_caller
@@ -101,6 +102,7 @@ def _text(name: str) -> str:
 def _engine_json(info: ModelInfo, name: str, report: EngineReport, watch: EngineWatch, num_samples: int) -> JsonObject:
     """Needs a ``report`` with a view; has the history's last ``num_samples``.  docs/metrics.md describes each field."""
     stats, view, now_s = report.stats, report.view, time.monotonic()
+    below = STATS.get(stats) or TierStats()
     assert view is not None
     return {
         "time": time.time(),
@@ -124,8 +126,8 @@ def _engine_json(info: ModelInfo, name: str, report: EngineReport, watch: Engine
         "totals": {
             "prefix_query_tokens": stats.num_prefix_query_tokens,
             "prefix_hit_tokens": stats.num_prefix_hit_tokens,
-            "host_hit_tokens": stats.num_host_hit_tokens,
-            "disk_hit_tokens": stats.num_disk_hit_tokens,
+            "host_hit_tokens": below.num_host_hit_tokens,
+            "disk_hit_tokens": below.num_disk_hit_tokens,
             "preemptions": stats.num_preemptions,
             "recomputed_tokens": stats.num_recomputed_tokens,
             "step_samples_dropped": report.num_missed_steps,
@@ -137,8 +139,9 @@ def _engine_json(info: ModelInfo, name: str, report: EngineReport, watch: Engine
 
 def tiers(stats: SchedulerStats) -> JsonObject:
     """Return the tiers below the pool: how many blocks each may hold, and holds; None for one that is not there."""
-    host = {"slots": stats.num_host_slots, "used": stats.num_used_host_slots}
-    disk = {"slots": stats.num_disk_slots, "used": stats.num_used_disk_slots}
+    found = STATS.get(stats) or TierStats()
+    host = {"slots": found.num_host_slots, "used": found.num_used_host_slots}
+    disk = {"slots": found.num_disk_slots, "used": found.num_used_disk_slots}
     return {"host": host if host["slots"] else None, "disk": disk if disk["slots"] else None}
 
 

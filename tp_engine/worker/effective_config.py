@@ -12,10 +12,10 @@ from tp_engine.attention.registry import check_backend
 from tp_engine.config import EngineConfig
 from tp_engine.distributed import all_reduce
 from tp_engine.errors import ConfigError
+from tp_engine.features.registry import check_features
 from tp_engine.images.rules import PROCESSOR_FILES, has_processor
 from tp_engine.images.settings import image_settings
 from tp_engine.job.device_map import DeviceMap, map_devices, parse_devices
-from tp_engine.kv_codec import is_lossy, may_refuse, pca_settings
 from tp_engine.layers.quantization import check_quantization
 from tp_engine.lora import AdapterLimits
 from tp_engine.model_config import (
@@ -184,8 +184,7 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
     parse_steps(config.profile_steps)  # raises for wrong steps
     needs = _attention_needs(effective, model, parse_devices(config.device_ids, local_world_size))
     _check_dtypes(dtype, config.kv_cache_dtype, needs.capability)
-    _check_codec(effective, model, needs.capability, num_hosts)
-    _check_disk(effective, num_hosts)
+    check_features(effective, model, needs.capability, num_hosts)
     all_reduce.check(effective, num_hosts)
     effective = dataclasses.replace(effective, attention_backend=check_backend(config.attention_backend, needs))
     if effective.tp_invariant:
@@ -264,14 +263,6 @@ def _check_adapters(config: EngineConfig, pooling: PoolingSpec) -> None:
         )
 
 
-def _check_disk(config: EngineConfig, num_hosts: int) -> None:
-    if config.kv_disk_path is not None and num_hosts > 1:
-        raise ConfigError(
-            f"kv_disk_path is {config.kv_disk_path!r}, and a disk tier is for ranks on one host, but they are on "
-            f"{num_hosts}; leave it out"
-        )
-
-
 def _resolve_snapshots(config: EngineConfig, model: ModelSpec) -> int:
     """How many recurrent states are kept for the prefix cache, 0 for a model without.
 
@@ -332,37 +323,6 @@ def _check_dtypes(dtype: str, kv_cache_dtype: str, capability: tuple[int, int] |
         raise ConfigError(
             f"kv_cache_dtype is fp8, which GPUs before compute capability 8.9 do not have, and this one is of {own}; "
             "set kv_cache_dtype=int8"
-        )
-
-
-def _check_codec(config: EngineConfig, model: ModelSpec, capability: tuple[int, int] | None, num_hosts: int) -> None:
-    """Raise ``ConfigError`` for a codec that the model, a GPU of this compute capability, or hosts can not have."""
-    codec = config.kv_offloading_codec
-    layout, pca = model.kv_layout_on(config.tensor_parallel_size), pca_settings(codec)
-    if is_lossy(codec) and any(one.latent is not None for one in model.attentions):
-        raise ConfigError(
-            f"kv_offloading_codec is {codec}, but this {model.architecture} keeps latents, and codecs know keys and "
-            "values only: set kv_offloading_codec=none"
-        )
-    if is_lossy(codec) and not layout.is_uniform:
-        raise ConfigError(
-            f"kv_offloading_codec is {codec}, but layers of this {model.architecture} differ in KV heads or head_dim, "
-            "and a codec needs blocks of one shape: set kv_offloading_codec=none"
-        )
-    if pca is not None and pca.rank > layout.groups[0].head_dim:
-        raise ConfigError(
-            f"kv_offloading_codec is {codec}, but heads of this {model.architecture} have {layout.groups[0].head_dim} "
-            "dimensions: set a rank of at most as many"
-        )
-    if may_refuse(codec) and num_hosts > 1:
-        raise ConfigError(
-            f"kv_offloading_codec is {codec}, whose stores all ranks confirm on one host's board, but they are on "
-            f"{num_hosts} hosts; set kv_offloading_codec=int8"
-        )
-    if codec == "fp8" and capability is not None and capability < _MIN_FP8_CAPABILITY:
-        raise ConfigError(
-            f"kv_offloading_codec is fp8, which GPUs before compute capability 8.9 do not have, and this one is of "
-            f"{capability[0]}.{capability[1]}; set kv_offloading_codec=int8"
         )
 
 

@@ -85,6 +85,9 @@ class RunnerHooks:
     memory: list[Callable[[], tuple[torch.Tensor, ...]]] = field(default_factory=list)
     """The memory that holds K/V or states, beside the cache's blocks."""
 
+    check_sleep: list[Callable[[], None]] = field(default_factory=list)
+    """Raises ``RequestError`` if the memory can not be given back for a while."""
+
     close: list[Callable[[], None]] = field(default_factory=list)
     """Gives memory and threads back; the feature is not used again."""
 

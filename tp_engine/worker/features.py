@@ -1,7 +1,7 @@
 """A model runner's optional features, how each is made, and the memory that is set aside for it."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from tp_engine.distributed.groups import RankGroups
 from tp_engine.features.registry import halves
 from tp_engine.job.progress import RankProgress
 from tp_engine.layers.attention import Attention
-from tp_engine.model_config.kv_layout import KvLayout
+from tp_engine.model_config.kv_layout import KvCapacity, KvLayout
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.draft_head import DraftHead
 from tp_engine.sampling.state import SamplingState
@@ -19,7 +19,6 @@ from tp_engine.system.units import ceil_div
 from tp_engine.tier_progress import TierProgress
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.batch.recurrent_states import RecurrentStatePool
-from tp_engine.worker.codecs.base import Codec
 from tp_engine.worker.drafters.head_drafter import HeadDrafter
 from tp_engine.worker.drafters.head_passes import HeadPasses, SharedKvPasses, head_bytes
 from tp_engine.worker.effective_config import EffectiveConfig
@@ -27,31 +26,34 @@ from tp_engine.worker.feature import RunnerFeature
 from tp_engine.worker.image_encoder import ImageEncoder
 from tp_engine.worker.input_digests import InputDigests, NoteInputs
 from tp_engine.worker.lora import RankAdapters
+from tp_engine.worker.memory.kv_cache import KvCacheShape
+from tp_engine.worker.model_runner import ModelRunner
+from tp_engine.worker.orders import StartUp
 from tp_engine.worker.results.output_watch import OutputWatch
 from tp_engine.worker.results.pooled_rows import PooledRows
 from tp_engine.worker.results.prompt_scores import ScoredPrompts, positions_at_once
-from tp_engine.worker.tiers.block_moves import staging_bytes
-from tp_engine.worker.tiers.host_tier import HostTierWorker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerFeatureParts:
-    """What the features of a rank are made of: its loaded ``model``, a draft ``head`` if there is one, and the
-    configuration.
+class RankParts:
+    """What the features of a rank are made of: its loaded ``model``, a draft ``head`` if there is one, the form of its
+    cache, and the configuration.
 
-    ``codec`` is that of a host tier, ``stores`` the channel in which it reports stores that it may refuse, and
-    ``note_inputs`` gets digests of the inputs.
+    ``channels``: where the rank says what has ended of work that no step waits for, by name.  ``note_inputs`` gets
+    digests of the inputs.
     """
 
     effective: EffectiveConfig
     groups: RankGroups
+    start_up: StartUp
     model: CausalLM
     head: DraftHead | None
     layout: KvLayout
+    kv_shape: KvCacheShape
+    capacity: KvCapacity
     backends: Backends
     device: torch.device
-    codec: Codec | None
-    stores: TierProgress | None
+    channels: Mapping[str, TierProgress]
     note_inputs: NoteInputs | None
 
     @property
@@ -64,20 +66,45 @@ class RunnerFeatureParts:
 class RunnerParts:
     """What the features of a runner are made of: those of the ``rank``, and what they share with their runner: the
     ``batch`` and its rows' ``sampling``, the cache's blocks ``pool`` (blocks, block_bytes) uint8, and where the rank
-    says what it does.  ``num_slots`` are those of the host tier, 0 for none.  A runner that ``is_trial`` serves no
-    requests.
+    says what it does.  A runner that ``is_trial`` serves no requests.
     """
 
-    rank: RunnerFeatureParts
+    rank: RankParts
     batch: InputBatch
     sampling: SamplingState
     pool: torch.Tensor
     progress: RankProgress
-    num_slots: int = 0
     is_trial: bool = False
 
 
-def make_features(own: RunnerParts) -> Iterator[RunnerFeature]:
+class RankFeature:
+    """A feature's half of a rank, from the loaded weights to the end; its halves of runners come and go with these.
+    It keeps none of the ``parts``, because the model may be replaced."""
+
+    def reserved(self) -> Counter[str]:
+        """Return the memory to set aside on the device, by line of the ledger."""
+        return Counter()
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory of the host that it takes once it is settled."""
+        return 0
+
+    def settle(self, parts: RankParts, num_blocks: int) -> None:
+        """Agree on sizes, once the ranks have agreed on the number of blocks; a collective."""
+
+    def runner(self, parts: RunnerParts) -> Iterator[RunnerFeature]:
+        """Yield what a runner has of the feature."""
+        yield from ()
+
+    def open(self, parts: RankParts, runner: ModelRunner) -> None:
+        """Open what needs the runner, before it records steps; a collective."""
+
+    def close(self) -> None:
+        """Give back what it holds."""
+
+
+def make_features(own: RunnerParts, of_rank: Iterable[RankFeature]) -> Iterator[RunnerFeature]:
     """Make the features that the configuration asks for, in the order in which their hooks are called."""
     parts, batch, progress = own.rank, own.batch, own.progress
     effective, model, groups = parts.effective, parts.model, parts.groups
@@ -104,8 +131,9 @@ def make_features(own: RunnerParts) -> Iterator[RunnerFeature]:
         yield states
     yield ScoredPrompts(model, batch)
     yield PooledRows(len(batch.num_prompt), model, groups.communicator, positions_at_once(batch.max_num_seqs))
-    if parts.codec is not None and own.num_slots:
-        yield HostTierWorker(own.pool, own.num_slots, parts.codec, parts.stores, progress)
+    for feature in of_rank:
+        yield from feature.runner(own)
+    yield from halves("runner", own)
     if parts.head is not None:
         keeps_kv = parts.head.keeps_kv
         passes = (HeadPasses if keeps_kv else SharedKvPasses)(
@@ -118,7 +146,6 @@ def make_features(own: RunnerParts) -> Iterator[RunnerFeature]:
             effective.most_drafting_rows,
         )
         yield HeadDrafter(passes, batch, is_first=groups.info.is_first, images=images)
-    yield from halves("runner", own)
 
 
 def _num_states(effective: EffectiveConfig) -> int:
@@ -126,18 +153,18 @@ def _num_states(effective: EffectiveConfig) -> int:
     return effective.config.max_num_seqs + effective.num_draft_rows + effective.num_snapshots
 
 
-def count_bytes(parts: RunnerFeatureParts) -> Counter[str]:
+def count_bytes(parts: RankParts, of_rank: Iterable[RankFeature]) -> Counter[str]:
     """Return the memory to set aside on the device for all features, by line of the ledger: the slots for adapters,
-    the encoder cache, the recurrent states, a codec's staging, and what a draft head reads and leaves."""
-    effective, tower, states, codec = parts.effective, parts.model.vision, parts.layout.states, parts.codec
+    the encoder cache, the recurrent states, what a draft head reads and leaves, and what features say themselves."""
+    effective, tower, states = parts.effective, parts.model.vision, parts.layout.states
     found = Counter(adapters=sum(layer.num_bytes for layer in parts.model.adapted_layers))
     if tower is not None:
         found["images"] = effective.image_rows * tower.width * tower.dtype.itemsize + tower.unfinished_bytes
     if states is not None:
         found["states"] = (_num_states(effective) + 1) * states.slot_bytes
-    if codec is not None:
-        found["tables"] += codec.work_bytes + (staging_bytes(codec) if parts.device.type == "cuda" else 0)
     if parts.head is not None:
         num_columns = ceil_div(effective.max_model_len, effective.config.block_size)
         found["tables"] += head_bytes(parts.head, effective.config.max_step_decodes, num_columns)
+    for feature in of_rank:
+        found += feature.reserved()
     return found

@@ -110,6 +110,11 @@ class ModelRunner:
         if not self.is_asleep:
             self.record(self._graph_plan)
 
+    def check_sleep(self) -> None:
+        """Raise ``RequestError`` if a feature can not be without its memory."""
+        for check_sleep in self._hooks.check_sleep:
+            check_sleep()
+
     def report(self) -> dict[str, Any]:
         """Return what the engine's report has of the features, by field of ``EngineReport``."""
         return {name: value for report in self._hooks.report for name, value in report().items()}

@@ -15,10 +15,8 @@ from collections.abc import Callable
 
 import torch
 
-from tp_engine.errors import RequestError
 from tp_engine.worker.model_runner import ModelRunner
 from tp_engine.worker.orders import Prepared
-from tp_engine.worker.tiers.host_tier import HostTierWorker
 
 
 def drop_memory(raw: torch.Tensor) -> None:
@@ -41,8 +39,7 @@ def take_memory(raw: torch.Tensor) -> None:
 
 def sleep(runner: ModelRunner, empty_cache: Callable[[], None]) -> Prepared:
     """Prepare the order to sleep; ``empty_cache`` gives memory that is free in this process back to the device."""
-    if runner.feature(HostTierWorker) is not None:
-        raise RequestError("an engine with a host tier can not sleep: the tier would keep blocks; leave it out")
+    runner.check_sleep()
 
     def commit() -> None:
         runner.graphs.forget()

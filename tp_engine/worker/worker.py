@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tp_engine.attention.registry import select_backend, simd_width
+from tp_engine.attention.registry import select_backend
 from tp_engine.distributed import all_reduce
 from tp_engine.distributed.groups import RankGroups
+from tp_engine.features.registry import named_halves
 from tp_engine.job.progress import RankPhase, RankProgress
 from tp_engine.job.topology import RankInfo
 from tp_engine.kernels.ops import has_triton
-from tp_engine.kv_codec import may_refuse
 from tp_engine.model_config.kv_layout import KvCapacity, KvLayout
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.draft_head import DraftHead
@@ -26,10 +26,9 @@ from tp_engine.plan import StepPlan
 from tp_engine.sampling.state import SamplingState
 from tp_engine.tier_progress import TierProgress
 from tp_engine.worker.batch.input_batch import InputBatch
-from tp_engine.worker.codecs import make_codec
 from tp_engine.worker.device import Device, check_devices, make_device
 from tp_engine.worker.effective_config import EffectiveConfig
-from tp_engine.worker.features import RunnerFeatureParts, RunnerParts, count_bytes, make_features
+from tp_engine.worker.features import RankFeature, RankParts, RunnerParts, count_bytes, make_features
 from tp_engine.worker.graphs.graph_plan import graph_plan, measure_graph_bytes
 from tp_engine.worker.graphs.step_runner import GraphPlan
 from tp_engine.worker.input_digests import NoteInputs
@@ -44,8 +43,6 @@ from tp_engine.worker.profiling import make_step_profiler, names_for
 from tp_engine.worker.results.layer_watch import watch_layers
 from tp_engine.worker.results.readback import PendingStep
 from tp_engine.worker.sleep import sleep, wake_up
-from tp_engine.worker.tiers.disk_start import DiskStart, open_disk_tier
-from tp_engine.worker.tiers.host_tier import HostTierWorker, settle_host_slots
 from tp_engine.worker.trial_steps import (
     encode_largest_image,
     run_largest_decodes,
@@ -62,7 +59,7 @@ class Worker:
 
     ``start`` follows the order of the ledger: snapshot, weights, on a GPU the first steps, snapshot, largest steps,
     snapshot, agreement on the number of blocks, allocation.  After it, ``memory`` has the ledger's lines in bytes, and
-    ``num_host_slots`` is the number of blocks in the host tier, the same on every rank.
+    ``features`` are the rank's halves of optional features, by name.
     """
 
     def __init__(
@@ -93,15 +90,14 @@ class Worker:
         )
         self._kv_shape = KvCacheShape(layout=self._layout, block_size=config.block_size, dtype=effective.kv_cache_dtype)
         self._device: Device
-        self._parts: RunnerFeatureParts
+        self._parts: RankParts
         self._monitor: MemoryMonitor
         self._runner: ModelRunner | None = None
         self._closing = ExitStack()
         self.memory: dict[str, int] = {}
-        self.num_host_slots = 0
+        self.features: dict[str, RankFeature] = {}
         self.decode_seconds: dict[int, float] = {}  # by the number of rows, with speculation
         self.draft_seconds: dict[int, float] = {}  # of one more draft for each row, with a draft head
-        self.disk: DiskStart | None = None
         self._profiler = make_step_profiler(config, groups.info.rank)
         if self._profiler is not None:
             self._closing.callback(self._profiler.close)
@@ -129,28 +125,31 @@ class Worker:
         if head is not None:
             start_up.run_agreed_phase("packing the draft head", head.finish_loading)
         self._parts = self._make_parts(device, model, head)
+        self.features = dict(named_halves("rank", self._parts))
         groups = self.groups
         graphs = graph_plan(effective.config, self._backends[0], groups.communicator, model, groups.check, head)
         graph_bytes = self._try_steps(graphs) if warms_up(device.type) else 0
         meter.weights_loaded()
         ledger = start_up.run("profiling memory", lambda: self._measure_memory(meter, graph_bytes))
         num_blocks = self._settle(ledger)
-        self.num_host_slots = self._settle_host_tier(num_blocks, device)
+        for feature in self.features.values():
+            feature.settle(self._parts, num_blocks)
         if effective.speculation is not None and effective.speculation.max_step_rows is None:
             start_up.run("timing decodes", lambda: self._time_decodes(graphs))
         runner = self._runner = start_up.run_agreed_phase(
             "allocating the KV cache",
-            lambda: self._make_runner(num_blocks, self.groups.progress, num_slots=self.num_host_slots),
+            lambda: self._make_runner(num_blocks, self.groups.progress),
         )
         self._closing.callback(runner.close)
-        self._open_disk_tier(runner)
+        for feature in self.features.values():
+            self._closing.callback(feature.close)
+            feature.open(self._parts, runner)
         start_up.run("recording steps", lambda: runner.record(graphs))
         self._monitor = MemoryMonitor(device, *runner.kv_memory)
-        blob_bytes = 0 if self._parts.codec is None else self._parts.codec.blob_bytes
         self.memory = memory_lines(
             ledger,
             kv_cache_bytes=num_blocks * self._kv_shape.block_bytes,
-            kv_host_bytes=self.num_host_slots * blob_bytes,
+            kv_host_bytes=sum(feature.host_bytes for feature in self.features.values()),
         )
         names = names_for(effective.config.device)
         runner.named = names if self._profiler is None else self._profiler.named(names)
@@ -301,26 +300,23 @@ class Worker:
         log_weights(self.effective, model, self.groups.info)
         return model, load_head(self.effective, self.groups, self._backends, device, model)
 
-    def _make_parts(self, device: Device, model: CausalLM, head: DraftHead | None) -> RunnerFeatureParts:
-        config = self.effective.config
-        width = simd_width(self._backends[0], config.block_size)
-        codec = make_codec(config.kv_offloading_codec, self._kv_shape, width) if config.kv_offloading_size else None
-        return RunnerFeatureParts(
+    def _make_parts(self, device: Device, model: CausalLM, head: DraftHead | None) -> RankParts:
+        return RankParts(
             effective=self.effective,
             groups=self.groups,
+            start_up=self._start_up,
             model=model,
             head=head,
             layout=self._layout,
+            kv_shape=self._kv_shape,
+            capacity=self._capacity,
             backends=self._backends,
             device=device.torch_device,
-            codec=codec,
-            stores=self._channels["stores"] if may_refuse(config.kv_offloading_codec) else None,
+            channels=self._channels,
             note_inputs=self._note_inputs,
         )
 
-    def _make_runner(
-        self, num_blocks: int, progress: RankProgress, *, num_slots: int = 0, is_trial: bool = False
-    ) -> ModelRunner:
+    def _make_runner(self, num_blocks: int, progress: RankProgress, *, is_trial: bool = False) -> ModelRunner:
         """A runner with a KV cache of its own, to which the model's layers are bound from now on."""
         device = self._device.torch_device
         blocks = KvBlocks.allocate(self._kv_shape, num_blocks, device)
@@ -333,7 +329,6 @@ class Worker:
             sampling=sampling,
             pool=blocks.raw,
             progress=progress,
-            num_slots=num_slots,
             is_trial=is_trial,
         )
         return ModelRunner(
@@ -344,7 +339,7 @@ class Worker:
             communicator=self.groups.communicator,
             sampling=sampling,
             progress=progress,
-            features=list(make_features(parts)),
+            features=list(make_features(parts, self.features.values())),
             check=self.groups.check,
         )
 
@@ -384,7 +379,7 @@ class Worker:
     def _measure_memory(self, meter: MemoryMeter, cuda_graph_bytes: int) -> MemoryLedger:
         self.groups.progress.reach(RankPhase.PROFILE)
         parts, device = self._parts, self._device
-        reserved = count_bytes(parts)
+        reserved = count_bytes(parts, self.features.values())
         reserved["cuda_graphs"] = cuda_graph_bytes
         reserved["tables"] += table_bytes(self.effective, self._layout, self.groups.info, device.type)
         with self._trial_runner() as runner:
@@ -419,20 +414,6 @@ class Worker:
             self._capacity,
             is_override=config.num_gpu_blocks_override is not None,
         )
-
-    def _settle_host_tier(self, num_blocks: int, device: Device) -> int:
-        codec, block_bytes = self._parts.codec, self._kv_shape.block_bytes
-        if codec is None:
-            return 0
-        promised_bytes = num_blocks * block_bytes if device.type == "cpu" else 0
-        return settle_host_slots(self.effective.config, codec, self.groups, self._capacity, block_bytes, promised_bytes)
-
-    def _open_disk_tier(self, runner: ModelRunner) -> None:
-        tier = runner.feature(HostTierWorker)
-        if tier is None or self.effective.config.kv_disk_path is None:
-            return
-        self.disk = open_disk_tier(self._parts, self._kv_shape, self._start_up, tier, self._channels)
-        self._closing.callback(self.disk.close)
 
 
 def kernels_compiled_once(device_type: str, note: Callable[[], None]) -> AbstractContextManager[None]:

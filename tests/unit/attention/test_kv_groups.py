@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.kv_tiers import moves
 from tests.repeating_recorder import RepeatingRecorder
 from tp_engine.attention.base import AttentionBackend
 from tp_engine.attention.native_backend import NativeBackend
@@ -17,6 +18,8 @@ from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.config import EngineConfig
 from tp_engine.cpu.library import native_library
 from tp_engine.distributed.collectives import SingleRank
+from tp_engine.features.tiers.codecs.base import BlockCopy
+from tp_engine.features.tiers.rank_host import HostTierWorker
 from tp_engine.job.progress import RankProgress
 from tp_engine.job.topology import RankInfo
 from tp_engine.model_config import kv_layout, load_model_config
@@ -26,11 +29,9 @@ from tp_engine.plan import Admission, IntArray, RowSampling, StepPlan, StepResul
 from tp_engine.sampling.state import SamplingState
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.batch.input_batch import InputBatch
-from tp_engine.worker.codecs.base import BlockCopy
 from tp_engine.worker.input_digests import digest_inputs
 from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
 from tp_engine.worker.model_runner import ModelRunner
-from tp_engine.worker.tiers.host_tier import HostTierWorker
 from tp_engine.worker.trial_steps import warm_up
 
 CPU = torch.device("cpu")
@@ -220,9 +221,9 @@ def test_blocks_that_were_on_the_host_are_as_before(
             pairs = np.stack((held, np.random.default_rng(batch).permutation(NUM_BLOCKS)[: len(held)]), 1)
             options: dict[str, Any] = {}
             if has_moves:
-                engine.runner.run(StepPlan(step_id=1, stores=pairs.astype(np.int32)))
+                engine.runner.run(StepPlan(step_id=1, extensions=moves(stores=pairs.astype(np.int32))))
                 engine.cache[held] = torch.nan
-                options = {"loads": pairs[::-1, ::-1].astype(np.int32), "wait_load": batch}
+                options["extensions"] = moves(loads=pairs[::-1, ::-1].astype(np.int32), wait_load=batch)
             results.append(engine.step([3, 1], {}, **options))
         found.append(results)
     compare(*found)
@@ -234,7 +235,7 @@ def test_moves_come_before_copies(checkpoint: Callable[..., Path]) -> None:
     engine.cache.normal_()
     before = engine.cache.clone()
     store, load, copy = (np.array([pair], dtype=np.int32) for pair in ((5, 1), (1, 6), (6, 2)))
-    engine.runner.run(StepPlan(step_id=1, stores=store, loads=load, wait_load=1, copies=copy))
+    engine.runner.run(StepPlan(step_id=1, extensions=moves(stores=store, loads=load, wait_load=1), copies=copy))
     before[[6, 2]] = before[[5, 5]]
     assert torch.equal(engine.cache, before)
 

@@ -36,17 +36,12 @@ OWNERS: dict[type[Any], dict[str, tuple[str, ...]]] = {
     StepPlan: {
         "speculation": ("draft_base_rows", "draft_tokens", "kept_rows", "kept_tokens", "num_drafts"),
         "structured output": ("mask_rows", "masks"),
-        "tiers": ("stores", "loads", "disk_reads", "disk_writes", "wait_load"),
         "new weights": ("order",),
         "lora": ("adapter_loads", "adapter_drops"),
         "images": ("images", "encodes", "image_rows"),
         "recurrent states": ("state_copies",),
     },
     Sequence: {
-        "tiers": (
-            "looked_at_step", "num_prefetched_tokens", "num_disk_waits", "num_read_blocks", "num_unread_blocks",
-            "reads_disk",
-        ),
         "speculation": ("num_draft_tokens", "num_accepted_tokens"),
         "structured output": ("constraint",),
         "pooling": ("pooled",),
@@ -55,18 +50,12 @@ OWNERS: dict[type[Any], dict[str, tuple[str, ...]]] = {
         "prompt logprobs": ("prompt_logprobs",),
     },
     SchedulerLimits: {
-        "tiers": ("num_host_slots", "num_disk_slots", "max_host_moves", "checks_stores"),
         "speculation": ("speculation", "decode_seconds", "draft_seconds"),
         "lora": ("max_loras",),
         "images": ("images",),
         "recurrent states": ("has_states", "num_snapshots"),
     },
     SchedulerStats: {
-        "tiers": (
-            "num_host_slots", "num_used_host_slots", "num_host_hit_tokens", "num_stored_blocks", "num_loaded_blocks",
-            "num_dropped_blocks", "num_disk_slots", "num_used_disk_slots", "num_disk_hit_tokens",
-            "num_disk_written_blocks", "num_disk_read_blocks", "num_disk_failed_blocks", "num_refused_blocks",
-        ),
         "speculation": ("speculation",),
         "lora": ("adapters",),
         "images": ("images",),
@@ -84,7 +73,7 @@ OWNERS: dict[type[Any], dict[str, tuple[str, ...]]] = {
     },
 }  # fmt: skip
 
-MOST_OPTIONAL = 69  # of the fields of all these records; the aim is one in six
+MOST_OPTIONAL = 41  # of the fields of all these records; the aim is one in six
 
 CORE = ("tp_engine/sched/", "tp_engine/worker/", "tp_engine/engine/", "tp_engine/ipc/", "tp_engine/plan.py")
 TABLES = {"extension", "metric", "registry"}

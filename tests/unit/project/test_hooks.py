@@ -19,7 +19,7 @@ from tp_engine.worker.features import make_features as _runner_features  # noqa:
 from tp_engine.worker.results.layer_watch import LayerWatch  # noqa: F401 - the one that an order makes
 
 for feature in all_features():  # defines the kinds that are made
-    for half in filter(None, (feature.scheduler, feature.runner)):
+    for half in filter(None, (feature.scheduler, feature.rank, feature.runner, feature.engine)):
         load(half)
 
 ROOT = Path(__file__).parents[3]

@@ -13,12 +13,14 @@ from collections import deque
 import numpy as np
 
 from tests.unit.sched.host_tier_harness import Lag, TierSimulation, TierWorker
+from tests.unit.sched.scheduler_harness import tiers_of
 from tp_engine.features.kv_events.scheduling import KVEventSink
+from tp_engine.features.tiers.disk_journal import DiskContents, JournalHeader, read_header, read_nodes
+from tp_engine.features.tiers.disk_tier import TierLinks
+from tp_engine.features.tiers.feature import DISK_READS, DISK_WRITES
+from tp_engine.features.tiers.tier_waits import DiskWaits
 from tp_engine.plan import NO_IDS, StepPlan, StepResult
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
-from tp_engine.sched.tiers.disk_journal import DiskContents, JournalHeader, read_header, read_nodes
-from tp_engine.sched.tiers.disk_tier import TierLinks
-from tp_engine.sched.tiers.tier_waits import DiskWaits
 from tp_engine.tier_progress import CHANNEL_WORDS, TIER_CHANNELS, TierProgress, TierProgressReader
 
 
@@ -43,8 +45,10 @@ class Disk:
 
     def __init__(self, given: SchedulerLimits) -> None:
         self.journal = Journal()
-        self.serials = np.zeros(given.num_disk_slots, dtype=np.int64)
-        self.memory = [np.full((given.num_disk_slots, given.block_size), -1, dtype=np.int64) for _ in range(3)]
+        self.serials = np.zeros(tiers_of(given).num_disk_slots, dtype=np.int64)
+        self.memory = [
+            np.full((tiers_of(given).num_disk_slots, given.block_size), -1, dtype=np.int64) for _ in range(3)
+        ]
 
     def contents(self, given: SchedulerLimits, clock: object) -> DiskContents:
         """What a start finds."""
@@ -85,9 +89,12 @@ class DiskWorker(TierWorker):
 
     def _begin_moves(self, plan: StepPlan) -> None:
         super()._begin_moves(plan)
-        self._reads += [(self._batch, source, target) for source, target in plan.disk_reads.tolist()]
-        self._writes += [(self._batch, source, target) for source, target in plan.disk_writes.tolist()]
-        self.num_reads, self.num_writes = self.num_reads + len(plan.disk_reads), self.num_writes + len(plan.disk_writes)
+        self._reads += [(self._batch, source, target) for source, target in DISK_READS.of(plan).tolist()]
+        self._writes += [(self._batch, source, target) for source, target in DISK_WRITES.of(plan).tolist()]
+        self.num_reads, self.num_writes = (
+            self.num_reads + len(DISK_READS.of(plan)),
+            self.num_writes + len(DISK_WRITES.of(plan)),
+        )
 
     def work(self) -> None:
         """Let some operations end."""
@@ -140,7 +147,7 @@ class DiskSimulation(TierSimulation):
         self.worker = self.tier_worker = self.disk_worker
         contents = self.disk.contents(given, lambda: self.now_s)
         self.scheduler = Scheduler(
-            given, links=TierLinks(self.disk_worker.readers, contents), given={"kv_events": kv_events}
+            given, given={"tiers": TierLinks(self.disk_worker.readers, contents), "kv_events": kv_events}
         )
         waits = self.scheduler.feature(DiskWaits)
         assert waits is not None

@@ -11,16 +11,16 @@ from __future__ import annotations
 import enum
 import random
 from collections import deque
-from dataclasses import replace
 
 import numpy as np
 
-from tests.unit.sched.scheduler_harness import FakeRow, FakeWorker, Simulation
+from tests.unit.sched.scheduler_harness import FakeRow, FakeWorker, Simulation, changed, tiers_of
 from tests.unit.sched.test_scheduler_grammar import MaskedWorker
 from tp_engine.features.kv_events.scheduling import KVEventSink
+from tp_engine.features.tiers.disk_tier import TierLinks
+from tp_engine.features.tiers.feature import LOADS, STORES, WAIT_LOAD
 from tp_engine.plan import StepPlan, StepResult
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
-from tp_engine.sched.tiers.disk_tier import TierLinks
 from tp_engine.tier_progress import CHANNEL_WORDS, TierProgress, TierProgressReader
 
 
@@ -37,7 +37,7 @@ class TierWorker(FakeWorker):
 
     def __init__(self, given: SchedulerLimits, lag: Lag) -> None:
         super().__init__(given)
-        num_slots = (given.num_blocks + given.num_host_slots) * given.block_size
+        num_slots = (given.num_blocks + tiers_of(given).num_host_slots) * given.block_size
         self.num_loads = self.num_stores = self.num_waits = 0
         self._lag = lag
         self._random = random.Random(1)
@@ -60,21 +60,23 @@ class TierWorker(FakeWorker):
         elif self._lag is Lag.RANDOM:
             for _ in range(self._random.randint(0, len(self._moves))):
                 self._end_first()
-        assert 0 <= plan.wait_load <= self._batch, "a plan waits for a batch that never was"
-        self._end_moves(plan.wait_load)
-        self.num_waits += plan.wait_load > 0
+        assert 0 <= WAIT_LOAD.of(plan) <= self._batch, "a plan waits for a batch that never was"
+        self._end_moves(WAIT_LOAD.of(plan))
+        self.num_waits += WAIT_LOAD.of(plan) > 0
         super()._copy(plan)
 
     def _begin_moves(self, plan: StepPlan) -> None:
         given, first = self.limits, self.limits.num_blocks
-        stores, loads = plan.stores.tolist(), plan.loads.tolist()
+        stores, loads = STORES.of(plan).tolist(), LOADS.of(plan).tolist()
         if not (stores or loads):
             return
         self._batch += 1
         self.num_stores, self.num_loads = self.num_stores + len(stores), self.num_loads + len(loads)
         blocks = [block for block, _ in stores] + [block for _, block in loads]
         slots = [slot for _, slot in stores] + [slot for slot, _ in loads]
-        assert all(0 <= block < first for block in blocks) and all(0 <= slot < given.num_host_slots for slot in slots)
+        assert all(0 <= block < first for block in blocks) and all(
+            0 <= slot < tiers_of(given).num_host_slots for slot in slots
+        )
         assert len({slot for _, slot in stores}) == len(stores), "a slot is the target of two stores"
         assert len({block for _, block in loads}) == len(loads), "a block is the target of two loads"
         self._moves += [(self._batch, block, first + slot) for block, slot in stores]
@@ -161,8 +163,8 @@ class RefusingSimulation(TierSimulation):
         self, given: SchedulerLimits, *, ahead: int, lag: Lag, one_in: int, kv_events: KVEventSink | None = None
     ) -> None:
         super().__init__(given, ahead=ahead, lag=lag)
-        self.limits = given = replace(given, checks_stores=True)
+        self.limits = given = changed(given, checks_stores=True)
         self.refusing = self.worker = self.tier_worker = RefusingWorker(given, lag, one_in)
         self.scheduler = Scheduler(
-            given, links=TierLinks({"stores": self.refusing.poll}), given={"kv_events": kv_events}
+            given, given={"tiers": TierLinks({"stores": self.refusing.poll}), "kv_events": kv_events}
         )

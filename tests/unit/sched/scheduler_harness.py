@@ -14,12 +14,14 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tp_engine.features.kv_events.scheduling import KVEventSink
+from tp_engine.features.tiers.feature import LIMITS, TierLimits
 from tp_engine.plan import StepPlan, StepResult
 from tp_engine.requests.request import EngineRequest, FinishReason, SequenceDelta
 from tp_engine.requests.sampling_params import SamplingParams
@@ -461,9 +463,25 @@ class RandomLoad:
         return [self.random.randrange(VOCABULARY) for _ in range(count)]
 
 
-def limits(**changes: object) -> SchedulerLimits:
+_OF_TIERS = {one.name for one in fields(TierLimits)}
+
+
+def changed(given: SchedulerLimits, **changes: Any) -> SchedulerLimits:
+    """``given`` with changes; those of the tiers' sizes are entered there."""
+    tiers = {name: changes.pop(name) for name in _OF_TIERS & changes.keys()}
+    if tiers:
+        changes["extensions"] = {**given.extensions, LIMITS.name: replace(tiers_of(given), **tiers)}
+    return replace(given, **changes)
+
+
+def tiers_of(given: SchedulerLimits) -> TierLimits:
+    """The sizes of the tiers."""
+    return LIMITS.get(given) or TierLimits()
+
+
+def limits(**changes: Any) -> SchedulerLimits:
     """Small limits, with changes."""
     small = SchedulerLimits(
         num_blocks=16, block_size=4, max_num_seqs=8, max_num_batched_tokens=32, max_model_len=64, seed=0
     )
-    return replace(small, **changes)  # type: ignore[arg-type]
+    return changed(small, **changes)

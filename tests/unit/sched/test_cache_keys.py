@@ -10,10 +10,10 @@ from tests.tiers import slow_but
 from tests.unit.sched.disk_tier_harness import DiskSimulation
 from tests.unit.sched.scheduler_harness import RandomLoad, Simulation, limits
 from tests.unit.sched.test_scheduler_properties import SHAPES
+from tp_engine.features.tiers.prefetch import Prefetcher
 from tp_engine.requests.request import EngineRequest
 from tp_engine.requests.sampling_params import SamplingParams
 from tp_engine.sched.blocks.cache_keys import CacheKeys
-from tp_engine.sched.tiers.prefetch import Prefetcher
 
 GIVEN = limits(num_blocks=40, num_host_slots=32, num_disk_slots=64, max_model_len=64)
 PROMPT = list(range(1, 34))  # eight blocks of 4, and a token

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tp_engine.engine.disk_writer import JournalFile
+from tp_engine.features.tiers.disk_journal import JournalHeader, encode_blocks, read_header, read_nodes, restore
+from tp_engine.features.tiers.disk_writer import JournalFile
 from tp_engine.sched.blocks.lru_queue import BlockIds
 from tp_engine.sched.blocks.prefix_cache import NO_BLOCK, PrefixCache
-from tp_engine.sched.tiers.disk_journal import JournalHeader, encode_blocks, read_header, read_nodes, restore
 
 FIRST = 100  # the id of slot 0
 HEADER = JournalHeader(block_bytes=8, num_groups=1, store=b"s" * 16, salt_key=b"k" * 32)

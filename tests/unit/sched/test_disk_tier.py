@@ -5,21 +5,20 @@ Oracle: the fake model on each sequence alone, the content of blocks and slots, 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tests.tiers import fast_first, slow_but
 from tests.unit.sched.disk_tier_harness import DiskSimulation
 from tests.unit.sched.host_tier_harness import Lag
-from tests.unit.sched.scheduler_harness import RandomLoad, limits
+from tests.unit.sched.scheduler_harness import RandomLoad, changed, limits
 from tests.unit.sched.test_scheduler_properties import LAYOUTS, SCALE, SHAPES
+from tp_engine.features.tiers.feature import STATS
 from tp_engine.sched.scheduler import SchedulerLimits
 
 
 def shape_of(given: SchedulerLimits, host: int, disk: int, moves: int = 4) -> SchedulerLimits:
     """With tiers of so many slots."""
-    return replace(given, num_host_slots=host, num_disk_slots=disk, max_host_moves=moves)
+    return changed(given, num_host_slots=host, num_disk_slots=disk, max_host_moves=moves)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +63,7 @@ def test_random_load_of_a_model_with_windows(layout: str, ahead: int) -> None:
         simulation.run()
         simulation.flush()
         simulation = simulation.restart()
-    assert simulation.scheduler.stats().num_used_disk_slots > 20
+    assert STATS.of(simulation.scheduler.stats()).num_used_disk_slots > 20
 
 
 def test_reads_reach_the_hard_cases() -> None:
@@ -75,8 +74,8 @@ def test_reads_reach_the_hard_cases() -> None:
         load.act()
     simulation.run()
     stats = simulation.scheduler.stats()
-    assert stats.num_disk_written_blocks > 200 and stats.num_disk_read_blocks > 50
-    assert stats.num_disk_hit_tokens > 100 and stats.num_disk_failed_blocks > 3
+    assert STATS.of(stats).num_disk_written_blocks > 200 and STATS.of(stats).num_disk_read_blocks > 50
+    assert STATS.of(stats).num_disk_hit_tokens > 100 and STATS.of(stats).num_disk_failed_blocks > 3
 
 
 def conversation(simulation: DiskSimulation, length: int, cache_salt: str | None = None) -> int:
@@ -136,7 +135,7 @@ def test_reads_begin_while_a_request_waits_for_a_row() -> None:
     assert second.outputs["runs", 0].finish_reason is None and second.disk_worker.num_reads == 8
     second.run()
     assert second.outputs[waiting.request_id, 0].deltas[0].num_cached_tokens == 32
-    assert second.scheduler.stats().num_disk_hit_tokens == 32
+    assert STATS.of(second.scheduler.stats()).num_disk_hit_tokens == 32
 
 
 def test_a_long_prefix_is_read_in_rounds_and_others_wait_for_room() -> None:
@@ -183,9 +182,9 @@ def test_a_reset_forgets_what_is_on_disk() -> None:
     given = limits(num_blocks=40, num_host_slots=32, num_disk_slots=64, max_model_len=64)
     first = first_life(given)
     second = first.restart()
-    assert second.scheduler.stats().num_used_disk_slots == 8
+    assert STATS.of(second.scheduler.stats()).num_used_disk_slots == 8
     assert second.scheduler.reset_prefix_cache()
-    assert second.scheduler.stats().num_used_disk_slots == 0
+    assert STATS.of(second.scheduler.stats()).num_used_disk_slots == 0
     assert conversation(second.restart(), 33) == 0
 
 

@@ -6,8 +6,8 @@ import random
 
 import numpy as np
 
+from tp_engine.features.tiers.tier_slots import NO_SLOT, TierSlots
 from tp_engine.sched.blocks.lru_queue import NO_BLOCKS, BlockIds
-from tp_engine.sched.tiers.tier_slots import NO_SLOT, TierSlots
 
 
 def ids(*numbers: int) -> BlockIds:

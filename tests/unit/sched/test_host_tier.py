@@ -5,16 +5,15 @@ Oracle: the fake model on each sequence alone, the content of blocks and slots, 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tests.soak.schedules import many_moves
 from tests.tiers import fast_first, slow_but
 from tests.unit.sched.host_tier_harness import Lag, MaskedTierWorker, TierSimulation
-from tests.unit.sched.scheduler_harness import RandomLoad, limits
+from tests.unit.sched.scheduler_harness import RandomLoad, changed, limits
 from tests.unit.sched.test_scheduler_grammar import GrammarSimulation, MixedLoad
 from tests.unit.sched.test_scheduler_properties import LAYOUTS, SCALE, SHAPES
+from tp_engine.features.tiers.feature import STATS
 
 
 @pytest.mark.parametrize(
@@ -36,7 +35,7 @@ from tests.unit.sched.test_scheduler_properties import LAYOUTS, SCALE, SHAPES
 def test_random_load(shape: str, num_slots: int, moves: int, ahead: int, lag: Lag) -> None:
     """Oracle: as above; tiny and roomy tiers, few and many moves in a plan, plans ahead, moves early and late."""
     simulation = TierSimulation(
-        replace(SHAPES[shape], num_host_slots=num_slots, max_host_moves=moves), ahead=ahead, lag=lag
+        changed(SHAPES[shape], num_host_slots=num_slots, max_host_moves=moves), ahead=ahead, lag=lag
     )
     load = RandomLoad(simulation, seed=len(shape) + ahead)
     for _ in range(250 * SCALE):
@@ -50,7 +49,7 @@ def test_random_load(shape: str, num_slots: int, moves: int, ahead: int, lag: La
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_random_load_of_a_model_with_windows(layout: str, ahead: int, lag: Lag) -> None:
     """Oracle: as above, in all groups of layers."""
-    shape = replace(LAYOUTS[layout], num_host_slots=60, max_host_moves=3)
+    shape = changed(LAYOUTS[layout], num_host_slots=60, max_host_moves=3)
     simulation = TierSimulation(shape, ahead=ahead, lag=lag)
     load = RandomLoad(simulation, seed=len(layout) + ahead)
     for _ in range(250 * SCALE):
@@ -76,16 +75,16 @@ def test_random_mixtures_with_grammars(num_slots: int, ahead: int, lag: Lag) -> 
 
 def test_loads_reach_the_hard_cases() -> None:
     """Oracle: counts: moves each way, waits of plans for them, rows that are preempted, blocks that are dropped."""
-    simulation = TierSimulation(replace(SHAPES["tight"], num_host_slots=60, max_host_moves=2), ahead=1)
+    simulation = TierSimulation(changed(SHAPES["tight"], num_host_slots=60, max_host_moves=2), ahead=1)
     load = RandomLoad(simulation, seed=1)
     for _ in range(1500):
         load.act()
     simulation.run()
     stats, worker = simulation.scheduler.stats(), simulation.tier_worker
-    assert worker.num_loads == stats.num_loaded_blocks > 150
-    assert stats.num_stored_blocks >= worker.num_stores > 300  # some were overwritten in the same plan
-    assert worker.num_waits > 300 and stats.num_preemptions > 20 and stats.num_dropped_blocks > 20
-    assert stats.num_host_hit_tokens > 200
+    assert worker.num_loads == STATS.of(stats).num_loaded_blocks > 150
+    assert STATS.of(stats).num_stored_blocks >= worker.num_stores > 300  # some were overwritten in the same plan
+    assert worker.num_waits > 300 and stats.num_preemptions > 20 and STATS.of(stats).num_dropped_blocks > 20
+    assert STATS.of(stats).num_host_hit_tokens > 200
 
 
 @pytest.mark.slow

@@ -6,18 +6,18 @@ Oracle: counts worked out by hand, and in every case the fake model and the cont
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.unit.sched.host_tier_harness import Lag, TierSimulation
-from tests.unit.sched.scheduler_harness import limits
+from tests.unit.sched.scheduler_harness import changed, limits
+from tp_engine.features.tiers.feature import LOADS, STATS, WAIT_LOAD
 from tp_engine.sched.scheduler import SchedulerLimits
 
 ENDLESS: dict[str, Any] = {"ignore_eos": True}
 POOL = limits(num_blocks=16, num_host_slots=64, max_num_batched_tokens=64, max_model_len=64)
-SLOW = replace(POOL, max_num_batched_tokens=8, max_host_moves=2)  # a step needs no more blocks than it may store
+SLOW = changed(POOL, max_num_batched_tokens=8, max_host_moves=2)  # a step needs no more blocks than it may store
 LAGS = pytest.mark.parametrize("lag", list(Lag))
 AHEAD = pytest.mark.parametrize("ahead", [0, 1])
 
@@ -60,8 +60,8 @@ def test_pool_and_tier_are_one_queue() -> None:
     """Oracle: a pool of the summed size without a tier: the share of cached tokens, within two points."""
     rng = random.Random(5)
     names = [min(rng.randrange(80), rng.randrange(80)) for _ in range(300)]
-    tiered = one_after_the_other(TierSimulation(replace(POOL, num_host_slots=336), checks=False), names)
-    whole = one_after_the_other(TierSimulation(replace(POOL, num_blocks=352, num_host_slots=0), checks=False), names)
+    tiered = one_after_the_other(TierSimulation(changed(POOL, num_host_slots=336), checks=False), names)
+    whole = one_after_the_other(TierSimulation(changed(POOL, num_blocks=352, num_host_slots=0), checks=False), names)
     most = len(names) * 32
     assert 0.3 < sum(whole) / most < 0.95
     assert sum(tiered) / most >= sum(whole) / most - 0.02
@@ -100,11 +100,11 @@ def test_rows_decode_while_another_waits_for_its_loads() -> None:
     simulation.step()
     simulation.add(prompt(1, 33), max_tokens=2, **ENDLESS)
     plans = [simulation.step() for _ in range(5)]
-    assert [len(plan.loads) for plan in plans if plan] == [2, 2, 2, 2, 0]
+    assert [len(LOADS.of(plan)) for plan in plans if plan] == [2, 2, 2, 2, 0]
     assert [plan.prefill_tokens.tolist() for plan in plans if plan] == [[], [], [], [], [1]]
     assert [len(plan.decode_rows) for plan in plans if plan] == [1] * 5
     last = plans[-1]
-    assert last is not None and last.wait_load > 0
+    assert last is not None and WAIT_LOAD.of(last) > 0
     simulation.run()
 
 
@@ -115,7 +115,9 @@ def test_a_row_alone_waits_in_its_own_step() -> None:
     one_after_the_other(simulation, [1, 2, 3, 4, 5, 6])
     simulation.add(prompt(1, 33), max_tokens=2, **ENDLESS)
     plan = simulation.step()
-    assert plan is not None and len(plan.loads) == 8 and plan.prefill_tokens.tolist() == [1] and plan.wait_load > 0
+    assert (
+        plan is not None and len(LOADS.of(plan)) == 8 and plan.prefill_tokens.tolist() == [1] and WAIT_LOAD.of(plan) > 0
+    )
     simulation.run()
 
 
@@ -125,7 +127,7 @@ def test_preempted_rows_come_back_from_the_tier(lag: Lag, ahead: int) -> None:
     """Oracle: the same load without a tier computes tokens again; with it, at most those of unfilled blocks."""
     recomputed = []
     for num_slots in (0, 64):
-        given = replace(POOL, num_blocks=18, num_host_slots=num_slots)
+        given = changed(POOL, num_blocks=18, num_host_slots=num_slots)
         simulation = TierSimulation(given, lag=lag, ahead=ahead)
         for number in range(6):
             simulation.add(prompt(number, 10), max_tokens=40, **ENDLESS)
@@ -141,7 +143,7 @@ def test_preempted_rows_come_back_from_the_tier(lag: Lag, ahead: int) -> None:
 def test_loads_never_hold_what_the_first_request_needs(lag: Lag, ahead: int) -> None:
     """The hangs vllm#45388 and vllm#57841: loads hold blocks, and the head of the queue needs them, for ever.  Here
     rows that load are preempted like others.  Oracle: all requests end, in a pool that only one of them fits into."""
-    given = replace(POOL, num_blocks=10, max_host_moves=1)
+    given = changed(POOL, num_blocks=10, max_host_moves=1)
     simulation = TierSimulation(given, lag=lag, ahead=ahead)
     one_after_the_other(simulation, [1, 2, 3, 4])
     for name in (1, 2, 3, 4):
@@ -158,7 +160,7 @@ def test_loads_never_hold_what_the_first_request_needs(lag: Lag, ahead: int) -> 
 def test_a_row_that_is_aborted_while_it_loads_leaves_nothing_wrong(lag: Lag, num_steps: int) -> None:
     """The garbled output of vllm#46278 and vllm#47282: blocks of a load or a store are given to others too early.
     Oracle: the content of blocks; the others take the blocks of the aborted row at once, and the prefix is whole."""
-    given = replace(SLOW, num_blocks=12)
+    given = changed(SLOW, num_blocks=12)
     simulation = TierSimulation(given, lag=lag, ahead=1)
     one_after_the_other(simulation, [1, 2, 3])
     simulation.add([7] * 3, max_tokens=30, **ENDLESS)
@@ -177,18 +179,18 @@ def test_a_row_shares_blocks_whose_loads_have_just_gone_out(lag: Lag) -> None:
     """The other half of vllm#47282: a row reads blocks before their load has ended.  The row that asked for the load is
     gone, so no other row of the plan waits for it.  Oracle: the content of blocks, and a plan that waits.  The pool
     keeps nine blocks free or clean, so that the first plan need not wait for a store."""
-    given = replace(POOL, num_blocks=288, num_host_slots=512)
+    given = changed(POOL, num_blocks=288, num_host_slots=512)
     simulation = TierSimulation(given, lag=lag, checks=False)
     one_after_the_other(simulation, list(range(1, 40)))
     simulation.add([9], max_tokens=30, **ENDLESS)
     simulation.step()
     simulation.add(prompt(1, 33), request_id="gone", max_tokens=2, **ENDLESS)
     plan = simulation.step()
-    assert plan is not None and len(plan.loads) == 8 and not len(plan.prefill_rows)
+    assert plan is not None and len(LOADS.of(plan)) == 8 and not len(plan.prefill_rows)
     simulation.abort("gone")
     simulation.add(prompt(1, 33), max_tokens=2, **ENDLESS)
     plan = simulation.step()
-    assert plan is not None and plan.prefill_tokens.tolist() == [1] and plan.wait_load > 0
+    assert plan is not None and plan.prefill_tokens.tolist() == [1] and WAIT_LOAD.of(plan) > 0
     simulation.run()
 
 
@@ -196,7 +198,7 @@ def test_a_row_shares_blocks_whose_loads_have_just_gone_out(lag: Lag) -> None:
 def test_a_store_reads_what_was_computed(lag: Lag) -> None:
     """The garbled output of vllm#45704: a store begins before the block is written.  A request that is aborted before
     its step has run leaves published blocks, which are stored with the next plan.  Oracle: the content of blocks."""
-    simulation = TierSimulation(replace(POOL, num_blocks=9), lag=lag, ahead=1)
+    simulation = TierSimulation(changed(POOL, num_blocks=9), lag=lag, ahead=1)
     simulation.add(prompt(1, 33), request_id="gone", max_tokens=2, **ENDLESS)
     simulation.step(between=lambda: simulation.abort("gone"))
     one_after_the_other(simulation, [2])
@@ -205,11 +207,11 @@ def test_a_store_reads_what_was_computed(lag: Lag) -> None:
 
 def test_what_no_slot_or_no_move_is_left_for_is_dropped_and_counted() -> None:
     """By hand: a plan may store 2 blocks; a prompt that needs the whole pool at once drops the others."""
-    simulation = TierSimulation(replace(POOL, num_blocks=9, max_host_moves=2))
+    simulation = TierSimulation(changed(POOL, num_blocks=9, max_host_moves=2))
     one_after_the_other(simulation, [1, 2])
     stats = simulation.scheduler.stats()
-    assert stats.num_dropped_blocks + stats.num_stored_blocks >= 8
-    assert stats.num_dropped_blocks >= 4
+    assert STATS.of(stats).num_dropped_blocks + STATS.of(stats).num_stored_blocks >= 8
+    assert STATS.of(stats).num_dropped_blocks >= 4
     assert one_after_the_other(simulation, [1])[0] <= 16
 
 
@@ -229,19 +231,19 @@ def test_a_cleared_cache_finds_nothing_on_the_host() -> None:
     """Oracle: no hits after ``reset_prefix_cache``, and all slots are free."""
     simulation = TierSimulation(POOL)
     one_after_the_other(simulation, [1, 2, 3, 4])
-    assert simulation.scheduler.stats().num_used_host_slots > 0
+    assert STATS.of(simulation.scheduler.stats()).num_used_host_slots > 0
     assert simulation.scheduler.reset_prefix_cache()
-    assert simulation.scheduler.stats().num_used_host_slots == 0
+    assert STATS.of(simulation.scheduler.stats()).num_used_host_slots == 0
     assert one_after_the_other(simulation, [1, 2]) == [0, 0]
 
 
-@pytest.mark.parametrize("given", [POOL, replace(POOL, enable_prefix_caching=False)], ids=["cache", "no cache"])
+@pytest.mark.parametrize("given", [POOL, changed(POOL, enable_prefix_caching=False)], ids=["cache", "no cache"])
 def test_prompts_by_source(given: SchedulerLimits) -> None:
     """By hand: the second turn of six prompts has its 32 tokens from the host, the third at once from the device."""
     simulation = TierSimulation(given)
     one_after_the_other(simulation, [1, 2, 3, 4, 5, 6, 1, 1])
     stats = simulation.scheduler.stats()
-    hits = (stats.num_prefix_hit_tokens, stats.num_host_hit_tokens)
+    hits = (stats.num_prefix_hit_tokens, STATS.of(stats).num_host_hit_tokens)
     assert hits == ((64, 32) if given.enable_prefix_caching else (0, 0))
 
 
@@ -250,7 +252,7 @@ def test_prompts_by_source(given: SchedulerLimits) -> None:
 def test_blocks_of_waiting_requests_come_in_while_others_run(lag: Lag, ahead: int) -> None:
     """By hand: the only row is taken for 30 steps; the 8 blocks of the next request are loaded meanwhile, so that it
     runs in the very plan that admits it, without a wait."""
-    simulation = TierSimulation(replace(SLOW, num_blocks=40, max_num_seqs=1), lag=lag, ahead=ahead)
+    simulation = TierSimulation(changed(SLOW, num_blocks=40, max_num_seqs=1), lag=lag, ahead=ahead)
     one_after_the_other(simulation, [1, 2, 3, 4, 5, 6])
     simulation.add([9, 9, 9], max_tokens=30, **ENDLESS)
     simulation.step()
@@ -258,15 +260,15 @@ def test_blocks_of_waiting_requests_come_in_while_others_run(lag: Lag, ahead: in
     before = len(simulation.plans)
     simulation.run()
     plans = simulation.plans[before:]
-    assert sum(len(plan.loads) for plan in plans) == 8
+    assert sum(len(LOADS.of(plan)) for plan in plans) == 8
     (entry,) = [plan for plan in plans if plan.admitted]
-    assert entry.prefill_tokens.tolist() == [1] and not len(entry.loads)
-    assert simulation.scheduler.stats().num_host_hit_tokens == 32
+    assert entry.prefill_tokens.tolist() == [1] and not len(LOADS.of(entry))
+    assert STATS.of(simulation.scheduler.stats()).num_host_hit_tokens == 32
 
 
 def test_prefetching_takes_nothing_that_a_running_row_needs() -> None:
     """Oracle: a pool that the running row needs almost whole: it is not preempted, whatever waits behind it."""
-    simulation = TierSimulation(replace(SLOW, num_blocks=10, max_num_seqs=1), ahead=1)
+    simulation = TierSimulation(changed(SLOW, num_blocks=10, max_num_seqs=1), ahead=1)
     one_after_the_other(simulation, [1, 2, 3, 4])
     simulation.add([9, 9, 9], max_tokens=36, **ENDLESS)
     for name in (1, 2, 3):
@@ -277,7 +279,7 @@ def test_prefetching_takes_nothing_that_a_running_row_needs() -> None:
 
 def test_a_request_that_is_aborted_while_its_blocks_come_in() -> None:
     """Oracle: the blocks stay cached, and the next request finds them."""
-    simulation = TierSimulation(replace(SLOW, num_blocks=40, max_num_seqs=1), ahead=1)
+    simulation = TierSimulation(changed(SLOW, num_blocks=40, max_num_seqs=1), ahead=1)
     one_after_the_other(simulation, [1, 2, 3, 4, 5, 6])
     simulation.add([9, 9, 9], max_tokens=30, **ENDLESS)
     simulation.step()

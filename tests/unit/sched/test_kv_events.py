@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,9 +13,9 @@ from tests.kv_events import Block, Subscriber, plain_hashes
 from tests.tiers import slow_but
 from tests.unit.sched.disk_tier_harness import DiskSimulation
 from tests.unit.sched.host_tier_harness import Lag, RefusingSimulation, TierSimulation
-from tests.unit.sched.scheduler_harness import RandomLoad, Simulation, limits
+from tests.unit.sched.scheduler_harness import RandomLoad, Simulation, changed, limits, tiers_of
 from tests.unit.sched.test_scheduler_properties import LAYOUTS, SCALE, SHAPES
-from tp_engine.features.kv_events import KVEventCounters
+from tp_engine.features.kv_events.feature import KVEventCounters
 from tp_engine.features.kv_events.mirror import BlockStored, CacheMirror, encode
 from tp_engine.features.kv_events.scheduling import CacheChange, Rebuilt
 from tp_engine.requests.request import EngineRequest
@@ -87,7 +86,7 @@ def found_in(simulation: Simulation, sequences: Sequences, *, salted: bool) -> s
         key = simulation.scheduler._cache_keys.of(salt)
         blocks, _ = cache.match(key, np.array(tokens, dtype=np.int32).tobytes(), 1 << 30)
         for number, last in enumerate(blocks[:, counted].max(axis=1).tolist()):
-            above_disk = given.num_blocks + given.num_host_slots
+            above_disk = given.num_blocks + tiers_of(given).num_host_slots
             medium = "GPU" if last < given.num_blocks else "CPU" if last < above_disk else "STORAGE"
             found.add((medium, Block(tokens[: (number + 1) * given.block_size], salt)))
     return found
@@ -151,11 +150,7 @@ def test_random_load_of_a_model_with_windows(layout: str) -> None:
 
 def host(given: SchedulerLimits, num_slots: int) -> SchedulerLimits:
     """With a host tier."""
-    return limits_with(given, num_host_slots=num_slots, max_host_moves=4)
-
-
-def limits_with(given: SchedulerLimits, **changes: int) -> SchedulerLimits:
-    return replace(given, **changes)  # type: ignore[arg-type]
+    return changed(given, num_host_slots=num_slots, max_host_moves=4)
 
 
 @pytest.mark.parametrize("shape", slow_but(["tight"], SHAPES))
@@ -177,7 +172,7 @@ def test_stores_that_ranks_refuse() -> None:
 @pytest.mark.parametrize("fails", slow_but([0.1], [0.0, 0.1]))
 def test_random_load_with_a_disk_tier(fails: float) -> None:
     """Oracle: as above, over two restarts; the first message of a start has what the disk kept."""
-    given = limits_with(SHAPES["tight"], num_host_slots=20, num_disk_slots=60, max_host_moves=4)
+    given = changed(SHAPES["tight"], num_host_slots=20, num_disk_slots=60, max_host_moves=4)
     wire = Wire()
     simulation = DiskSimulation(given, ahead=1, lag=Lag.RANDOM, fails=fails, kv_events=wire)
     earlier: Sequences = set()

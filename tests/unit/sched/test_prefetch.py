@@ -5,18 +5,19 @@ Oracle: counts worked out by hand, and in every case the fake model and the cont
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.unit.sched.host_tier_harness import Lag, MaskedTierWorker, TierSimulation
+from tests.unit.sched.scheduler_harness import changed
 from tests.unit.sched.test_host_tier_cases import AHEAD, ENDLESS, LAGS, POOL, one_after_the_other, prompt
 from tests.unit.sched.test_scheduler_grammar import CONSTRAINED_SEEDS, GrammarSimulation
-from tp_engine.sched.tiers.prefetch import Sessions
+from tp_engine.features.tiers.feature import LOADS, STATS
+from tp_engine.features.tiers.prefetch import Sessions
 
-BUSY = replace(POOL, num_blocks=40, max_num_batched_tokens=8, max_host_moves=2)
+BUSY = changed(POOL, num_blocks=40, max_num_batched_tokens=8, max_host_moves=2)
 NEXT = [*prompt(1, 33), 7, 7]
 
 
@@ -37,17 +38,17 @@ def test_what_a_session_ended_with_comes_back_before_its_request(lag: Lag, ahead
     """By hand: 8 blocks, of which 2 go out with a plan; the request then runs in the plan that admits it, without loads
     and without a wait.  Its 32 tokens count as found on the host."""
     simulation = busy_engine(lag, ahead, prompt_cache_key="chat")
-    before, hits = len(simulation.plans), simulation.scheduler.stats().num_host_hit_tokens
+    before, hits = len(simulation.plans), STATS.of(simulation.scheduler.stats()).num_host_hit_tokens
     simulation.scheduler.prefetch_session("chat", "")
     for _ in range(8):
         simulation.step()
-    assert [len(plan.loads) for plan in simulation.plans[before : before + 6]] == [0, 2, 2, 2, 2, 0]
+    assert [len(LOADS.of(plan)) for plan in simulation.plans[before : before + 6]] == [0, 2, 2, 2, 2, 0]
     before = len(simulation.plans)
     simulation.add(NEXT, max_tokens=2, prompt_cache_key="chat", **ENDLESS)
     simulation.run()
     (entry,) = [plan for plan in simulation.plans[before:] if plan.admitted]
-    assert entry.prefill_tokens.tolist() == [3] and not sum(len(plan.loads) for plan in simulation.plans[before:])
-    assert simulation.scheduler.stats().num_host_hit_tokens - hits == 32
+    assert entry.prefill_tokens.tolist() == [3] and not sum(len(LOADS.of(plan)) for plan in simulation.plans[before:])
+    assert STATS.of(simulation.scheduler.stats()).num_host_hit_tokens - hits == 32
 
 
 def test_without_a_hint_the_row_waits_for_its_loads() -> None:
@@ -66,7 +67,7 @@ def test_unknown_sessions_change_nothing(session: str, salt: str) -> None:
     before = len(simulation.plans)
     simulation.scheduler.prefetch_session(session, salt)
     simulation.run()
-    assert not any(len(plan.loads) for plan in simulation.plans[before:])
+    assert not any(len(LOADS.of(plan)) for plan in simulation.plans[before:])
 
 
 def test_a_session_has_the_salt_of_its_requests() -> None:
@@ -75,7 +76,7 @@ def test_a_session_has_the_salt_of_its_requests() -> None:
     before = len(simulation.plans)
     simulation.scheduler.prefetch_session("chat", "a")
     simulation.run()
-    assert sum(len(plan.loads) for plan in simulation.plans[before:]) == 8
+    assert sum(len(LOADS.of(plan)) for plan in simulation.plans[before:]) == 8
 
 
 def test_a_hint_to_an_idle_engine_waits_for_the_next_plans() -> None:
@@ -89,12 +90,12 @@ def test_a_hint_to_an_idle_engine_waits_for_the_next_plans() -> None:
     before = len(simulation.plans)
     simulation.add([9, 9, 9], max_tokens=8, **ENDLESS)
     simulation.run()
-    assert sum(len(plan.loads) for plan in simulation.plans[before:]) == 8
+    assert sum(len(LOADS.of(plan)) for plan in simulation.plans[before:]) == 8
 
 
 def test_hints_take_nothing_that_a_running_row_needs() -> None:
     """Oracle: a pool that the running row needs almost whole: it is not preempted, whatever is announced."""
-    simulation = TierSimulation(replace(BUSY, num_blocks=10))
+    simulation = TierSimulation(changed(BUSY, num_blocks=10))
     for name in range(1, 9):
         simulation.add(prompt(name, 33), max_tokens=2, prompt_cache_key=f"chat {name}", **ENDLESS)
         simulation.run()

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from tests.tiers import fast_first
 from tests.unit.sched.host_tier_harness import Lag, RefusingSimulation
-from tests.unit.sched.scheduler_harness import RandomLoad
+from tests.unit.sched.scheduler_harness import RandomLoad, changed
 from tests.unit.sched.test_host_tier_cases import POOL, one_after_the_other
 from tests.unit.sched.test_scheduler_properties import LAYOUTS, SCALE, SHAPES
-from tp_engine.sched.tiers.tier_channel import StoreChecks
+from tp_engine.features.tiers.feature import STATS
+from tp_engine.features.tiers.tier_channel import StoreChecks
 from tp_engine.tier_progress import TierReport
 
 
@@ -52,14 +51,14 @@ def test_random_load(shape: str, one_in: int, ahead: int, lag: Lag) -> None:
     reported, is never loaded."""
     given = (SHAPES | LAYOUTS)[shape]
     simulation = RefusingSimulation(
-        replace(given, num_host_slots=40, max_host_moves=3), ahead=ahead, lag=lag, one_in=one_in
+        changed(given, num_host_slots=40, max_host_moves=3), ahead=ahead, lag=lag, one_in=one_in
     )
     load = RandomLoad(simulation, seed=len(shape) + ahead)
     for _ in range(200 * SCALE):
         load.act()
     simulation.run()
     worker, stats = simulation.refusing, simulation.scheduler.stats()
-    assert worker.num_refused >= stats.num_refused_blocks
+    assert worker.num_refused >= STATS.of(stats).num_refused_blocks
     assert worker.num_stores > 10
 
 
@@ -73,5 +72,5 @@ def test_what_was_refused_is_computed_again(lag: Lag) -> None:
     one_after_the_other(none, [1, 2, 3, 4, 5, 6])
     assert one_after_the_other(none, [1, 2, 3]) == [0, 0, 0]
     stats = none.scheduler.stats()
-    assert none.tier_worker.num_loads == 0 and stats.num_refused_blocks > 20
+    assert none.tier_worker.num_loads == 0 and STATS.of(stats).num_refused_blocks > 20
     assert none.tier_worker.num_stores <= 9 * 8

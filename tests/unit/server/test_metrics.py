@@ -19,6 +19,7 @@ from tests.asgi import App, run_served, until
 from tests.fake_engine import FakeEngine, arith
 from tests.text_tokenizers import byte_level_tokenizer
 from tp_engine.features.metric import token_buckets
+from tp_engine.features.tiers.feature import TierStats
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.metrics import ServerMetrics
 from tp_engine.server.metrics.families import FAMILIES, OLDER_NAMES
@@ -331,17 +332,15 @@ def test_the_tiers() -> None:
     hold a block, and 5 of 50 on disk."""
     engine = FakeEngine()
     report = engine.report()
-    figures: dict[str, Any] = {"num_prefix_query_tokens": 100, "num_prefix_hit_tokens": 60, "num_host_hit_tokens": 20}
-    figures["num_disk_hit_tokens"] = 15
-    tier: dict[str, Any] = {
-        "num_host_slots": 12,
-        "num_used_host_slots": 3,
-        "num_dropped_blocks": 5,
-        "num_refused_blocks": 7,
-    }
-    tier |= {"num_disk_slots": 50, "num_used_disk_slots": 5, "num_disk_failed_blocks": 2}
+    tiers = TierStats(
+        num_host_hit_tokens=20, num_disk_hit_tokens=15, num_host_slots=12, num_used_host_slots=3, num_dropped_blocks=5,
+        num_refused_blocks=7, num_disk_slots=50, num_used_disk_slots=5, num_disk_failed_blocks=2,
+    )  # fmt: skip
+    figures: dict[str, Any] = {"num_prefix_query_tokens": 100, "num_prefix_hit_tokens": 60}
     metrics = ServerMetrics("tiny")
-    text = metrics.exposition(replace(report, stats=replace(report.stats, **figures, **tier))).decode()
+    text = metrics.exposition(
+        replace(report, stats=replace(report.stats, extensions={"tiers": tiers}, **figures))
+    ).decode()
     families = {one.name.removeprefix(PREFIX): one for one in text_string_to_metric_families(text)}
     sources = {sample.labels["source"]: sample.value for sample in families["prompt_tokens_by_source"].samples}
     assert sources == {"device": 25, "host": 20, "disk": 15, "computed": 40}

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from tp_engine.cpu.library import native_library
+from tp_engine.features.tiers.block_moves import BlockMover, CudaMover, StoreReports, runs_of
+from tp_engine.features.tiers.codecs.base import BlockCopy, Codec
 from tp_engine.kernels.kv_cache.block_codes import pair_ids
 from tp_engine.model_config.kv_layout import KvKind, lay_out
 from tp_engine.plan import NO_PAIRS, IntArray
 from tp_engine.tier_progress import CHANNEL_WORDS, TierProgress, TierProgressReader
-from tp_engine.worker.codecs.base import BlockCopy, Codec
 from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
-from tp_engine.worker.tiers.block_moves import BlockMover, CudaMover, StoreReports, runs_of
 
 MakeMover = Callable[[torch.Tensor, torch.Tensor, Codec], BlockMover]
 
@@ -49,7 +49,7 @@ def mover_of(kind: MakeMover, pool: torch.Tensor, slots: torch.Tensor) -> BlockM
 def cpu_mover(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> MakeMover:
     """The mover with the compiled copy, and without it."""
     if request.param == "PyTorch":
-        monkeypatch.setattr("tp_engine.worker.codecs.base.native_library", lambda: None)
+        monkeypatch.setattr("tp_engine.features.tiers.codecs.base.native_library", lambda: None)
     elif native_library() is None:
         pytest.skip("no compiled kernels here")
     return BlockMover
@@ -302,7 +302,7 @@ def test_streams_leave_the_bytes_of_one_after_another(
 ) -> None:
     """Oracle: moves and forward passes one after another; a late stream changes nothing, with a codec neither, whose
     staging area has room for a part of a plan's moves."""
-    monkeypatch.setattr("tp_engine.worker.tiers.block_moves.num_staged", lambda _codec: 1)
+    monkeypatch.setattr("tp_engine.features.tiers.block_moves.num_staged", lambda _codec: 1)
     codecs: tuple[Codec, ...] = (BlockCopy(8, "any"), Halves(8))
     for seed, codec in itertools.product(range(5), codecs):
         assert outcome(machine, seed, order, waits=True, codec=codec)
@@ -322,7 +322,7 @@ def test_stores_are_reported_when_streams_have_made_them(
 
     make = torch.empty
     monkeypatch.setattr("torch.empty", lambda *sizes, pin_memory=False, **more: make(*sizes, **more))
-    monkeypatch.setattr("tp_engine.worker.tiers.block_moves.num_staged", lambda _codec: 2)
+    monkeypatch.setattr("tp_engine.features.tiers.block_moves.num_staged", lambda _codec: 2)
     pool = torch.arange(6, dtype=torch.uint8).repeat(8, 1).T.contiguous()
     words = memoryview(bytearray(8 * CHANNEL_WORDS)).cast("q")
     reports, reader = StoreReports(TierProgress(words)), TierProgressReader([words])

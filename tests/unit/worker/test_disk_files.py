@@ -19,16 +19,16 @@ import torch
 from tp_engine import ConfigError
 from tp_engine.config import EngineConfig
 from tp_engine.errors import MemoryBudgetError
+from tp_engine.features.tiers.codecs.base import BlockCopy
+from tp_engine.features.tiers.disk_files import Identity, SlotFiles, choose_disk_slots, lock_directory
+from tp_engine.features.tiers.disk_start import make_identity
+from tp_engine.features.tiers.rank_disk import DiskTierWorker
 from tp_engine.ipc.job_board import JobBoard
 from tp_engine.job.topology import RankInfo
 from tp_engine.system.units import GIB
 from tp_engine.tier_progress import TierProgressReader
-from tp_engine.worker.codecs.base import BlockCopy
 from tp_engine.worker.effective_config import resolve
 from tp_engine.worker.memory.kv_cache import KvCacheShape
-from tp_engine.worker.tiers.disk_files import Identity, SlotFiles, choose_disk_slots, lock_directory
-from tp_engine.worker.tiers.disk_start import make_identity
-from tp_engine.worker.tiers.disk_tier import DiskTierWorker
 
 CPU = torch.device("cpu")
 SLOT_BYTES = 5000

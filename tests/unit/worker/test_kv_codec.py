@@ -12,16 +12,16 @@ import torch
 
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
+from tp_engine.features.tiers.block_moves import BlockMover, staging_bytes
+from tp_engine.features.tiers.codecs import make_codec
+from tp_engine.features.tiers.codecs.base import Codec
+from tp_engine.features.tiers.rank_host import HostTierWorker, choose_slots
 from tp_engine.model_config.kv_layout import KvKind, lay_out
 from tp_engine.plan import NO_PAIRS
 from tp_engine.system.units import GIB
-from tp_engine.worker.codecs import make_codec
-from tp_engine.worker.codecs.base import Codec
 from tp_engine.worker.effective_config import resolve
 from tp_engine.worker.memory.host_memory import HostMemory
 from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
-from tp_engine.worker.tiers.block_moves import BlockMover, staging_bytes
-from tp_engine.worker.tiers.host_tier import HostTierWorker, choose_slots
 
 CPU = torch.device("cpu")
 

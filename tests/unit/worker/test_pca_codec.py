@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from tests.kv_tiers import moves
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
+from tp_engine.features.tiers.block_moves import BlockGroups, BlockMover, StoreReports
+from tp_engine.features.tiers.codecs.pca import TOKENS_PER_DIM, Pca
 from tp_engine.kernels.kv_cache.block_codes import BlockForm
 from tp_engine.plan import NO_PAIRS, Admission, IntArray, RowSampling, StepPlan
 from tp_engine.tier_progress import CHANNEL_WORDS, TierProgress, TierProgressReader
-from tp_engine.worker.codecs.pca import TOKENS_PER_DIM, Pca
 from tp_engine.worker.effective_config import resolve
-from tp_engine.worker.tiers.block_moves import BlockGroups, BlockMover, StoreReports
 
 DIM, BLOCK_SIZE, PARTS, HEADS = 24, 8, 4, 2
 NUM_CALIBRATION = TOKENS_PER_DIM * DIM // BLOCK_SIZE
@@ -139,7 +140,7 @@ def test_portions_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     form, states = form_of(), random_states(NUM_CALIBRATION + 9)
     pool, found = pool_of(states, form), []
     for portion in (1 << 30, 4 * form.num_vectors * DIM * 4):
-        monkeypatch.setattr("tp_engine.worker.codecs.pca._PORTION_BYTES", portion)
+        monkeypatch.setattr("tp_engine.features.tiers.codecs.pca._PORTION_BYTES", portion)
         codec = Pca(form, 12, 0.5)
         blobs, back = torch.zeros(9, codec.blob_bytes, dtype=torch.uint8), torch.zeros_like(pool[:9])
         codec.encode(pool, blobs, pairs_of(0, NUM_CALIBRATION))
@@ -244,15 +245,17 @@ def test_groups_of_blocks_and_slots() -> None:
     assert [len(part) for part in groups.moves(first)] == [0, 0]
     groups.note(first)
     second = StepPlan(
-        step_id=2, block_ids=ids(7, 8, 3), stores=pairs((3, 0), (7, 1)), loads=pairs((1, 9), (0, 10)), wait_load=1
+        step_id=2,
+        block_ids=ids(7, 8, 3),
+        extensions=moves(stores=pairs((3, 0), (7, 1)), loads=pairs((1, 9), (0, 10)), wait_load=1),
     )
     stores, loads = groups.moves(second)
     assert stores.tolist() == [[3, 0, 1], [7, 1, 2]] and loads.tolist() == [[1, 9, 2], [0, 10, 1]]
     groups.note(second)
-    third = StepPlan(step_id=3, stores=pairs((7, 0), (3, 2), (10, 3), (0, 1)))
+    third = StepPlan(step_id=3, extensions=moves(stores=pairs((7, 0), (3, 2), (10, 3), (0, 1))))
     assert groups.moves(third)[0].tolist() == [[7, 0, 0], [3, 2, 2], [10, 3, 1], [0, 1, -1]]
     groups.note(StepPlan(step_id=4, block_ids=ids(5, 0, 6)))
-    assert groups.moves(StepPlan(step_id=5, stores=pairs((0, 2))))[0].tolist() == [[0, 2, 1]]
+    assert groups.moves(StepPlan(step_id=5, extensions=moves(stores=pairs((0, 2)))))[0].tolist() == [[0, 2, 1]]
 
 
 def test_reports_of_stores() -> None:

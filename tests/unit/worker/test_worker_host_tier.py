@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kv_tiers import moves
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError, MemoryBudgetError
+from tp_engine.features.tiers.codecs.base import BlockCopy
+from tp_engine.features.tiers.rank_host import HostTierWorker, choose_slots
 from tp_engine.kernels.huge_pages import HUGE_PAGE
 from tp_engine.plan import StepPlan
 from tp_engine.system.units import GIB, MIB
-from tp_engine.worker.codecs.base import BlockCopy
 from tp_engine.worker.memory.host_memory import HostMemory
 from tp_engine.worker.memory.kv_cache import resident_bytes
-from tp_engine.worker.tiers.host_tier import HostTierWorker, choose_slots
 
 COPY = BlockCopy(MIB, "any")
 ROOMY = HostMemory(total=64 * GIB, free=48 * GIB)
@@ -80,7 +81,7 @@ def test_pages_come_into_use_with_their_slots() -> None:
     """Oracle: 1 GiB of slots occupies nothing at first, then the page of the slot that is stored."""
     tier = HostTierWorker(torch.ones(2, MIB, dtype=torch.uint8), 1024, COPY)
     assert resident_bytes(tier.slots) == 0
-    tier.apply(StepPlan(step_id=1, stores=torch.tensor([[1, 512]], dtype=torch.int32).numpy()))
+    tier.apply(StepPlan(step_id=1, extensions=moves(stores=torch.tensor([[1, 512]], dtype=torch.int32).numpy())))
     assert bool((tier.slots[512] == 1).all()) and MIB <= resident_bytes(tier.slots) <= 2 * HUGE_PAGE
     assert tier.counters.stored_bytes == MIB
 

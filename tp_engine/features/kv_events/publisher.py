@@ -26,13 +26,13 @@ from collections import deque
 import zmq
 
 from tp_engine.config import EngineConfig
+from tp_engine.engine.feature import EngineFeature
 from tp_engine.errors import ConfigError
-from tp_engine.features.kv_events import KVEventCounters
+from tp_engine.features.kv_events.feature import KVEventCounters
 from tp_engine.features.kv_events.mirror import CacheMirror, encode
 from tp_engine.features.kv_events.options import CONFIG_NAME, KVEventsConfig, is_of_this_host
 from tp_engine.features.kv_events.scheduling import CacheChange, Rebuilt
 from tp_engine.system import env
-from tp_engine.system.closing import Closing
 from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
@@ -65,7 +65,7 @@ def open_publisher(config: EngineConfig) -> KVEventPublisher | None:
     return KVEventPublisher(events, config.block_size, env.KV_EVENTS_KEY.read())
 
 
-class KVEventPublisher(Closing):
+class KVEventPublisher(EngineFeature):
     """A ``KVEventSink``: publishes what it is given, with a thread of its own.  ``ConfigError`` if an endpoint can not
     be used.
 

@@ -24,7 +24,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tp_engine.features.kv_events import COUNTERS, KVEventCounters
+from tp_engine.features.kv_events.feature import COUNTERS, KVEventCounters
+from tp_engine.features.tiers.feature import LIMITS, TierLimits
 from tp_engine.hooks import find_feature
 from tp_engine.plan import BoolArray
 from tp_engine.sched.blocks.cache_keys import CacheKey
@@ -118,8 +119,9 @@ class KVEvents(SchedulerFeature):
         self._counted: BoolArray = is_full if is_full.any() else ~is_full
         self._num_groups = limits.num_groups
         self._first_host = limits.num_blocks
-        self._first_disk = limits.num_blocks + limits.num_host_slots
-        self._has_tiers = limits.num_host_slots > 0
+        num_host_slots = (LIMITS.get(limits) or TierLimits()).num_host_slots
+        self._first_disk = limits.num_blocks + num_host_slots
+        self._has_tiers = num_host_slots > 0
         self._first_serial = self._last_serial = 0  # older runs are of old weights
         self._retired: set[int] = set()
         cache.observers.append(self)

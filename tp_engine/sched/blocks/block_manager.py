@@ -27,14 +27,13 @@ import numpy.typing as npt
 from tp_engine.plan import IntArray
 from tp_engine.sched.blocks.block_pool import BlockPool
 from tp_engine.sched.blocks.kv_windows import Counts
+from tp_engine.sched.blocks.lower_tier import LowerTier
 from tp_engine.sched.blocks.lru_queue import NO_BLOCKS, BlockIds
 from tp_engine.sched.blocks.prefix_cache import NO_BLOCK, BlockName, Place, PrefixCache, is_lost
 from tp_engine.sched.blocks.snapshots import Snapshots
 from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.sched.running_batch import RunningBatch
 from tp_engine.sched.sequence import Entry, Sequence, Shared
-from tp_engine.sched.tiers.disk_tier import NO_LINKS, TierLinks
-from tp_engine.sched.tiers.host_tier import HostTierManager
 from tp_engine.system.units import ceil_div
 
 
@@ -64,20 +63,18 @@ class Donation(msgspec.Struct, frozen=True):
 
 
 class BlockManager:
-    """Decides how block tables change; nothing else does."""
+    """Decides how block tables change; nothing else does.  ``tier`` is what lies below the pool."""
 
-    def __init__(self, limits: SchedulerLimits, rows: RunningBatch, links: TierLinks = NO_LINKS) -> None:
+    def __init__(self, limits: SchedulerLimits, rows: RunningBatch) -> None:
         self.block_size = limits.block_size
         self.num_groups = limits.num_groups
         self.windows = limits.kv_windows
         self._has_windows = self.windows.has_windows
         self.pool = BlockPool(limits.num_blocks)
         block_bytes = limits.block_size * np.dtype(np.int32).itemsize
-        num_ids = limits.num_blocks + limits.num_host_slots + limits.num_disk_slots
-        self.cache = PrefixCache(num_ids, block_bytes, self.windows.is_full)
+        self.cache = PrefixCache(limits.num_blocks, block_bytes, self.windows.is_full)
         self._caching = limits.enable_prefix_caching
-        has_tier = limits.num_host_slots > 0 and self._caching
-        self.tier = HostTierManager(limits, self.pool, self.cache, links) if has_tier else None
+        self.tier = LowerTier(self.pool, self.cache)
         self.snapshots = None
         if limits.has_states and self._caching:
             first_slot = limits.max_num_seqs + limits.num_draft_rows
@@ -128,11 +125,11 @@ class BlockManager:
         """Return the cached K/V of a waiting sequence's first tokens; at least one token is left to compute."""
         if not self._caching or sequence.wants_all_positions:
             return Hits(self._nothing, sequence.group.cache_key)
-        return self.find_prefix(sequence.group.cache_key, sequence.token_ids, reads_disk=sequence.reads_disk)
+        return self.find_prefix(sequence.group.cache_key, sequence.token_ids, reads_all=self.tier.reads_all(sequence))
 
-    def find_prefix(self, cache_key: str, token_ids: IntArray, *, reads_disk: bool = True) -> Hits:
-        """Return the cached K/V of the first of ``token_ids`` under a cache key; those on disk only if ``reads_disk``.
-        At least one token is left to compute."""
+    def find_prefix(self, cache_key: str, token_ids: IntArray, *, reads_all: bool = True) -> Hits:
+        """Return the cached K/V of the first of ``token_ids`` under a cache key; those that are far away only if
+        it ``reads_all``.  At least one token is left to compute."""
         windows, token_bytes = self.windows, token_ids.tobytes()
         usable: int = (len(token_ids) - 1) // self.block_size
         parted: tuple[int, int] | None = None
@@ -141,7 +138,7 @@ class BlockManager:
                 self.cache.stretches(cache_key, token_bytes, usable), self.block_size
             )
         blocks, place = self.cache.match(cache_key, token_bytes, usable)
-        may_use = None if self.tier is None else self.tier.may_use(blocks, reads_disk=reads_disk)
+        may_use = self.tier.may_use(blocks, reads_all=reads_all)
         if self._has_windows or may_use is not None:
             is_there = blocks != NO_BLOCK
             sufficient = windows.longest_hit(is_there if may_use is None else is_there & may_use)
@@ -150,7 +147,7 @@ class BlockManager:
         num_tokens = len(blocks) * self.block_size
         name = self.cache.next_name(place, token_bytes, num_tokens)
         tail, found = None, self.cache.match_tail(place, token_bytes, num_tokens)
-        must_load = self.tier is not None and self.tier.must_load(blocks)  # it might overwrite the tail before the copy
+        must_load = self.tier.must_load(blocks)  # it might overwrite the tail before the copy
         if found is not None and not must_load:
             tail, num_in_tail = found
             num_tokens += num_in_tail
@@ -158,23 +155,13 @@ class BlockManager:
         return Hits(shared, place, num_tokens, tail, name, parted)
 
     def num_in_use(self, blocks: BlockIds) -> int:
-        """Return how many of ``blocks``, which may be on the host, some row holds."""
-        if self.tier is not None:
-            blocks = blocks[~self.tier.on_host(blocks)]
-        return int(np.count_nonzero(self.pool.ref_counts[blocks]))
-
-    def num_host_tokens(self, shared: Shared) -> int:
-        """Tokens of the logical blocks that are on the host, in any group."""
-        if self.tier is None:
-            return 0
-        return int(np.count_nonzero(self.tier.on_host(shared.table).any(axis=1))) * self.block_size
+        """Return how many of ``blocks``, which may be below the pool, some row holds."""
+        is_below = self.tier.is_below(blocks)
+        return int(np.count_nonzero(self.pool.ref_counts[blocks if is_below is None else blocks[~is_below]]))
 
     def hold(self, shared: Shared) -> tuple[Shared, bool]:
         """Let one more row hold ``shared``: the blocks that it has now, and whether a load must go out before it
         runs."""
-        if self.tier is None:
-            self.pool.share(shared.held)
-            return shared, False
         must_load = self.tier.must_load(shared.held)
         shared = self.tier.hold(shared)
         if not must_load:
@@ -208,7 +195,7 @@ class BlockManager:
         num_full, num_in_last = divmod(num_tokens, self.block_size)
         table = self._rows.tables(row).astype(np.intp)
         source = table[num_full] if num_in_last else None
-        if source is not None and self.tier is not None:
+        if source is not None:
             if self.tier.must_load(source):
                 return None
             self.tier.require(source)
@@ -247,11 +234,8 @@ class BlockManager:
     def allocate(self, count: int) -> IntArray:
         """``count`` blocks, int32, that will be entered into tables."""
         taken, lost = self.pool.allocate(count)
-        if self.tier is not None:
-            self.tier.give_up(lost)
-            self.tier.require(taken)
-        elif len(lost):
-            self.cache.evict(lost)
+        self.tier.give_up(lost)
+        self.tier.require(taken)
         return taken.astype(np.int32)
 
     def publish(self, chunks: Iterable[tuple[Sequence, int]]) -> None:
@@ -261,7 +245,6 @@ class BlockManager:
         if not self._caching:
             return
         added, lasting, size = [NO_BLOCKS], [NO_BLOCKS], self.block_size
-        has_disk = self.tier is not None and self.tier.disk is not None
         for sequence, num_tokens in chunks:
             row, first, end = sequence.row, sequence.num_published, num_tokens // size
             if first < end:
@@ -277,12 +260,11 @@ class BlockManager:
                 new, sequence.place = self.cache.insert(blocks, sequence.place, known)
                 sequence.num_published = end
                 added.append(new)
-                if has_disk and (images := sequence.group.request.images):  # their names are this process's own
-                    new = new[np.isin(new, self._rows.block_table[row, : images[0].start // size])]
+                if self.tier.outlives_process:
+                    new = new[np.isin(new, self._rows.block_table[row, : self._num_lasting(row, end)])]
                 lasting.append(new)
         self.pool.mark_full(np.concatenate(added))
-        if self.tier is not None and self.tier.disk is not None:
-            self.tier.disk.published(np.concatenate(lasting))
+        self.tier.published(np.concatenate(lasting))
 
     def publish_tail(self, sequence: Sequence) -> None:
         """Offer the computed tokens in the last, partly filled block of a sequence that is about to be released."""
@@ -311,8 +293,7 @@ class BlockManager:
     def clear_cache(self) -> None:
         """Forget all cached prefixes; no row may be running."""
         assert self.pool.num_used == 0
-        if self.tier is not None:
-            self.tier.clear()
+        self.tier.clear()
         if self.snapshots is not None:
             self.snapshots.clear()
         self.cache.clear()
@@ -337,10 +318,15 @@ class BlockManager:
         assert self.pool.ref_counts.tolist() == [holders[block] for block in range(self.pool.num_blocks)]
         cached = [block for block in self.cache.cached_blocks() if block < self.pool.num_blocks]
         assert np.flatnonzero(self.pool.contents()).tolist() == sorted(cached)
-        if self.tier is not None:
-            self.tier.check_integrity()
+        self.tier.check_integrity()
         for block, group in self.cache.groups().items():
             assert group_of.get(block, group) == group, f"block {block} is cached in another group than it is held in"
+
+    def _num_lasting(self, row: int, num_blocks: int) -> int:
+        """Logical blocks among a row's first that have token ids alone: names of other things are this process's own,
+        and negative."""
+        is_name = self._rows.tokens[row, : num_blocks * self.block_size] < 0
+        return int(is_name.argmax()) // self.block_size if is_name.any() else num_blocks
 
     def _share(self, blocks: BlockIds, num_tokens: int) -> Shared:
         """The part of ``blocks`` (n, G) that a row needs whose next token is at ``num_tokens``."""

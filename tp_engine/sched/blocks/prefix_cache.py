@@ -70,11 +70,16 @@ class PrefixCache:
         self._tail_named: dict[BlockName, BlockIds] = {}
         self._tail_names: dict[int, BlockName] = {}
         self._runs: dict[int, Run] = {}  # by serial
-        self._serial_of = np.zeros(num_blocks, dtype=np.int64)  # of each block's run; 0: it is in none
-        self._place_of = np.zeros(num_blocks, dtype=np.int64)  # of each block in its run's array, counted flat
-        self._numbers = np.arange(num_blocks)
         self._next_serial = 1
         self.observers: list[CacheObserver] = []
+        self.make_room(num_blocks)
+
+    def make_room(self, num_ids: int) -> None:
+        """Let there be so many ids: the pool's blocks, and behind them what lies below it.  Nothing is cached yet."""
+        assert not self._runs, "ids are given out"
+        self._serial_of = np.zeros(num_ids, dtype=np.int64)  # of each id's run; 0: it is in none
+        self._place_of = np.zeros(num_ids, dtype=np.int64)  # of each id in its run's array, counted flat
+        self._numbers = np.arange(num_ids)
 
     def match(self, salt: str, token_bytes: bytes, max_blocks: int) -> tuple[BlockIds, Place]:
         """Return the known logical blocks, at most ``max_blocks``, with a sequence's first tokens; the place behind

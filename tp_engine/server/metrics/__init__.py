@@ -37,9 +37,6 @@ _STATS = {
     f.HITS: "num_prefix_hit_tokens",
     f.PREEMPTIONS: "num_preemptions",
     f.RECOMPUTED: "num_recomputed_tokens",
-    f.DROPPED_BLOCKS: "num_dropped_blocks",
-    f.REFUSED_BLOCKS: "num_refused_blocks",
-    f.DISK_FAILED: "num_disk_failed_blocks",
     f.FREE_BLOCKS: "num_free_blocks",
     f.CACHED_BLOCKS: "num_cached_blocks",
     f.USED_BLOCKS: "num_used_blocks",
@@ -108,12 +105,6 @@ def _engine_metrics(report: EngineReport, peak_usage: float, model_name: str) ->
     num_blocks = stats.num_free_blocks + stats.num_cached_blocks + stats.num_used_blocks
     yield number(f.KV_USAGE, model_name, stats.num_used_blocks / max(1, num_blocks))
     yield number(f.PEAK_USAGE, model_name, peak_usage)
-    yield number(f.HOST_USAGE, model_name, stats.num_used_host_slots / max(1, stats.num_host_slots))
-    yield number(f.DISK_USAGE, model_name, stats.num_used_disk_slots / max(1, stats.num_disk_slots))
-    on_host, on_disk, hits = stats.num_host_hit_tokens, stats.num_disk_hit_tokens, stats.num_prefix_hit_tokens
-    computed, on_device = stats.num_prefix_query_tokens - hits, hits - on_host - on_disk
-    sources = {"device": on_device, "host": on_host, "disk": on_disk, "computed": computed}
-    yield samples(f.PROMPT_SOURCES, model_name, [((source,), count) for source, count in sources.items()])
     yield from _speculation_metrics(stats.speculation, model_name)
     if (adapters := stats.adapters) is not None:
         labels = (str(adapters.max_loras), ",".join(adapters.running), ",".join(adapters.waiting))

@@ -89,9 +89,6 @@ WAITING = _gauge("num_requests_waiting", "sequences that wait for a place in the
 KV_USAGE = _gauge("kv_cache_usage_perc", "share of the KV blocks that requests hold, 0 to 1")
 QUERIES = _counter("prefix_cache_queries", "prompt tokens looked up in the prefix cache")
 HITS = _counter("prefix_cache_hits", "prompt tokens found in the prefix cache")
-PROMPT_SOURCES = _counter(
-    "prompt_tokens_by_source", "prompt tokens: found on the device, on the host, on disk, or computed", "source"
-)
 PREEMPTIONS = _counter("num_preemptions", "preemptions of running sequences")
 SPEC_DRAFTS = _counter("spec_decode_num_drafts", "runs of draft tokens that a step verified")
 SPEC_DRAFT_TOKENS = _counter("spec_decode_num_draft_tokens", "draft tokens that a step verified")
@@ -130,11 +127,6 @@ CACHED_BLOCKS = _gauge("num_cached_blocks", "KV blocks that hold only cached pre
 USED_BLOCKS = _gauge("num_used_blocks", "KV blocks of running requests")
 LIVE_TOKENS = _gauge("num_live_tokens", "tokens with K/V in used blocks, those of shared blocks once")
 FRAGMENTATION = _gauge("kv_fragmentation", "share of the used blocks' slots that holds no token, 0 to 1")
-HOST_USAGE = _gauge("kv_host_usage_perc", "share of the host tier's slots that hold a KV block, 0 to 1")
-DROPPED_BLOCKS = _counter("kv_dropped_blocks", "cached KV blocks evicted without a copy in the host tier")
-REFUSED_BLOCKS = _counter(
-    "kv_refused_blocks", "KV blocks that the host tier's codec refused, being beyond its bound on the error"
-)
 PEAK_USAGE = _gauge("kv_cache_usage_peak_perc", "largest kv_cache_usage_perc of the last ten minutes")
 RECOMPUTED = _counter("recomputed_tokens", "tokens computed again after a preemption")
 MM_QUERIES = _counter("mm_cache_queries", "images that chunks needed, looked up in the encoder cache")
@@ -146,10 +138,6 @@ MOVED_BYTES = _counter(
     "kv_offload_bytes", "bytes that rank 0 moved to its host tier (store) and from it (load)", "direction"
 )
 MOVE_SECONDS = _counter("kv_offload_seconds", "rank 0's time for these moves", "direction")
-DISK_USAGE = _gauge("kv_disk_usage_perc", "share of the disk tier's slots that hold a KV block, 0 to 1")
-DISK_FAILED = _counter(
-    "kv_disk_failed_blocks", "KV blocks that some rank could not write to disk, or read as it wrote them"
-)
 DISK_BYTES = _counter("kv_disk_bytes", "bytes that rank 0 read from disk and wrote to it", "direction")
 DISK_SECONDS = _counter("kv_disk_seconds", "rank 0's time for these reads and writes", "direction")
 MOVE_WAIT = _counter("kv_offload_wait_seconds", "time that steps of rank 0 waited for moves")

@@ -4,7 +4,7 @@
 
     none              the bytes of the block
     int8, fp8         one byte per element, a scale per token and head (kernels/kv_cache/block_codes.py)
-    pca:RANK          one byte per coordinate in a basis of RANK for each head, and such a scale (worker/codecs/pca.py)
+    pca:RANK          one byte per coordinate in a basis of RANK for each head, and such a scale (codecs/pca.py)
     pca:RANK:BOUND    the same with another bound on the error of a block
 
 No torch: the configuration is checked before anything else is imported.

@@ -14,7 +14,7 @@ Serials of writes go on behind the largest that any rank has, which all ranks kn
 import contextlib
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,21 +23,19 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from tp_engine.features.tiers.codecs.base import Codec
+from tp_engine.features.tiers.disk_files import Identity, SlotFiles, choose_disk_slots, lock_directory
+from tp_engine.features.tiers.rank_disk import DiskTierWorker
+from tp_engine.features.tiers.rank_host import HostTierWorker
 from tp_engine.job.topology import RankInfo
 from tp_engine.system.log import get_logger
 from tp_engine.system.units import format_gib
 from tp_engine.system.version import __version__
-from tp_engine.tier_progress import TierProgress
 from tp_engine.weights.fingerprint import weights_fingerprint
-from tp_engine.worker.codecs.base import Codec
 from tp_engine.worker.effective_config import EffectiveConfig
-from tp_engine.worker.features import RunnerFeatureParts
+from tp_engine.worker.features import RankParts
 from tp_engine.worker.memory.kv_cache import KvCacheShape
 from tp_engine.worker.memory.meter import settle_slots
-from tp_engine.worker.orders import StartUp
-from tp_engine.worker.tiers.disk_files import Identity, SlotFiles, choose_disk_slots, lock_directory
-from tp_engine.worker.tiers.disk_tier import DiskTierWorker
-from tp_engine.worker.tiers.host_tier import HostTierWorker
 
 logger = get_logger(__name__)
 
@@ -72,25 +70,19 @@ class DiskStart:
             os.close(self.lock)
 
 
-def open_disk_tier(
-    parts: RunnerFeatureParts,
-    kv_shape: KvCacheShape,
-    start_up: StartUp,
-    tier: HostTierWorker,
-    channels: Mapping[str, TierProgress],
-) -> DiskStart:
+def open_disk_tier(parts: RankParts, codec: Codec, tier: HostTierWorker) -> DiskStart:
     """Open this rank's files, agree on what is kept, and put a disk tier below ``tier``.  A collective.
 
     Raises ``ConfigError`` or ``MemoryBudgetError`` on a rank that can not, ``RankError`` on the others.
     """
     config, groups, slot_bytes = parts.effective.config, parts.groups, tier.slots.shape[1]
-    info, codec = groups.info, parts.codec
-    assert config.kv_disk_path is not None and codec is not None, "there is a host tier above"
+    info, start_up = groups.info, parts.start_up
+    assert config.kv_disk_path is not None, "there is no disk tier"
     path = Path(config.kv_disk_path)
 
     def open_files() -> SlotFiles:
         names = [backend.name for backend in parts.backends]
-        identity = make_identity(parts.effective, info, kv_shape, names, codec=codec)
+        identity = make_identity(parts.effective, info, parts.kv_shape, names, codec=codec)
         return SlotFiles(path, info.rank, num_slots, slot_bytes, identity)
 
     with contextlib.ExitStack() as undo:
@@ -129,7 +121,7 @@ def open_disk_tier(
         first_serial = 1 + max(int(one.max()) for one in serials)
         undo.pop_all()
         disk = tier.disk = DiskTierWorker(
-            tier.slots.numpy(), files, channels, first_serial=first_serial, device=parts.device
+            tier.slots.numpy(), files, parts.channels, first_serial=first_serial, device=parts.device
         )
         return DiskStart(
             tier=disk,

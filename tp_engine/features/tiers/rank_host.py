@@ -21,21 +21,22 @@ import torch
 
 from tp_engine.config import EngineConfig
 from tp_engine.distributed.groups import RankGroups
-from tp_engine.errors import MemoryBudgetError
+from tp_engine.errors import MemoryBudgetError, RequestError
+from tp_engine.features.tiers.block_moves import BlockGroups, BlockMover, CudaMover, StoreReports
+from tp_engine.features.tiers.codecs.base import Codec
+from tp_engine.features.tiers.feature import DISK_READS, DISK_WRITES, LOADS, SECTIONS, STORES, WAIT_LOAD
+from tp_engine.features.tiers.options import is_lossy
+from tp_engine.features.tiers.rank_disk import DiskTierWorker
 from tp_engine.job.progress import RankPhase, RankProgress
 from tp_engine.kernels.huge_pages import map_zeros
-from tp_engine.kv_codec import is_lossy
 from tp_engine.model_config.kv_layout import KvCapacity, MoveCounters
 from tp_engine.plan import StepPlan
 from tp_engine.system.log import get_logger
 from tp_engine.system.units import GIB, format_gib
 from tp_engine.tier_progress import TierProgress
-from tp_engine.worker.codecs.base import Codec
 from tp_engine.worker.feature import RunnerFeature, RunnerHooks
 from tp_engine.worker.memory.host_memory import HostMemory, host_memory
 from tp_engine.worker.memory.meter import settle_slots
-from tp_engine.worker.tiers.block_moves import BlockGroups, BlockMover, CudaMover, StoreReports
-from tp_engine.worker.tiers.disk_tier import DiskTierWorker
 
 logger = get_logger(__name__)
 
@@ -139,11 +140,15 @@ class HostTierWorker(RunnerFeature):
         hooks.apply.append(self.apply)
         hooks.report.append(self.report)
         hooks.memory.append(self.memory)
+        hooks.check_sleep.append(self.check_sleep)
         hooks.close.append(self.close)
+
+    def check_sleep(self) -> None:
+        raise RequestError("an engine with a host tier can not sleep: the tier would keep blocks; leave it out")
 
     def apply(self, plan: StepPlan) -> None:
         """Begin the plan's moves, then let its copies and its forward pass wait as it says."""
-        if not (plan.has_moves or self._sees_all_plans):
+        if not (SECTIONS & plan.extensions.keys() or self._sees_all_plans):
             return
         self._progress.reach(RankPhase.MOVE)
         self._move(plan)
@@ -153,13 +158,14 @@ class HostTierWorker(RunnerFeature):
         return (self.slots,)
 
     def _move(self, plan: StepPlan) -> None:
-        if len(plan.stores) or len(plan.loads):
+        stores, loads, reads, writes = (section.of(plan) for section in (STORES, LOADS, DISK_READS, DISK_WRITES))
+        if len(stores) or len(loads):
             groups = self._groups
-            self._mover.move(*((plan.stores, plan.loads) if groups is None else groups.moves(plan)))
-        if self.disk is not None and (len(plan.disk_reads) or len(plan.disk_writes)):
-            self.disk.begin(plan.disk_reads, plan.disk_writes, self._mover.past())
-        if plan.wait_load:
-            self._mover.wait(plan.wait_load)
+            self._mover.move(*((stores, loads) if groups is None else groups.moves(plan)))
+        if self.disk is not None and (len(reads) or len(writes)):
+            self.disk.begin(reads, writes, self._mover.past())
+        if wait_load := WAIT_LOAD.of(plan):
+            self._mover.wait(wait_load)
         if self._reports is not None:
             self._reports.send()
         if self._groups is not None:

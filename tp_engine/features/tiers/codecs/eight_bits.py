@@ -8,11 +8,11 @@ vector are of similar size.
 
 import torch
 
+from tp_engine.features.tiers.codecs.base import Codec, fingerprint_of
 from tp_engine.kernels.kv_cache.block_codes import BlockForm, Pairs
 from tp_engine.kernels.ops import op
 from tp_engine.layers.upload import upload
 from tp_engine.plan import IntArray
-from tp_engine.worker.codecs.base import Codec, fingerprint_of
 
 
 class EightBits(Codec):

@@ -1,7 +1,7 @@
 """Work of the tiers between the plan that orders it and the ranks' reports that it has ended: reads and writes of the
 disk tier, and stores that ranks may refuse.
 
-A codec with a bound (worker/codecs/pca.py) finds only while it encodes a block whether the block is within it, and each
+A codec with a bound (codecs/pca.py) finds only while it encodes a block whether the block is within it, and each
 rank has heads of its own.  So ranks report all stores in the channel ``stores`` (``tier_progress``), numbered by their
 place in the plans, and a slot is used only after all ranks have confirmed it::
 
@@ -12,17 +12,24 @@ A block that was refused stays in the pool as before, and is not stored again.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from tp_engine.plan import BoolArray, IntArray
 from tp_engine.sched.blocks.lru_queue import NO_BLOCKS, BlockIds
-from tp_engine.sched.limits import TierReports
+from tp_engine.tier_progress import TierReport
 
 _PATIENCE_S = 3.0
+
+TierReports: TypeAlias = Mapping[str, Callable[[], TierReport]]
+"""What asks for the news of the tiers' work, by the name of its channel."""
+
+NO_REPORTS: TierReports = MappingProxyType({})
 _NO_NUMBER = 0
 
 

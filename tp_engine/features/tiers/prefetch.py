@@ -20,19 +20,19 @@ When the request enters, it finds them like any others.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from tp_engine.features.tiers.feature import LIMITS, NEVER, WAIT
+from tp_engine.features.tiers.host_tier import HostTierManager
+from tp_engine.features.tiers.tier_waits import DiskWaits
 from tp_engine.plan import IntArray
-from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks, SchedulerParts
+from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks
 from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.scheduler_state import SchedulerState
-from tp_engine.sched.sequence import NEVER, RequestGroup, Sequence, SequencePhase, Shared
-from tp_engine.sched.tiers.host_tier import HostTierManager
-from tp_engine.sched.tiers.tier_waits import DiskWaits, TierLoads
+from tp_engine.sched.sequence import RequestGroup, Sequence, SequencePhase, Shared
 
 _NUM_CANDIDATES = 3
 _MOST_EARLY = 8
@@ -73,15 +73,12 @@ class Sessions:
 
 @dataclass(slots=True, eq=False)
 class Returning:
-    """A session whose next request will come soon, and the tokens that it ended with; see ``Sequence`` for the rest."""
+    """A session whose next request will come soon, and the tokens that it ended with."""
 
     cache_key: str
     token_ids: IntArray
     until_step: int
-    looked_at_step: int = NEVER
-    num_prefetched_tokens: int = 0
-    num_read_blocks: int = 0
-    num_disk_waits: int = 0
+    extensions: dict[str, Any] = field(default_factory=dict)
 
 
 class Prefetcher(SchedulerFeature):
@@ -90,7 +87,7 @@ class Prefetcher(SchedulerFeature):
     def __init__(self, state: SchedulerState, tier: HostTierManager, waits: DiskWaits | None) -> None:
         self._state, self._tier, self._waits = state, tier, waits
         limits = state.limits
-        self._sessions = Sessions((limits.num_blocks + limits.num_host_slots) * limits.block_size)
+        self._sessions = Sessions((limits.num_blocks + LIMITS.of(limits).num_host_slots) * limits.block_size)
         self._early: dict[str | SessionKey, Sequence | Returning] = {}
 
     def attach(self, hooks: SchedulerHooks) -> None:
@@ -118,8 +115,8 @@ class Prefetcher(SchedulerFeature):
         if (key := session_of(sequence)) is not None:
             announced = self._early.pop(key, None)
             if announced is not None:
-                sequence.num_prefetched_tokens = announced.num_prefetched_tokens
-                sequence.num_read_blocks = announced.num_read_blocks
+                before, wait = WAIT.of(announced), WAIT.of(sequence)
+                wait.num_prefetched_tokens, wait.num_read_blocks = before.num_prefetched_tokens, before.num_read_blocks
         if sequence.blocked & Blocked.GRAMMAR:
             self._add(sequence.request_id, sequence)
 
@@ -134,8 +131,9 @@ class Prefetcher(SchedulerFeature):
         for key in [key for key, one in self._early.items() if _is_over(one, step_id)]:
             del self._early[key]
         for one in (*self._state.waiting.first(_NUM_CANDIDATES), *self._early.values()):
-            if one.looked_at_step + _STEPS_BETWEEN <= step_id:
-                one.looked_at_step = step_id
+            wait = WAIT.of(one)
+            if wait.looked_at_step + _STEPS_BETWEEN <= step_id:
+                wait.looked_at_step = step_id
                 if self._load(one):
                     return
 
@@ -151,10 +149,10 @@ class Prefetcher(SchedulerFeature):
         blocks, tier = self._state.blocks, self._tier
         hits = blocks.find_hits(one) if isinstance(one, Sequence) else blocks.find_prefix(one.cache_key, one.token_ids)
         shared = hits.shared
-        on_host = tier.on_host(shared.held)
+        on_host = tier.is_below(shared.held)
         if not on_host.any():
             return False
-        if self._waits is not None and self._waits.read_ahead(one, shared.held):
+        if self._waits is not None and self._waits.read_ahead(WAIT.of(one), shared.held):
             return False
         is_wanted = on_host.copy()
         is_wanted[~on_host] = blocks.pool.ref_counts[shared.held[~on_host]] == 0
@@ -164,10 +162,10 @@ class Prefetcher(SchedulerFeature):
         if not on_host[:count].any():
             return False
         if count < len(on_host):
-            one.looked_at_step = NEVER  # for the rest
+            WAIT.of(one).looked_at_step = NEVER  # for the rest
         part = shared.held[:count]
         num_loaded = int(np.count_nonzero(on_host[:count]))
-        one.num_prefetched_tokens += num_loaded * blocks.block_size // blocks.num_groups
+        WAIT.of(one).num_prefetched_tokens += num_loaded * blocks.block_size // blocks.num_groups
         blocks.pool.release(tier.hold(Shared(part[:, None], shared.first, part)).held)
         return True
 
@@ -182,14 +180,3 @@ def _is_over(one: Sequence | Returning, step_id: int) -> bool:
     if isinstance(one, Returning):
         return one.until_step < step_id
     return one.phase is not SequencePhase.WAITING or not one.blocked
-
-
-def make(parts: SchedulerParts) -> Iterator[SchedulerFeature]:
-    """Make the scheduler's half if there is a host tier."""
-    tier = parts.state.blocks.tier
-    if tier is not None:
-        waits = None if tier.disk is None else DiskWaits(parts.state, tier, tier.disk)
-        if waits is not None:
-            yield waits
-        yield TierLoads(parts.state, tier, parts.builder)
-        yield Prefetcher(parts.state, tier, waits)

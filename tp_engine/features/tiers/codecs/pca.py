@@ -26,12 +26,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tp_engine.features.tiers.codecs.base import Codec, fingerprint_of
 from tp_engine.kernels.kv_cache.block_codes import SCALE_BYTES, BlockForm, quantise
 from tp_engine.layers.upload import upload
 from tp_engine.plan import IntArray
 from tp_engine.system.log import get_logger
 from tp_engine.system.units import ceil_div
-from tp_engine.worker.codecs.base import Codec, fingerprint_of
 
 logger = get_logger(__name__)
 

@@ -1,9 +1,11 @@
-"""What rank 0 does for the disk tier beside its steps: the journal, writes while it is idle, and the last ones.
+"""What rank 0 does for the tiers beside its steps: the journal, writes while it is idle, and the last ones.
 
 The journal's thread writes it, so that no step waits for a disk.  A rewrite goes to a new file, which takes the
 journal's place when it is whole.  What the process's end cuts off is read as torn at the next start, and dropped
-(``sched/tiers/disk_journal.py``).
+(``disk_journal.py``).
 """
+
+from __future__ import annotations
 
 import os
 import secrets
@@ -14,13 +16,23 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
-from tp_engine.plan import StepPlan
+from tp_engine.config import EngineConfig
+from tp_engine.engine.feature import EngineFeature, EngineHooks
+from tp_engine.features.tiers.disk_journal import DiskContents, JournalHeader, read_header, read_nodes
+from tp_engine.features.tiers.disk_start import DiskStart
+from tp_engine.features.tiers.disk_tier import NO_LINKS, TierLinks
+from tp_engine.features.tiers.feature import TierLimits
+from tp_engine.features.tiers.options import may_refuse
+from tp_engine.features.tiers.ranks import TiersOfRank
+from tp_engine.features.tiers.tier_channel import TierReports
+from tp_engine.features.tiers.tier_waits import DiskWaits
+from tp_engine.ipc.job_board import JobBoard
+from tp_engine.plan import NO_IDS, StepPlan
 from tp_engine.sched.scheduler import Scheduler
-from tp_engine.sched.tiers.disk_journal import DiskContents, JournalHeader, read_header, read_nodes
-from tp_engine.sched.tiers.tier_waits import DiskWaits
 from tp_engine.system.files import sync_folder
 from tp_engine.system.log import get_logger
-from tp_engine.worker.tiers.disk_start import DiskStart
+from tp_engine.tier_progress import TIER_CHANNELS, TierProgressReader
+from tp_engine.worker.worker import Worker
 
 logger = get_logger(__name__)
 
@@ -28,6 +40,7 @@ _NAME = "journal"
 _END_S = 1.0
 _FLUSH_S = 10.0
 _SLICE_S = 0.0005
+_MOVED_BYTES = 128 << 20  # that a step may move each way between pool and host tier: some milliseconds of a GPU's link
 
 
 class JournalFile:
@@ -114,13 +127,63 @@ def read_contents(start: DiskStart, *, block_bytes: int, num_groups: int) -> tup
     return DiskContents(header, nodes, start.first_serial, sink), sink
 
 
+def open_tiers(config: EngineConfig) -> TiersOfEngine | None:
+    """Make the engine's half of the tiers, if there are any."""
+    return TiersOfEngine() if config.kv_offloading_size else None
+
+
+class TiersOfEngine(EngineFeature):
+    """What the tiers have of the world: their sizes, what ranks report of them, and the journal of a disk tier."""
+
+    def __init__(self) -> None:
+        self._limits, self._links = TierLimits(), NO_LINKS
+        self._journal: JournalFile | None = None
+
+    @property
+    def given(self) -> TierLinks:
+        return self._links
+
+    def start(self, worker: Worker, board: JobBoard) -> None:
+        config = worker.effective.config
+        words = {name: [slot.channels[name] for slot in board.slots] for name in TIER_CHANNELS}
+        reports: TierReports = {name: TierProgressReader(own).poll for name, own in words.items()}
+        contents, own = None, worker.features["tiers"]
+        assert isinstance(own, TiersOfRank)
+        if own.disk is not None:
+            contents, self._journal = read_contents(
+                own.disk,
+                block_bytes=config.block_size * NO_IDS.itemsize,
+                num_groups=len(worker.effective.model.kv_layout.groups),
+            )
+        self._links = TierLinks(reports, contents)
+        self._limits = TierLimits(
+            num_host_slots=own.num_slots,
+            num_disk_slots=0 if own.disk is None else own.disk.num_slots,
+            max_host_moves=max(1, _MOVED_BYTES // worker.block_bytes),
+            checks_stores=may_refuse(config.kv_offloading_codec),
+        )
+
+    def limits(self) -> TierLimits:
+        return self._limits
+
+    def attach(self, hooks: EngineHooks, scheduler: Scheduler) -> None:
+        waits = scheduler.feature(DiskWaits)
+        if waits is not None:
+            writer = DiskWriter(scheduler, waits)
+            hooks.idle.append(writer.idle)
+            hooks.turn.append(writer.turn)
+            hooks.flush.append(writer.flush)
+
+    def close(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+
+
 class DiskWriter:
     """Plans without rows, which order what no request waits for; ``run`` runs one on all ranks."""
 
-    def __init__(self, scheduler: Scheduler, journal: JournalFile) -> None:
-        waits = scheduler.feature(DiskWaits)
-        assert waits is not None, "there is no disk tier"
-        self._scheduler, self._waits, self._journal = scheduler, waits, journal
+    def __init__(self, scheduler: Scheduler, waits: DiskWaits) -> None:
+        self._scheduler, self._waits = scheduler, waits
 
     def turn(self, run: Callable[[StepPlan], None]) -> bool:
         """Order the next writes, if there are any; whether there is more to do."""
@@ -140,13 +203,10 @@ class DiskWriter:
                 return
             time.sleep(_SLICE_S)
 
-    def wait(self) -> None:
+    def idle(self) -> None:
         """Wait a moment if all requests wait for reads."""
         if self._waits.num_waiting:
             time.sleep(_SLICE_S)
-
-    def close(self) -> None:
-        self._journal.close()
 
 
 def _write(descriptor: int, data: bytes) -> None:

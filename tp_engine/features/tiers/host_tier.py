@@ -2,7 +2,7 @@
 
 A slot of the tier has the id ``num_blocks + slot``, and stands in the runs of the prefix cache like a block of the
 pool.  Moving a block renames one id in its run, so that a hit is a list of ids, some of which are slots.  Ranks learn
-of moves by the plan alone (``StepPlan.stores`` and ``loads``), and report only stores that they may refuse
+of moves by the plan alone (``STORES`` and ``LOADS``), and report only stores that they may refuse
 (``tier_channel``)::
 
     pool      | used | used | ..... kept, newest .... oldest | tails | free |     taken from the right
@@ -23,45 +23,47 @@ Slots need no such care, as moves are made in the order of the plans, and the st
 slot whose load has not gone out is lent, and becomes free for stores of later plans only.
 """
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tp_engine.features.tiers.disk_tier import NO_LINKS, DiskTierManager, TierLinks
+from tp_engine.features.tiers.feature import DISK_READS, DISK_WRITES, LOADS, STORES, WAIT, WAIT_LOAD, TierLimits
+from tp_engine.features.tiers.tier_channel import StoreChecks
+from tp_engine.features.tiers.tier_slots import NO_SLOT, TierSlots
 from tp_engine.plan import NO_PAIRS, BoolArray, IntArray, StepPlan
-from tp_engine.sched.blocks.block_pool import BlockPool
+from tp_engine.sched.blocks.block_manager import BlockManager
+from tp_engine.sched.blocks.lower_tier import LowerTier
 from tp_engine.sched.blocks.lru_queue import NO_BLOCKS, BlockIds, LruQueue
-from tp_engine.sched.blocks.prefix_cache import PrefixCache
 from tp_engine.sched.limits import SchedulerLimits
-from tp_engine.sched.sequence import Shared
-from tp_engine.sched.tiers.disk_tier import NO_LINKS, DiskTierManager, TierLinks
-from tp_engine.sched.tiers.tier_channel import StoreChecks
-from tp_engine.sched.tiers.tier_slots import NO_SLOT, TierSlots
+from tp_engine.sched.sequence import Sequence, Shared
 from tp_engine.system.units import ceil_div
 
 _POOL_SHARE = 32  # what part of the pool is kept free or clean at most
 _SLOTS_SHARE = 16  # and how many blocks, compared with the slots
 
 
-class HostTierManager:
+class HostTierManager(LowerTier):
     """What is where, and the moves of the plan in the making."""
 
     def __init__(
-        self, limits: SchedulerLimits, pool: BlockPool, cache: PrefixCache, links: TierLinks = NO_LINKS
+        self, limits: SchedulerLimits, tiers: TierLimits, blocks: BlockManager, links: TierLinks = NO_LINKS
     ) -> None:
         """With ``links.contents`` there is a disk tier below."""
+        super().__init__(blocks.pool, blocks.cache)
         self._num_dropped = self._num_stored = self._num_loaded = 0
-        self._pool, self._cache = pool, cache
-        self._slots = TierSlots(limits.num_blocks, limits.num_host_slots)
+        cache = self._cache
+        cache.make_room(limits.num_blocks + tiers.num_host_slots + tiers.num_disk_slots)
+        self._slots = TierSlots(limits.num_blocks, tiers.num_host_slots)
         self.disk = (
             None
             if links.contents is None
-            else DiskTierManager(limits, cache, self._slots, links.reports, links.contents)
+            else DiskTierManager(limits, tiers, cache, self._slots, links.reports, links.contents)
         )
         self._checks: StoreChecks | None = None
-        if limits.checks_stores:
-            self._checks = StoreChecks(limits.num_blocks, limits.num_host_slots, links.reports)
-        self._max_moves = limits.max_host_moves
-        self._reserve = _reserve(limits)
+        if tiers.checks_stores:
+            self._checks = StoreChecks(limits.num_blocks, tiers.num_host_slots, links.reports)
+        self._max_moves = tiers.max_host_moves
+        self._reserve = _reserve(limits, tiers)
         self._num_blocks = limits.num_blocks
         self._pending = LruQueue(limits.num_blocks)  # blocks whose loads have not gone out
         self._urgent = NO_BLOCKS  # those of them that the plan in the making needs
@@ -72,7 +74,7 @@ class HostTierManager:
         self._stores: dict[int, int] = {}  # of the plan in the making, blocks by slots
 
     def stats(self) -> dict[str, int]:
-        """Return the fields of ``SchedulerStats`` of this tier and the disk's, but for the hits."""
+        """Return the fields of ``TierStats`` of this tier and the disk's, but for the hits."""
         return ({} if self.disk is None else self.disk.stats()) | {
             "num_host_slots": self._slots.num_slots,
             "num_used_host_slots": self._slots.num_used,
@@ -92,27 +94,34 @@ class HostTierManager:
         """Stores for which the plan in the making has room."""
         return self._max_moves - len(self._stores)
 
-    def on_host(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
-        """Return which of these ids are slots."""
-        found: npt.NDArray[np.bool_] = blocks >= self._num_blocks
+    @property
+    def outlives_process(self) -> bool:  # type: ignore[override]
+        return self.disk is not None
+
+    def is_below(self, blocks: BlockIds) -> BoolArray:
+        found: BoolArray = blocks >= self._num_blocks
         return found
 
-    def may_use(self, blocks: BlockIds, *, reads_disk: bool) -> BoolArray | None:
-        """Return which of ``blocks``, in any shape, a sequence may hit; None: all of them.  Not slots that some rank
-        may have refused to fill, and unless it ``reads_disk``, nothing on disk or being read."""
+    def reads_all(self, sequence: Sequence) -> bool:
+        wait = WAIT.get(sequence)
+        return wait is None or wait.reads_disk
+
+    def may_use(self, blocks: BlockIds, *, reads_all: bool) -> BoolArray | None:
+        """As of every tier: not slots that some rank may have refused to fill, and unless a sequence ``reads_all``,
+        nothing on disk or being read."""
         if self._checks is not None:
             self._settle(self._checks)
-            on_host = self.on_host(blocks)
-            is_sure: BoolArray = ~on_host | self._checks.are_sure(np.where(on_host, blocks - self._num_blocks, 0))
+            is_below = self.is_below(blocks)
+            is_sure: BoolArray = ~is_below | self._checks.are_sure(np.where(is_below, blocks - self._num_blocks, 0))
             return is_sure
-        if self.disk is None or reads_disk:
+        if self.disk is None or reads_all:
             return None
         return ~self.disk.is_far(blocks.reshape(-1)).reshape(blocks.shape)
 
     def first_below(self, held: BlockIds, share: int) -> BlockIds:
         """Return the first blocks of ``held`` that are on the host or on disk: no more than fill one ``share``-th of
         the host's slots."""
-        return held[self.on_host(held)][: max(1, self._slots.num_slots // share)]
+        return held[self.is_below(held)][: max(1, self._slots.num_slots // share)]
 
     def _settle(self, checks: StoreChecks) -> None:
         """Take the news of the ranks: what one of them has refused is not on the host."""
@@ -125,30 +134,28 @@ class HostTierManager:
             self._cache.evict(soles + self._num_blocks)
 
     def must_load(self, blocks: BlockIds) -> bool:
-        """Return whether any of ``blocks``, some of which may be slots, is not in the pool until a load has gone
-        out."""
-        on_host = self.on_host(blocks)
-        return bool(on_host.any()) or bool(self._pending.holds(blocks[blocks >= 0]).any())
+        is_below = self.is_below(blocks)
+        return bool(is_below.any()) or bool(self._pending.holds(blocks[blocks >= 0]).any())
 
     def hold(self, shared: Shared) -> Shared:
         """Count one more row that holds these blocks.  Those on the host get blocks of the pool, and will be loaded."""
-        on_host = self.on_host(shared.held)
-        if not on_host.any():
+        is_below = self.is_below(shared.held)
+        if not is_below.any():
             self._pool.share(shared.held)
             return shared
         table, held = shared.table.copy(), shared.held.copy()  # views of a run, perhaps
-        ids = held[on_host]
+        ids = held[is_below]
         slots = ids - self._num_blocks
         self._slots.lend(slots)
-        self._pool.share(held[~on_host])  # before the others push them out
+        self._pool.share(held[~is_below])  # before the others push them out
         targets, lost = self._pool.allocate(len(ids))
         self.give_up(lost)
         self._pool.mark_full(targets)
         self._rename(ids, targets)
         self._slots.pair(targets, slots)
         self._pending.append(targets)
-        table[self.on_host(table)] = targets  # in the order of ``held``
-        held[on_host] = targets
+        table[self.is_below(table)] = targets  # in the order of ``held``
+        held[is_below] = targets
         return Shared(table, shared.first, held)
 
     def give_up(self, lost: BlockIds) -> None:
@@ -184,7 +191,7 @@ class HostTierManager:
             self._lose(gone)
 
     def require(self, blocks: BlockIds | IntArray) -> None:
-        """Let the plan in the making wait for the moves of ``blocks``, which it reads or writes; none is pending."""
+        """Wait for the moves of ``blocks``; none is pending."""
         if len(blocks):
             self._wait = max(self._wait, int(self._last_batch[blocks].max()))
 
@@ -214,9 +221,13 @@ class HostTierManager:
         if wait <= self._waited:
             wait = 0
         self._waited, self._wait, self._urgent = max(self._waited, wait), 0, NO_BLOCKS
-        return msgspec.structs.replace(
-            plan, stores=stores, loads=loads, wait_load=wait, disk_reads=reads, disk_writes=writes
-        )
+        sections = {STORES: stores, LOADS: loads, DISK_READS: reads, DISK_WRITES: writes}
+        found: dict[str, IntArray | int] = {section.name: pairs for section, pairs in sections.items() if len(pairs)}
+        return plan.extended(found | ({WAIT_LOAD.name: wait} if wait else {}))
+
+    def published(self, blocks: BlockIds) -> None:
+        if self.disk is not None:
+            self.disk.published(blocks)
 
     def clear(self) -> None:
         """Forget all content.  Moves that have gone out may still run."""
@@ -306,7 +317,7 @@ class HostTierManager:
         return np.stack((slots, blocks), axis=1).astype(np.int32)
 
 
-def _reserve(limits: SchedulerLimits) -> int:
+def _reserve(limits: SchedulerLimits, tiers: TierLimits) -> int:
     """Blocks that are kept free or clean: those of a step, if these are few.  Their doubles take slots from others."""
     demand = ceil_div(limits.max_num_batched_tokens, limits.block_size) * limits.num_groups
-    return max(1, min(demand, limits.num_blocks // _POOL_SHARE, limits.num_host_slots // _SLOTS_SHARE))
+    return max(1, min(demand, limits.num_blocks // _POOL_SHARE, tiers.num_host_slots // _SLOTS_SHARE))

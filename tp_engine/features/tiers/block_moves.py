@@ -26,10 +26,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tp_engine.features.tiers.codecs.base import Codec
+from tp_engine.features.tiers.feature import LOADS, STORES
 from tp_engine.model_config.kv_layout import MoveCounters
 from tp_engine.plan import IntArray, StepPlan
 from tp_engine.tier_progress import TierProgress
-from tp_engine.worker.codecs.base import Codec
 from tp_engine.worker.results.readback import SpanClock, mark
 
 UNKNOWN_GROUP = -1
@@ -56,11 +57,12 @@ class BlockGroups:
 
     def moves(self, plan: StepPlan) -> tuple[IntArray, IntArray]:
         """Return the plan's stores and loads (n, 3): the third column is the block's group.  Before ``note``."""
-        stored = self._of_block[plan.stores[:, 0]]
-        self._of_slot[plan.stores[:, 1]] = stored
-        loaded = self._of_slot[plan.loads[:, 0]]
-        self._of_block[plan.loads[:, 1]] = loaded
-        return np.column_stack((plan.stores, stored)), np.column_stack((plan.loads, loaded))
+        stores, loads = STORES.of(plan), LOADS.of(plan)
+        stored = self._of_block[stores[:, 0]]
+        self._of_slot[stores[:, 1]] = stored
+        loaded = self._of_slot[loads[:, 0]]
+        self._of_block[loads[:, 1]] = loaded
+        return np.column_stack((stores, stored)), np.column_stack((loads, loaded))
 
     def note(self, plan: StepPlan) -> None:
         """Rows have got these blocks."""

@@ -1,16 +1,16 @@
 """The codecs of the tiers below the pool: a table of what ``kv_offloading_codec`` may name.
 
 A new codec is a file with a class that does what ``base.Codec`` says, a place in ``make_codec``, and its name in
-``tp_engine/kv_codec.py``, which also reads the settings of ``pca``.
+``tp_engine/features/tiers/options.py``, which also reads the settings of ``pca``.
 """
 
 import torch
 
+from tp_engine.features.tiers.codecs.base import BlockCopy, Codec
+from tp_engine.features.tiers.codecs.eight_bits import EightBits
+from tp_engine.features.tiers.codecs.pca import Pca
+from tp_engine.features.tiers.options import is_lossy, pca_settings
 from tp_engine.kernels.kv_cache.block_codes import BlockForm
-from tp_engine.kv_codec import is_lossy, pca_settings
-from tp_engine.worker.codecs.base import BlockCopy, Codec
-from tp_engine.worker.codecs.eight_bits import EightBits
-from tp_engine.worker.codecs.pca import Pca
 from tp_engine.worker.memory.kv_cache import KvCacheShape
 
 _EIGHT_BITS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}

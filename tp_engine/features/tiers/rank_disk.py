@@ -7,7 +7,7 @@
     writer    waits for the plan's moves, writes                    --> channel "disk_writes"
 
 Steps never wait for a thread, and neither does the end: a thread that hangs in the kernel is left behind with the
-memory that it reads into.  Which slots belong together is the scheduler's business (sched/tiers/disk_tier.py).
+memory that it reads into.  Which slots belong together is the scheduler's business (features/tiers/disk_tier.py).
 """
 
 import threading
@@ -22,11 +22,11 @@ import numpy.typing as npt
 import torch
 
 from tp_engine.distributed.device_threads import device_thread
+from tp_engine.features.tiers.disk_files import SlotFiles
 from tp_engine.model_config.kv_layout import DiskCounters
 from tp_engine.plan import IntArray
 from tp_engine.system.log import get_logger
 from tp_engine.tier_progress import TierProgress
-from tp_engine.worker.tiers.disk_files import SlotFiles
 
 logger = get_logger(__name__)
 

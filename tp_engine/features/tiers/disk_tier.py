@@ -22,13 +22,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tp_engine.features.tiers.disk_journal import DiskContents, encode_blocks, restore
+from tp_engine.features.tiers.feature import TierLimits
+from tp_engine.features.tiers.tier_channel import NO_REPORTS, TierBatch, TierChannel, TierReports
+from tp_engine.features.tiers.tier_slots import NO_SLOT, TierSlots
 from tp_engine.plan import NO_PAIRS, BoolArray, IntArray
 from tp_engine.sched.blocks.lru_queue import NO_BLOCKS, BlockIds, LruQueue
 from tp_engine.sched.blocks.prefix_cache import PrefixCache
-from tp_engine.sched.limits import NO_REPORTS, SchedulerLimits, TierReports
-from tp_engine.sched.tiers.disk_journal import DiskContents, encode_blocks, restore
-from tp_engine.sched.tiers.tier_channel import TierBatch, TierChannel
-from tp_engine.sched.tiers.tier_slots import NO_SLOT, TierSlots
+from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.system.log import get_logger
 
 _logger = get_logger(__name__)
@@ -53,25 +54,31 @@ class DiskTierManager:
     """What is on disk, and the reads and writes of the plan in the making."""
 
     def __init__(
-        self, limits: SchedulerLimits, cache: PrefixCache, host: TierSlots, reports: TierReports, contents: DiskContents
+        self,
+        limits: SchedulerLimits,
+        tiers: TierLimits,
+        cache: PrefixCache,
+        host: TierSlots,
+        reports: TierReports,
+        contents: DiskContents,
     ) -> None:
         """Enters what ``contents`` has into the cache, which is empty."""
-        self.first = limits.num_blocks + limits.num_host_slots
+        self.first = limits.num_blocks + tiers.num_host_slots
         self._first_host = limits.num_blocks
         self._cache, self._host = cache, host
         self._journal, self._header, self.clock = contents.sink, contents.header, contents.clock
         self._journal_bytes = self._journal_limit = 0
         self.salt = contents.header.digest
         self._next_serial = contents.first_serial
-        self._slots = TierSlots(self.first, limits.num_disk_slots)
-        self._serials = np.zeros(limits.num_disk_slots, dtype=np.int64)  # of the last writes
-        self._most_writes = max(1, min(limits.max_host_moves, limits.num_host_slots // _WRITES_SHARE))
-        self._most_reads = max(1, min(_READ_WINDOW * limits.max_host_moves, limits.num_host_slots // _READS_SHARE))
+        self._slots = TierSlots(self.first, tiers.num_disk_slots)
+        self._serials = np.zeros(tiers.num_disk_slots, dtype=np.int64)  # of the last writes
+        self._most_writes = max(1, min(tiers.max_host_moves, tiers.num_host_slots // _WRITES_SHARE))
+        self._most_reads = max(1, min(_READ_WINDOW * tiers.max_host_moves, tiers.num_host_slots // _READS_SHARE))
         self._unwritten = LruQueue(self.first)
         self._fresh = LruQueue(self.first)  # those that are computed by the plan in the making, or later
         self._writes = TierChannel(reports, "disk_writes", self.clock)
         self.reads = TierChannel(reports, "disk_reads", self.clock)
-        self._read_of = np.zeros(limits.num_host_slots, dtype=np.int64)  # number of the last read into each slot
+        self._read_of = np.zeros(tiers.num_host_slots, dtype=np.int64)  # number of the last read into each slot
         self._to_read: list[IntArray] = []
         self._is_stuck = False
         self._num_lost, self._next_word_s = 0, 0.0  # that the log has not told yet
@@ -82,7 +89,7 @@ class DiskTierManager:
         self._rewrite_journal()
 
     def stats(self) -> dict[str, int]:
-        """Return the tier's fields of ``SchedulerStats``, but for the hits."""
+        """Return the tier's fields of ``TierStats``, but for the hits."""
         return {
             "num_disk_slots": self._slots.num_slots,
             "num_used_disk_slots": self._slots.num_used,

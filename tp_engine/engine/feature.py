@@ -1,0 +1,54 @@
+"""What an optional part of rank 0's engine may do, and when: a thread that publishes, a journal, writes while idle.
+
+::
+
+    build_engine    a function that the registry names is called with the configuration, before any rank has started
+                    start, once this rank's worker has; limits and ``given`` go to the scheduler; attach
+    Engine          no step in flight and nothing to run: idle;  no request: turn;  the end: flush, then close
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from tp_engine.ipc.job_board import JobBoard
+from tp_engine.plan import StepPlan
+from tp_engine.sched.scheduler import Scheduler
+from tp_engine.system.closing import Closing
+from tp_engine.worker.worker import Worker
+
+RunAlone: TypeAlias = Callable[[StepPlan], None]
+"""Runs a plan without rows on all ranks, while no step is in flight."""
+
+
+@dataclass(slots=True)
+class EngineHooks:
+    """What the engine calls, by hook: the functions of all features that are on, in the features' order."""
+
+    idle: list[Callable[[], None]] = field(default_factory=list)
+    """All requests wait for something: waits a moment if it is for this feature."""
+
+    turn: list[Callable[[RunAlone], bool]] = field(default_factory=list)
+    """No request runs: does a part of what has been put off; whether there is more."""
+
+    flush: list[Callable[[RunAlone], None]] = field(default_factory=list)
+    """Does all of that that can be done in some seconds; the ranks will be stopped."""
+
+
+class EngineFeature(Closing):
+    """The base of all features; ``close`` is called once, also after a failed start."""
+
+    @property
+    def given(self) -> Any:
+        """What the scheduler's half is given."""
+        return self
+
+    def start(self, worker: Worker, board: JobBoard) -> None:
+        """Take in what has started."""
+
+    def limits(self) -> Any:
+        """Return the feature's part of ``SchedulerLimits``; None if there is nothing to schedule."""
+        return None
+
+    def attach(self, hooks: EngineHooks, scheduler: Scheduler) -> None:
+        """Append to ``hooks`` what this feature does."""

@@ -1,1 +1,0 @@
-"""The tiers below the pool on one rank: host memory, files, and the moves of blocks between them."""
