@@ -13,6 +13,7 @@ from typing import Any
 
 from tp_engine.errors import ConfigError
 from tp_engine.features.kv_events.options import KVEventsConfig
+from tp_engine.features.registry import take_feature_options
 from tp_engine.features.tiers.options import check_codec
 from tp_engine.job.device_map import check_devices
 from tp_engine.lora import AdapterSource, parse_modules
@@ -190,6 +191,12 @@ class EngineConfig:
         "endpoint, replay_endpoint, topic) and those of docs/kv_events.md (default: none)",
         json=KVEventsConfig.of,
         is_of_host=True,
+    )
+    feature_options: dict[str, Any] | None = option(
+        None,
+        "JSON object: options of features of other distributions, by feature, such as "
+        """'{"drum": {"volume": 7}}' (default: none)""",
+        json=take_feature_options,
     )
     max_model_len: int | None = option(
         None,
@@ -375,6 +382,11 @@ class EngineConfig:
     def tokenizer_source(self) -> str:
         """Folder or hub name of the tokenizer: ``tokenizer``, or else the model."""
         return self.tokenizer or self.model
+
+    @property
+    def extensions(self) -> dict[str, Any]:
+        """Options of features of other distributions, by feature."""
+        return self.feature_options or {}
 
     @property
     def scores_processed(self) -> bool:

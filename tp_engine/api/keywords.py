@@ -43,6 +43,7 @@ class EngineOptions(TypedDict, total=False):
     kv_disk_path: str | None
     kv_disk_size: float
     kv_events_config: Mapping[str, Any] | str | None
+    feature_options: Mapping[str, Any] | str | None
     max_model_len: int | str | None
     max_num_seqs: int
     max_num_batched_tokens: int | str

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -30,10 +30,13 @@ from typing import Any, Protocol
 
 from tp_engine.features.extension import Extensible, Extension
 from tp_engine.features.metric import FeatureMetric, MetricFamily, Samples
+from tp_engine.options.fields import json_object
 
 NAMES = ("lora", "images", "tiers", "speculation", "kv_events")
 """The folders, in the order in which the hooks of their features are called: tokens of a new request have their names
 before others see them; loads that are brought forward come before draft tokens."""
+
+_FEATURE_OPTIONS = "feature_options"
 
 ENTRY_POINTS = "tp_engine.features"
 """The group of entry points in which another distribution offers a ``Feature``."""
@@ -55,6 +58,9 @@ class PlanSection(Protocol):
 class Feature:
     """What the core is told of a feature.
 
+    ``options`` are of a dataclass with the decorator ``checked``: the part of ``EngineConfig`` of a feature of another
+    distribution, set by ``feature_options``; those of this one are fields of ``EngineConfig``.
+
     ``check`` names a function that raises ``ConfigError`` for what a model, GPUs or hosts can not have of the feature.
     ``scheduler``, ``rank`` and ``runner`` name functions that yield its halves, given ``SchedulerParts``, ``RankParts``
     and ``RunnerParts``: the second has one half, which lives as long as the rank and may have halves of runners itself.
@@ -64,6 +70,7 @@ class Feature:
     """
 
     name: str
+    options: Extension[Any] | None = None
     sections: tuple[PlanSection, ...] = ()
     check: str = ""
     scheduler: str = ""
@@ -98,6 +105,17 @@ def load(name: str) -> Callable[..., Any]:
     """Import a function by its ``module:function``."""
     module, _, function = name.partition(":")
     found: Callable[..., Any] = getattr(import_module(module), function)
+    return found
+
+
+def take_feature_options(given: object) -> dict[str, Any]:
+    """Return the option ``feature_options`` as a mapping: the options of features that have some, by feature, as plain
+    data.  Raises ``ConfigError`` for another feature, and for what one does not take."""
+    known = {feature.name: feature.options.kind for feature in features() if feature.options is not None}
+    found = json_object(_FEATURE_OPTIONS, given, known)
+    for name, values in found.items():
+        within = f"{_FEATURE_OPTIONS}.{name}"
+        known[name](**json_object(within, values, [spec.name for spec in fields(known[name])]))
     return found
 
 

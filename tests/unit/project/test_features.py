@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,11 +15,16 @@ import pytest
 from tests.fake_engine import FakeEngine
 from tests.unit.project.test_imports import Use, all_uses
 from tests.unit.sched.scheduler_harness import Simulation, limits
+from tp_engine.config import EngineConfig
+from tp_engine.engine.feature import EngineFeature
+from tp_engine.errors import ConfigError
 from tp_engine.features.extension import Extension
 from tp_engine.features.metric import counter
-from tp_engine.features.registry import Feature, added, halves, plan_sections
+from tp_engine.features.registry import Feature, added, halves, open_parts, plan_sections
 from tp_engine.ipc.plan_codec import PlanCodec
 from tp_engine.ipc.plan_sections import SECTIONS, ArraySection, ExtensionSection, NumberSection
+from tp_engine.options.fields import checked, key
+from tp_engine.options.intake import take_options
 from tp_engine.plan import IntArray, StepPlan
 from tp_engine.requests.request import EngineRequest
 from tp_engine.requests.sampling_params import SamplingParams
@@ -118,6 +124,15 @@ class Beat:
     num_beats: int = 0
 
 
+@checked("drum")
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DrumOptions:
+    """What a user sets of the toy."""
+
+    volume: int = key(1, least=1, most=11)
+
+
+OPTIONS = Extension("drum", DrumOptions)
 BEATS = ArraySection("drum.beats", columns=2)
 VOLUME = NumberSection("drum.volume")
 COUNTERS = Extension("drum", Beat)
@@ -160,13 +175,33 @@ def make_drummer(parts: SchedulerParts) -> Iterator[SchedulerFeature]:
     yield Drummer(parts.given["drum"])
 
 
+class Stand(EngineFeature):
+    """What the toy has beside rank 0's engine: its options."""
+
+    def __init__(self, options: DrumOptions) -> None:
+        self._options = options
+
+    @property
+    def given(self) -> int:
+        return self._options.volume
+
+    def close(self) -> None:
+        pass
+
+
+def open_stand(config: EngineConfig) -> Stand:
+    return Stand(OPTIONS.get(config) or DrumOptions())
+
+
 def make_listener(parts: object) -> Iterator[RunnerFeature]:
     yield Listener()
 
 
 DRUM = Feature(
     name="drum",
+    options=OPTIONS,
     sections=(BEATS, VOLUME),
+    engine=f"{__name__}:open_stand",
     scheduler=f"{__name__}:make_drummer",
     runner=f"{__name__}:make_listener",
     stats=COUNTERS,
@@ -178,8 +213,8 @@ def test_a_feature_is_added_from_outside() -> None:
     """Oracle: the drum's beats, by hand: decided by rank 0, sent as bytes, heard by a rank, counted in the metrics."""
     with added(DRUM):
         codec = PlanCodec([one if one.name != "extensions" else own_extensions() for one in SECTIONS])
-        given = limits()
-        scheduler, hooks = Scheduler(given, given={"drum": 7}), RunnerHooks()
+        config = EngineConfig(**take_options({"feature-options.drum.volume": "7"}, [EngineConfig]))
+        scheduler, hooks = Scheduler(limits(), given=opened(config)), RunnerHooks()
         (listener,) = halves("runner", None)
         listener.attach(hooks)
         scheduler.add(EngineRequest(request_id="a", prompt_token_ids=[1, 2, 3], params=SamplingParams(max_tokens=2)))
@@ -195,6 +230,25 @@ def test_a_feature_is_added_from_outside() -> None:
         over_the_wire = msgspec.msgpack.decode(msgspec.msgpack.encode(scheduler.stats()), type=SchedulerStats)
         assert COUNTERS.get(over_the_wire) == Beat(1)
     assert BEATS.of(StepPlan(step_id=1)).shape == (0, 2) and VOLUME.of(StepPlan(step_id=1)) == 0
+
+
+def opened(config: EngineConfig) -> dict[str, Any]:
+    """What the features have beside the engine gives the scheduler."""
+    return {name: part.given for name, part in open_parts(config)}
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"drum": {"volume": 12}}, "drum: volume is 12; it must be at most 11"),
+        ({"drum": {"loud": 1}}, "feature_options.drum names 'loud'; it can set volume"),
+        ({"harp": {}}, "feature_options names 'harp'; it can set drum"),
+    ],
+)
+def test_options_of_features_are_checked_at_the_door(given: dict[str, Any], error: str) -> None:
+    """Oracle: the value, the rule and the remedy, by hand."""
+    with added(DRUM), pytest.raises(ConfigError, match=re.escape(error)):
+        EngineConfig(feature_options=given)
 
 
 def own_extensions() -> ExtensionSection:
