@@ -296,13 +296,13 @@ class FakeEngine:
             num_prefix_hit_tokens=0,
             num_preemptions=0,
             num_recomputed_tokens=0,
-            speculation=SpeculationCounters(5, 20, 12, [5, 4, 2, 1], {"ngram": (20, 12)}),
-            adapters=AdapterStats(max_loras=4, running=("one", "two"), waiting=("three",)),
             extensions={
+                "speculation": SpeculationCounters(5, 20, 12, [5, 4, 2, 1], {"ngram": (20, 12)}),
+                "lora": AdapterStats(max_loras=4, running=("one", "two"), waiting=("three",)),
+                "images": ImageCounters(num_queries=9, num_hits=4, num_encoded=5, num_rows_used=70),
                 "tiers": TierStats(num_host_slots=12, num_used_host_slots=3),
                 "kv_events": KVEventCounters(num_batches=6, num_lost_changes=2),
             },
-            images=ImageCounters(num_queries=9, num_hits=4, num_encoded=5, num_rows_used=70),
         )
 
     def report(self, view: ViewLimits | None = None) -> EngineReport:

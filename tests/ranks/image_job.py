@@ -17,6 +17,8 @@ from tests.ranks import draft_head_job, parity_job
 from tests.services import engine_of, stepping
 from tp_engine import LLM, SamplingParams
 from tp_engine.engine.engine import Engine
+from tp_engine.features.images import feature as images_feature
+from tp_engine.features.speculation import feature as speculation
 from tp_engine.requests.request import EngineRequest
 
 
@@ -68,14 +70,15 @@ def run(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
             rounds = [answers(engine, prompts, params) for _ in range(case.get("num_rounds", 2))]
     engine.check_integrity()
     stats = engine.stats()
-    assert stats.num_used_blocks == 0 and stats.images is not None
+    assert stats.num_used_blocks == 0
+    images, drafts = images_feature.COUNTERS.of(stats), speculation.COUNTERS.of(stats)
     return {
         "rounds": rounds,
         "num_preemptions": stats.num_preemptions,
-        "num_drafted": 0 if stats.speculation is None else stats.speculation.num_draft_tokens,
+        "num_drafted": drafts.num_draft_tokens,
         **counts(stats, ("num_host_hit_tokens", "num_disk_hit_tokens")),
-        "num_encoded": stats.images.num_encoded,
-        "num_queries": stats.images.num_queries,
+        "num_encoded": images.num_encoded,
+        "num_queries": images.num_queries,
         "drafts": [] if watched is None else list(zip(watched.requests, watched.seen, strict=True)),
     }
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from tests.services import engine_of
 from tp_engine import LLM, SamplingParams, StructuredOutputsParams
+from tp_engine.features.speculation.feature import COUNTERS
 from tp_engine.plan import IntArray
 from tp_engine.sched.sequence import Sequence
 from tp_engine.sched.spec_decode.proposer import Proposal, Proposer
@@ -71,7 +72,7 @@ def run_kinds(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
 
 def run_once(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
     """Tokens and log-probabilities, and what was drafted."""
-    before = llm.engine.stats().speculation
+    before = COUNTERS.get(llm.engine.stats())
     params = [_params(one) for one in case["params"]]
     outputs = llm.generate(case["prompts"], params, use_tqdm=False)
     llm.engine.check_integrity()
@@ -88,9 +89,10 @@ def run_once(llm: LLM, case: dict[str, Any]) -> dict[str, Any]:
         "num_preemptions": stats.num_preemptions,
         "num_cached_tokens": sum(output.num_cached_tokens for output in outputs),
     }
-    if before is not None and stats.speculation is not None:
-        found["num_runs"] = stats.speculation.num_drafts - before.num_drafts
-        found["num_drafted"] = stats.speculation.num_draft_tokens - before.num_draft_tokens
-        found["accepted_by"] = {name: right for name, (_, right) in stats.speculation.by_source.items()}
-        found["num_accepted"] = stats.speculation.num_accepted_tokens - before.num_accepted_tokens
+    counters = COUNTERS.get(stats)
+    if before is not None and counters is not None:
+        found["num_runs"] = counters.num_drafts - before.num_drafts
+        found["num_drafted"] = counters.num_draft_tokens - before.num_draft_tokens
+        found["accepted_by"] = {name: right for name, (_, right) in counters.by_source.items()}
+        found["num_accepted"] = counters.num_accepted_tokens - before.num_accepted_tokens
     return found

@@ -110,7 +110,7 @@ class SchedulerHooks:
     """Forgets what was computed of images; rows may be running."""
 
     stats: list[Callable[[], dict[str, Any]]] = field(default_factory=list)
-    """Fields of ``SchedulerStats``."""
+    """What the feature counts, by its name: its part of ``SchedulerStats``."""
 
     check_integrity: list[Callable[[], None]] = field(default_factory=list)
     """Asserts that the feature agrees with itself."""

@@ -178,7 +178,7 @@ class LoRASlots(SchedulerFeature):
             tuple(sorted(name for name, generation in self._named.items() if generation in of))
             for of in (self._num_rows, self._waiting_since)
         )
-        return {"adapters": AdapterStats(max_loras=self.max_loras, running=running, waiting=waiting)}
+        return {"lora": AdapterStats(max_loras=self.max_loras, running=running, waiting=waiting)}
 
     def check_integrity(self) -> None:
         """Assert that every slot is free, idle or used, once."""

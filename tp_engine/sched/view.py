@@ -10,18 +10,15 @@ A view is bounded, whatever the size of the pool and the batch, and costs nothin
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tp_engine.sched.images import ImageCounters
-from tp_engine.sched.lora import AdapterStats
 from tp_engine.sched.running_batch import RunningBatch
 from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import Sequence
-from tp_engine.sched.spec_decode.speculation import SpeculationCounters
 from tp_engine.system.units import ceil_div
 
 _MAX_ID = 24
@@ -48,9 +45,6 @@ class SchedulerStats:
     num_preemptions: int
     num_recomputed_tokens: int
     num_preempted_answers: int = 0
-    speculation: SpeculationCounters | None = None
-    adapters: AdapterStats | None = None
-    images: ImageCounters | None = None
     extensions: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -113,10 +107,9 @@ class SchedulerView:
 
 
 def stats_of(state: SchedulerState, of_features: Mapping[str, Any]) -> SchedulerStats:
-    """Return the statistics of ``state``, which is not changed, and those ``of_features``, by field or by feature."""
+    """Return the statistics of ``state``, which is not changed, and those ``of_features``."""
     blocks = state.blocks
     held_slots = blocks.pool.num_used * blocks.block_size
-    own = {one.name for one in fields(SchedulerStats)}
     num_live = state.rows.num_live_tokens(blocks.pool.num_used, blocks.block_size)
     return SchedulerStats(
         num_running=state.rows.num_running,
@@ -127,8 +120,7 @@ def stats_of(state: SchedulerState, of_features: Mapping[str, Any]) -> Scheduler
         num_live_tokens=num_live,
         fragmentation=1 - num_live / held_slots if held_slots else 0.0,
         **asdict(state.counters),
-        **{name: value for name, value in of_features.items() if name in own},
-        extensions={name: value for name, value in of_features.items() if name not in own},
+        extensions=dict(of_features),
     )
 
 

@@ -13,6 +13,7 @@ from tp_engine.api.openai.errors import HttpError
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.report import Distribution, EngineReport, RankReport
 from tp_engine.errors import RequestError
+from tp_engine.features.speculation.feature import COUNTERS
 from tp_engine.features.tiers.feature import STATS, TierStats
 from tp_engine.sched.spec_decode.speculation import SpeculationCounters
 from tp_engine.sched.view import PoolGrid, RunningSequence, SchedulerStats
@@ -116,7 +117,7 @@ def _engine_json(info: ModelInfo, name: str, report: EngineReport, watch: Engine
             "grid": _grid(view.grid),
         },
         "tiers": tiers(stats),
-        "speculation": None if stats.speculation is None else speculation(stats.speculation),
+        "speculation": None if (drafts := COUNTERS.get(stats)) is None else speculation(drafts),
         "requests": {
             "running": stats.num_running,
             "waiting": stats.num_waiting,

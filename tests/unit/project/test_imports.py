@@ -133,7 +133,7 @@ def part_of_path(path: str) -> str:
         return "launch"
     if pieces[1] in KERNELS:
         return "kernels"
-    if pieces[1] == "features" and pieces[-1] in FEATURE_TABLES:
+    if pieces[1] == "features" and len(pieces) <= 4 and pieces[-1] in FEATURE_TABLES:
         return "foundation"
     return pieces[1] if len(pieces) > 2 and pieces[1] not in FOUNDATION_FOLDERS else "foundation"
 
@@ -154,11 +154,11 @@ def part_of_name(name: str) -> str:
 def is_feature_table(name: str) -> bool:
     """Whether ``tp_engine.features.x.y`` is in a module of ``FEATURE_TABLES``: the longest beginning that is a file."""
     pieces = name.split(".")
-    while pieces and not (PACKAGE.parent.joinpath(*pieces).with_suffix(".py").is_file()):
-        if PACKAGE.parent.joinpath(*pieces).is_dir():
-            return True
+    while not PACKAGE.parent.joinpath(*pieces).is_dir():
+        if PACKAGE.parent.joinpath(*pieces).with_suffix(".py").is_file():
+            return part_of_path("/".join(pieces)) == "foundation"
         pieces.pop()
-    return bool(pieces) and pieces[-1] in FEATURE_TABLES
+    return part_of_path("/".join((*pieces, "__init__"))) == "foundation"
 
 
 def module_of_path(path: str) -> str:

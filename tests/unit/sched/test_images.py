@@ -24,6 +24,7 @@ from tests.unit.sched.scheduler_harness import (
     limits,
 )
 from tp_engine.errors import RequestError
+from tp_engine.features.images.feature import COUNTERS
 from tp_engine.images.image_input import ImageInput
 from tp_engine.plan import StepPlan, StepResult
 from tp_engine.requests.request import EngineRequest, FinishReason
@@ -176,7 +177,7 @@ class ImageSimulation(Simulation):
     @property
     def counters(self) -> ImageCounters:
         """The scheduler's."""
-        found = self.scheduler.stats().images
+        found = COUNTERS.get(self.scheduler.stats())
         assert found is not None
         return found
 

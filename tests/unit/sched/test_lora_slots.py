@@ -63,7 +63,7 @@ def test_the_longest_idle_adapter_gives_way() -> None:
         simulation.run()
     found = [plan.adapter_loads.tolist() for plan in simulation.plans if len(plan.adapter_loads)]
     assert found == [[[1, 1]], [[2, 2]], [[3, 2]]]
-    assert slots.stats()["adapters"].running == slots.stats()["adapters"].waiting == ()
+    assert slots.stats()["lora"].running == slots.stats()["lora"].waiting == ()
     simulation.check_idle()
 
 
@@ -80,7 +80,7 @@ def test_a_request_without_a_slot_is_passed_but_does_not_starve() -> None:
     for _ in range(5):
         simulation.step()
     assert simulation.outputs["passes", 0].finish_reason is not None
-    assert simulation.outputs["waits", 0].finish_reason is None and slots.stats()["adapters"].waiting == ("c",)
+    assert simulation.outputs["waits", 0].finish_reason is None and slots.stats()["lora"].waiting == ("c",)
     num_steps = 0
     while simulation.outputs["waits", 0].finish_reason is None:
         for name in ("a", "b"):

@@ -29,6 +29,7 @@ from tests.unit.sched.scheduler_harness import (
 )
 from tests.unit.sched.test_speculation import PROPOSERS, ScriptedSource
 from tp_engine.errors import INVALID_GRAMMAR
+from tp_engine.features.speculation.feature import COUNTERS
 from tp_engine.plan import IntArray, StepPlan
 from tp_engine.requests.request import EngineRequest, FinishReason
 from tp_engine.requests.structured_outputs import StructuredOutputsParams
@@ -248,7 +249,7 @@ def test_draft_tokens_change_no_token_of_a_grammar(kind: str, ahead: int) -> Non
         simulation.run()
         for plan in simulation.plans:
             num_masked += int(np.isin(plan.draft_rows, plan.mask_rows).sum())
-        stats = simulation.scheduler.stats().speculation
+        stats = COUNTERS.get(simulation.scheduler.stats())
         assert stats is not None
         assert stats.by_source["grammar"][0] == stats.by_source["grammar"][1], "forced tokens are right"
         for name, (_, right) in stats.by_source.items():

@@ -17,6 +17,7 @@ from tests.unit.sched.scheduler_harness import VOCABULARY, RandomLoad, Simulatio
 from tp_engine.api.openai.answer_shape import Usage
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
+from tp_engine.features.speculation.feature import COUNTERS
 from tp_engine.plan import IntArray, StepResult
 from tp_engine.requests.request import FinishReason
 from tp_engine.sched.sequence import Sequence
@@ -83,7 +84,7 @@ def simulate(kind: str, *, ahead: int = 0, most_rows: int = 24, **changes: objec
 
 
 def counters(simulation: Simulation) -> SpeculationCounters:
-    found = simulation.scheduler.stats().speculation
+    found = COUNTERS.get(simulation.scheduler.stats())
     assert found is not None
     return found
 

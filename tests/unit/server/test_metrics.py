@@ -323,7 +323,7 @@ def test_speculation() -> None:
     assert found['spec_decode_num_draft_tokens_total{model_name="tiny"}'] == 20
     assert found['spec_decode_num_accepted_tokens_per_pos_total{model_name="tiny",position="3"}'] == 1
     assert found['spec_decode_source_accepted_tokens_total{model_name="tiny",source="ngram"}'] == 12
-    without = metrics.exposition(replace(report, stats=replace(report.stats, speculation=None)))
+    without = metrics.exposition(replace(report, stats=replace(report.stats, extensions={})))
     assert b"spec_decode" not in without
 
 

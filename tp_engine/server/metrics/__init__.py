@@ -1,6 +1,5 @@
 """Prometheus metrics of one server, in a registry of its own: what the server counts, and what the engine reports."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from types import SimpleNamespace
@@ -21,7 +20,6 @@ from tp_engine.engine.report import (
 )
 from tp_engine.features.metric import MetricFamily
 from tp_engine.features.registry import read_metrics
-from tp_engine.sched.spec_decode.speculation import SpeculationCounters
 from tp_engine.server.metrics import families as f
 from tp_engine.server.metrics.families import histograms, number, prefixed, samples
 from tp_engine.server.metrics.figures import BatchFigures, HttpFigures, RequestFigures
@@ -105,17 +103,8 @@ def _engine_metrics(report: EngineReport, peak_usage: float, model_name: str) ->
     num_blocks = stats.num_free_blocks + stats.num_cached_blocks + stats.num_used_blocks
     yield number(f.KV_USAGE, model_name, stats.num_used_blocks / max(1, num_blocks))
     yield number(f.PEAK_USAGE, model_name, peak_usage)
-    yield from _speculation_metrics(stats.speculation, model_name)
-    if (adapters := stats.adapters) is not None:
-        labels = (str(adapters.max_loras), ",".join(adapters.running), ",".join(adapters.waiting))
-        yield samples(f.LORA_REQUESTS, model_name, [(labels, time.time())])
     for family, found in read_metrics(stats):
         yield samples(family, model_name, found)
-    if (images := stats.images) is not None:
-        yield number(f.MM_QUERIES, model_name, images.num_queries)
-        yield number(f.MM_HITS, model_name, images.num_hits)
-        yield number(f.IMAGES_ENCODED, model_name, images.num_encoded)
-        yield number(f.MM_ROWS, model_name, images.num_rows_used)
     if report.encode_s is not None:
         yield number(f.ENCODE_SECONDS, model_name, report.encode_s)
     yield number(f.MISSED, model_name, report.num_missed_steps)
@@ -138,18 +127,6 @@ def _engine_metrics(report: EngineReport, peak_usage: float, model_name: str) ->
         yield samples(f.DISK_BYTES, model_name, [(("read",), disk.read_bytes), (("write",), disk.written_bytes)])
         yield samples(f.DISK_SECONDS, model_name, [(("read",), disk.read_s), (("write",), disk.write_s)])
     yield from _rank_metrics(report.ranks, model_name)
-
-
-def _speculation_metrics(found: SpeculationCounters | None, model_name: str) -> Iterator[Metric]:
-    if found is None:
-        return
-    yield number(f.SPEC_DRAFTS, model_name, found.num_drafts)
-    yield number(f.SPEC_DRAFT_TOKENS, model_name, found.num_draft_tokens)
-    yield number(f.SPEC_ACCEPTED, model_name, found.num_accepted_tokens)
-    places = [((str(place),), count) for place, count in enumerate(found.accepted_at)]
-    yield samples(f.SPEC_ACCEPTED_AT, model_name, places)
-    for place, family in enumerate((f.SPEC_SOURCE_TOKENS, f.SPEC_SOURCE_ACCEPTED)):
-        yield samples(family, model_name, [((source,), counts[place]) for source, counts in found.by_source.items()])
 
 
 def _rank_metrics(ranks: list[RankReport], model_name: str) -> Iterator[Metric]:

@@ -90,26 +90,7 @@ KV_USAGE = _gauge("kv_cache_usage_perc", "share of the KV blocks that requests h
 QUERIES = _counter("prefix_cache_queries", "prompt tokens looked up in the prefix cache")
 HITS = _counter("prefix_cache_hits", "prompt tokens found in the prefix cache")
 PREEMPTIONS = _counter("num_preemptions", "preemptions of running sequences")
-SPEC_DRAFTS = _counter("spec_decode_num_drafts", "runs of draft tokens that a step verified")
-SPEC_DRAFT_TOKENS = _counter("spec_decode_num_draft_tokens", "draft tokens that a step verified")
-SPEC_ACCEPTED = _counter("spec_decode_num_accepted_tokens", "draft tokens that were right")
-SPEC_ACCEPTED_AT = _counter(
-    "spec_decode_num_accepted_tokens_per_pos", "draft tokens that were right, by their place in the run", "position"
-)
-SPEC_SOURCE_TOKENS = _counter(
-    "spec_decode_source_draft_tokens", "draft tokens that were verified, by their source", "source"
-)
-SPEC_SOURCE_ACCEPTED = _counter(
-    "spec_decode_source_accepted_tokens", "draft tokens that were right, by their source", "source"
-)
 ITERATION_TOKENS = _histogram("iteration_tokens_total", "tokens per step", STEP_TOKENS)
-LORA_REQUESTS = _gauge(
-    "lora_requests_info",
-    "the time; adapters with running rows, and those that wait for a slot, in labels",
-    "max_lora",
-    "running_lora_adapters",
-    "waiting_lora_adapters",
-)
 CACHE_CONFIG = _gauge(
     "cache_config_info",
     "the KV cache's settings, in labels",
@@ -129,11 +110,7 @@ LIVE_TOKENS = _gauge("num_live_tokens", "tokens with K/V in used blocks, those o
 FRAGMENTATION = _gauge("kv_fragmentation", "share of the used blocks' slots that holds no token, 0 to 1")
 PEAK_USAGE = _gauge("kv_cache_usage_peak_perc", "largest kv_cache_usage_perc of the last ten minutes")
 RECOMPUTED = _counter("recomputed_tokens", "tokens computed again after a preemption")
-MM_QUERIES = _counter("mm_cache_queries", "images that chunks needed, looked up in the encoder cache")
-MM_HITS = _counter("mm_cache_hits", "images found in the encoder cache")
-IMAGES_ENCODED = _counter("images_encoded", "images that a rank's tower has encoded")
 ENCODE_SECONDS = _counter("image_encode_seconds", "rank 0's time for these images, and in sums over ranks")
-MM_ROWS = _gauge("mm_cache_rows_used", "rows of the encoder cache that hold an image")
 MOVED_BYTES = _counter(
     "kv_offload_bytes", "bytes that rank 0 moved to its host tier (store) and from it (load)", "direction"
 )
