@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import numpy as np
 
@@ -22,8 +22,10 @@ from tp_engine.api.input_processor import InputProcessor, Prompt, TruncationSide
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.errors import CODE_UNAVAILABLE, RequestError, shown
 from tp_engine.model_config.classifier import ClassifierSpec, ScoreActivation
+from tp_engine.options.fields import key
 from tp_engine.options.foreign_rows import accepted, to_option, translated
 from tp_engine.options.intake import takes_names_of_others
+from tp_engine.options.params import check_params, switch, takes_forms
 from tp_engine.plan import FloatArray
 from tp_engine.requests.outputs import (
     ClassificationOutput,
@@ -50,6 +52,7 @@ _SERVE = {
 
 
 @takes_names_of_others((*translated(to_option("use_activation"), "normalize"), *accepted("is the method's", "task")))
+@takes_forms
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParams:
     """How a prompt is pooled: ``use_activation`` False leaves a vector as long as it is, and scores as they are.
@@ -58,12 +61,15 @@ class PoolingParams:
     ``truncation_side`` right of its first ones.
     """
 
-    dimensions: int | None = None
-    use_activation: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    truncation_side: TruncationSide | None = None
-    add_special_tokens: bool = True
-    cache_salt: str | None = None
+    dimensions: int | None = key(None, rule="a whole number")
+    use_activation: bool | None = key(None, rule="True or False")
+    truncate_prompt_tokens: int | None = key(None, rule="a whole number")
+    truncation_side: TruncationSide | None = key(None, choices=get_args(TruncationSide))
+    add_special_tokens: bool = switch(True)
+    cache_salt: str | None = key(None, rule="a text")
+
+    def __post_init__(self) -> None:
+        check_params(self)
 
     @classmethod
     def of(cls, given: object) -> PoolingParams:

@@ -30,11 +30,13 @@ def option(default: Any, help_text: str, **metadata: Any) -> Any:
     * ``choices``: its only values, which ``--help`` shows and errors name
     * ``flags``: other spellings of the flag; ``negative_flags``: spellings of its opposite
     * ``positive``: a number above 0; ``least`` and ``most``: its bounds.  A number with any of these is finite
+    * ``besides``: a number outside of the bounds that is taken too; ``rule``: the bounds in words, for errors
     * ``size``, ``count``: a number that may be text, such as 2GiB or 32k
     * ``json``: a JSON object; the function that makes the field's value of its text, of a mapping, or of the value
     * ``numbers``: whole numbers, kept as text such as 1,2,4
     * ``several``: of a field with several values: the function that makes them of texts and mappings
     * ``told``: a key of a JSON object that is written even where it has its default
+    * ``form``: the function that brings what a caller gives, None too, to the form that the field holds
     * ``derived``: the default where it follows from other fields, by a function of all of them
     * ``positional``: the value may stand without a flag; ``secret``: it is never shown
     * ``section``: a section of ``--help`` begins with this field
@@ -125,6 +127,11 @@ def is_switch(spec: dataclasses.Field[Any]) -> bool:
     return base_type(spec) == "bool"
 
 
+def is_optional(spec: dataclasses.Field[Any]) -> bool:
+    """Return whether None is a value of the field."""
+    return str(spec.type).endswith(" | None")
+
+
 def base_type(spec: dataclasses.Field[Any]) -> str:
     """Return the field's annotation without None, such as ``str``, ``bool``, ``int``, ``float`` or
     ``tuple[str, ...]``."""
@@ -147,17 +154,25 @@ def _in_one_form(specs: Iterable[dataclasses.Field[Any]], given: Mapping[str, An
     return values
 
 
+def problem(spec: dataclasses.Field[Any], value: Any) -> str | None:
+    """Return what is wrong with the value of a field: it is not of the field's type, outside of its bounds, or none of
+    its choices."""
+    if reason := _wrong_type(spec, value) or _out_of_bounds(spec, value):
+        return reason
+    choices = spec.metadata.get("choices")
+    if choices and value not in choices:
+        return f"{spec.name} is {value!r}; choose one of {', '.join(map(str, choices))}"
+    return None
+
+
 def _value(spec: dataclasses.Field[Any], given: Any) -> Any:
     if make := spec.metadata.get("json"):
         return make(given)
     if base_type(spec).startswith("tuple"):
         return _several(spec, given)
     value = _single(spec, given)
-    _check_type(spec, value)
-    _check_bounds(spec, value)
-    choices = spec.metadata.get("choices")
-    if choices and value not in choices:
-        raise ConfigError(f"{spec.name} is {value!r}; choose one of {', '.join(map(str, choices))}")
+    if reason := problem(spec, value):
+        raise ConfigError(reason)
     return value
 
 
@@ -196,27 +211,32 @@ def _json_text(name: str, value: Mapping[Any, Any]) -> str:
         raise ConfigError(f"{name} can not be written as JSON: {error}") from error
 
 
-def _check_type(spec: dataclasses.Field[Any], value: Any) -> None:
-    kinds = _KINDS.get(base_type(spec), (object,))
+def _wrong_type(spec: dataclasses.Field[Any], value: Any) -> str | None:
+    base, rule = base_type(spec), spec.metadata.get("rule")
+    kinds = _KINDS.get(base, (object,))
     if isinstance(value, kinds) and (bool in kinds or object in kinds or not isinstance(value, bool)):
-        return
-    rule = (
-        "whole numbers, as a list or as text such as 1,2,4" if spec.metadata.get("numbers") else f"of type {spec.type}"
-    )
-    raise ConfigError(f"{spec.name} is {_shown(spec, value)} of type {type(value).__name__}; it must be {rule}")
+        return None
+    if spec.metadata.get("numbers"):
+        rule = "whole numbers, as a list or as text such as 1,2,4"
+    elif rule and base == "float":
+        rule = f"a number {rule}"
+    rule = rule or f"of type {spec.type}"
+    return f"{spec.name} is {_shown(spec, value)} of type {type(value).__name__}; it must be {rule}"
 
 
-def _check_bounds(spec: dataclasses.Field[Any], value: Any) -> None:
-    is_positive, least, most = (spec.metadata.get(name) for name in ("positive", "least", "most"))
-    if not is_positive and least is None:
-        return
+def _out_of_bounds(spec: dataclasses.Field[Any], value: Any) -> str | None:
+    is_positive, least, most, rule, besides = map(spec.metadata.get, ("positive", "least", "most", "rule", "besides"))
+    if (not is_positive and least is None) or (besides is not None and value == besides):
+        return None
     low = 0 if is_positive else least
     if low <= value < math.inf and not (is_positive and value == 0) and (most is None or value <= most):
-        return
+        return None
+    if rule:
+        return f"{spec.name} is {shown(value)}; it must be {rule}"
     rule = ("positive" if most is None else "above 0") if is_positive else f"at least {least}"
     if most is not None or isinstance(value, float):
         rule += ", and finite" if most is None else f", and at most {most}"
-    raise ConfigError(f"{spec.name} is {value}; it must be {rule}")
+    return f"{spec.name} is {value}; it must be {rule}"
 
 
 def _shown(spec: dataclasses.Field[Any], value: Any) -> str:

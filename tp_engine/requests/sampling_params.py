@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import MISSING, dataclass, replace
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from tp_engine.errors import RequestError, shown
+from tp_engine.options.fields import key
 from tp_engine.options.foreign_rows import Become, accepted, refused, to_option, translated
 from tp_engine.options.intake import takes_names_of_others
+from tp_engine.options.params import as_tuple, check_params, number, switch, takes_forms, whole, wrong_type
 from tp_engine.requests.structured_outputs import StructuredOutputsParams
 
 MAX_STOP_STRINGS = 64
@@ -24,37 +26,18 @@ MAX_BEAM_WIDTH = 256
 MAX_LENGTH_PENALTY = 10.0
 
 
-def _in_range(name: str, value: object, low: float, high: float, rule: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise _wrong_type(name, value, f"a number {rule}")
-    if not low <= value <= high:  # NaN is not either
-        raise RequestError(f"{name} is {shown(value)}; it must be {rule}", param=name)
-
-
-def _whole(name: str, value: object, low: int, rule: str, high: int = 2**31 - 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise _wrong_type(name, value, rule)
-    if not low <= value <= high:
-        raise RequestError(f"{name} is {shown(value)}; it must be {rule}", param=name)
-
-
 def _token_ids(name: str, token_ids: Iterable[object]) -> None:
     for token_id in token_ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < 2**31:
             raise RequestError(f"{name} contains {shown(token_id)}; token ids are whole numbers from 0 on", param=name)
 
 
-def _wrong_type(name: str, value: object, rule: str) -> RequestError:
-    return RequestError(f"{name} is {shown(value)} of type {type(value).__name__}; it must be {rule}", param=name)
-
-
-def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
-    """A user's list, None for an empty one, as a tuple that can not change after the checks."""
-    if value is None:
-        return ()
-    if not isinstance(value, (list, tuple)):
-        raise _wrong_type(name, value, "a list")
-    return tuple(value)
+if TYPE_CHECKING:  # what callers may give
+    Texts: TypeAlias = Sequence[str]
+    Ids: TypeAlias = Sequence[int]
+else:  # what a record holds, also one that is read from another process
+    Texts = tuple[str, ...]
+    Ids = tuple[int, ...]
 
 
 class RequestOutputKind(enum.Enum):
@@ -93,10 +76,31 @@ _OTHER_NAMES = (
 )
 
 
-_PLAIN = frozenset({bool, dict, float, int, list, str, tuple, type(None), RequestOutputKind, StructuredOutputsParams})
+def _stops(value: object) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, str) else as_tuple("stop")(value)
+
+
+def _allowed(value: object) -> tuple[Any, ...] | None:
+    return None if value is None else as_tuple("allowed_token_ids")(value)
+
+
+def _seed(value: object) -> object:
+    return None if value == -1 else value
+
+
+def _constraint(value: object) -> StructuredOutputsParams | None:
+    if isinstance(value, Mapping):
+        return StructuredOutputsParams(**value)
+    if not isinstance(value, (StructuredOutputsParams, type(None))):
+        raise wrong_type("structured_outputs", value, "StructuredOutputsParams")
+    return value
+
+
+_ALTERNATIVES = "a whole number of at least 0, -1 (all tokens), or None"
 
 
 @takes_names_of_others(_OTHER_NAMES)
+@takes_forms
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled.
@@ -114,49 +118,43 @@ class SamplingParams:
     Raises ``RequestError`` for a value out of range, and for an unknown name, with the nearest one.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    n: int = whole(1, f"a whole number from 1 to {MAX_N}", least=1, most=MAX_N)
+    temperature: float = number(1.0, "between 0 (greedy) and 100", 0, 100)
+    top_p: float = number(1.0, "above 0 and at most 1", 1e-9, 1)
+    top_k: int = whole(0, "-1 or 0 (all tokens), or a positive whole number", least=-1)
+    min_p: float = number(0.0, "between 0 and 1", 0, 1)
+    presence_penalty: float = number(0.0, "between -2 and 2", -2, 2)
+    frequency_penalty: float = number(0.0, "between -2 and 2", -2, 2)
+    repetition_penalty: float = number(1.0, "above 0 and at most 100", 1e-6, 100)
     logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: Sequence[int] | None = None
-    seed: int | None = None
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    bad_words: Sequence[str] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    max_tokens: int | None = 16
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    skip_special_tokens: bool = True
-    detokenize: bool = True
-    truncate_prompt_tokens: int | None = None
+    allowed_token_ids: Ids | None = key(None, form=_allowed)
+    seed: int | None = whole(None, "a 64-bit whole number, or None", -(2**63), 2**63 - 1, form=_seed)
+    stop: Texts = key((), form=_stops)
+    stop_token_ids: Ids = key((), form=as_tuple("stop_token_ids"))
+    bad_words: Texts = key((), form=as_tuple("bad_words"))
+    include_stop_str_in_output: bool = switch(False)
+    ignore_eos: bool = switch(False)
+    min_tokens: int = whole(0, "a whole number of at least 0")
+    max_tokens: int | None = whole(16, "a whole number of at least 1, or None", least=1)
+    logprobs: int | None = whole(None, _ALTERNATIVES, least=-1)
+    prompt_logprobs: int | None = whole(None, _ALTERNATIVES, least=-1)
+    skip_special_tokens: bool = switch(True)
+    detokenize: bool = switch(True)
+    truncate_prompt_tokens: int | None = whole(
+        None, "-1 (what the context allows), or a positive whole number", least=1, besides=-1
+    )
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
-    structured_outputs: StructuredOutputsParams | None = None
+    structured_outputs: StructuredOutputsParams | None = key(None, form=_constraint)
 
     def __post_init__(self) -> None:
-        values = [getattr(self, name) for name in self.__slots__]
-        if not _PLAIN.issuperset(map(type, values)):
-            for name, value in zip(self.__slots__, values, strict=True):
-                if hasattr(value, "tolist"):
-                    object.__setattr__(self, name, value.tolist())
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop))
-        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
-        object.__setattr__(self, "bad_words", _as_tuple("bad_words", self.bad_words))
-        if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids))
-        if self.seed == -1:
-            object.__setattr__(self, "seed", None)
-        self._check_kinds()
-        self._check_ranges()
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise wrong_type("output_kind", self.output_kind, "a RequestOutputKind")
+        check_params(self)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            text = f"min_tokens is {self.min_tokens}; it must not exceed max_tokens, {self.max_tokens}"
+            raise RequestError(text, param="min_tokens")
         self._check_stops()
         self._check_bad_words()
         self._check_ids()
@@ -169,7 +167,7 @@ class SamplingParams:
         if isinstance(given, Mapping):
             return cls(**given)
         if not isinstance(given, SamplingParams):
-            raise _wrong_type("sampling_params", given, "SamplingParams, or a mapping of its fields")
+            raise wrong_type("sampling_params", given, "SamplingParams, or a mapping of its fields")
         return given
 
     @classmethod
@@ -185,45 +183,6 @@ class SamplingParams:
     def clone(self, **changes: Any) -> Self:
         """Return a copy, with ``changes``; it can be changed in no other way."""
         return replace(self, **changes)
-
-    def _check_kinds(self) -> None:
-        if isinstance(self.structured_outputs, Mapping):
-            constraint = StructuredOutputsParams(**self.structured_outputs)
-            object.__setattr__(self, "structured_outputs", constraint)
-        if not isinstance(self.structured_outputs, (StructuredOutputsParams, type(None))):
-            raise _wrong_type("structured_outputs", self.structured_outputs, "StructuredOutputsParams")
-        if not isinstance(self.output_kind, RequestOutputKind):
-            raise _wrong_type("output_kind", self.output_kind, "a RequestOutputKind")
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
-            if not isinstance(getattr(self, name), bool):
-                raise _wrong_type(name, getattr(self, name), "True or False")
-
-    def _check_ranges(self) -> None:
-        _whole("n", self.n, 1, f"a whole number from 1 to {MAX_N}", MAX_N)
-        _in_range("temperature", self.temperature, 0.0, 100.0, "between 0 (greedy) and 100")
-        _in_range("top_p", self.top_p, 1e-9, 1.0, "above 0 and at most 1")
-        _whole("top_k", self.top_k, -1, "-1 or 0 (all tokens), or a positive whole number")
-        _in_range("min_p", self.min_p, 0.0, 1.0, "between 0 and 1")
-        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0, "between -2 and 2")
-        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "between -2 and 2")
-        _in_range("repetition_penalty", self.repetition_penalty, 1e-6, 100.0, "above 0 and at most 100")
-        if self.seed is not None:
-            _whole("seed", self.seed, -(2**63), "a 64-bit whole number, or None", 2**63 - 1)
-        _whole("min_tokens", self.min_tokens, 0, "a whole number of at least 0")
-        if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1, "a whole number of at least 1, or None")
-            if self.min_tokens > self.max_tokens:
-                raise RequestError(
-                    f"min_tokens is {self.min_tokens}; it must not exceed max_tokens, {self.max_tokens}",
-                    param="min_tokens",
-                )
-        for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            if value is not None:
-                _whole(name, value, -1, "a whole number of at least 0, -1 (all tokens), or None")
-
-        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
-            rule = "-1 (what the context allows), or a positive whole number"
-            _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, rule)
 
     def _check_stops(self) -> None:
         if self.stop and not self.detokenize:
@@ -265,14 +224,18 @@ class SamplingParams:
             _token_ids("allowed_token_ids", self.allowed_token_ids)
         bias = self.logit_bias or {}
         if not isinstance(bias, Mapping):
-            raise _wrong_type("logit_bias", bias, "a mapping from token ids to numbers")
+            raise wrong_type("logit_bias", bias, "a mapping from token ids to numbers")
         if len(bias) > MAX_BIAS_ENTRIES:
             raise RequestError(
                 f"{len(bias)} entries in logit_bias; at most {MAX_BIAS_ENTRIES} are allowed", param="logit_bias"
             )
         _token_ids("logit_bias", bias)
         for value in bias.values():
-            _in_range("logit_bias", value, -100.0, 100.0, "between -100 and 100")
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise wrong_type("logit_bias", value, "a number between -100 and 100")
+            if not -100.0 <= value <= 100.0:
+                text = f"logit_bias is {shown(value)}; it must be between -100 and 100"
+                raise RequestError(text, param="logit_bias")
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ``RequestError`` for a token id outside of the vocabulary, and for more ids than it has."""
@@ -305,16 +268,14 @@ class BeamSearchParams:
     Raises ``RequestError`` for a value out of range.
     """
 
-    beam_width: int
-    max_tokens: int
+    beam_width: int = whole(MISSING, f"a whole number from 1 to {MAX_BEAM_WIDTH}", least=1, most=MAX_BEAM_WIDTH)
+    max_tokens: int = whole(MISSING, "a whole number of at least 1", least=1)
     ignore_eos: bool = False
-    temperature: float = 0.0
-    length_penalty: float = 1.0
+    temperature: float = number(0.0, "between 0 and 100", 0, 100)
+    length_penalty: float = number(
+        1.0, f"between -{MAX_LENGTH_PENALTY:g} and {MAX_LENGTH_PENALTY:g}", -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY
+    )
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        _whole("beam_width", self.beam_width, 1, f"a whole number from 1 to {MAX_BEAM_WIDTH}", MAX_BEAM_WIDTH)
-        _whole("max_tokens", self.max_tokens, 1, "a whole number of at least 1")
-        _in_range("temperature", self.temperature, 0.0, 100.0, "between 0 and 100")
-        high = MAX_LENGTH_PENALTY
-        _in_range("length_penalty", self.length_penalty, -high, high, f"between -{high:g} and {high:g}")
+        check_params(self)

@@ -6,12 +6,13 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tp_engine.errors import ConfigError, RequestError, shown
 from tp_engine.options.fields import checked, json_object, key
 from tp_engine.options.foreign_rows import refused
 from tp_engine.options.intake import takes_names_of_others
+from tp_engine.options.params import takes_forms
 from tp_engine.requests.nesting import is_expression_deeper, is_grammar_deeper, is_schema_deeper
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
@@ -24,7 +25,48 @@ PARAM = "structured_outputs"
 CONFIG_NAME = "structured_outputs_config"
 
 
+if TYPE_CHECKING:  # what callers may give
+    Schema: TypeAlias = str | Mapping[str, Any]
+    Choices: TypeAlias = Sequence[str]
+else:  # what a record holds, also one that is read from another process
+    Schema = str
+    Choices = tuple[str, ...]
+
+
+def _schema_text(schema: object) -> str | None:
+    """The JSON text of a schema, which is an object or a boolean."""
+    if schema is None:
+        return None
+    try:
+        parsed = json.loads(schema) if isinstance(schema, str) else schema
+        text = json.dumps(parsed, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        text.encode()
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _error(f"the JSON schema can not be read: {error or 'it is nested too deeply'}") from error
+    if not isinstance(parsed, (Mapping, bool)):
+        raise _error(f"the JSON schema is {shown(parsed)}; it must be an object")
+    return text
+
+
+def _choices(choices: object) -> tuple[str, ...] | None:
+    if choices is None:
+        return None
+    if not isinstance(choices, (list, tuple)) or not choices:
+        raise _error(f"choice is {shown(choices)}; it must be a list of at least one text")
+    for one in choices:
+        if not isinstance(one, str) or not one:
+            raise _error(f"choice contains {shown(one)}; every choice must be a text of at least one character")
+    return tuple(choices)
+
+
+def _any_object(value: object) -> object:
+    if value is None or isinstance(value, bool):
+        return value or None
+    raise _error(f"json_object is {shown(value)}; it must be true")
+
+
 @takes_names_of_others(refused("describe the form with json, regex, choice or grammar", "structural_tag"))
+@takes_forms
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
     """Exactly one of ``json``, ``regex``, ``choice``, ``grammar`` and ``json_object``, with vLLM's field names.
@@ -45,11 +87,11 @@ class StructuredOutputsParams:
     (``tp_engine.grammar``).
     """
 
-    json: str | Mapping[str, Any] | None = None
+    json: Schema | None = key(None, form=_schema_text)
     regex: str | None = None
-    choice: Sequence[str] | None = None
+    choice: Choices | None = key(None, form=_choices)
     grammar: str | None = None
-    json_object: bool | None = None
+    json_object: bool | None = key(None, form=_any_object)
     disable_any_whitespace: bool = False
     disable_additional_properties: bool | None = None
     whitespace_pattern: str | None = None
@@ -57,13 +99,14 @@ class StructuredOutputsParams:
     preamble: str | None = None
 
     def __post_init__(self) -> None:
-        self._check_kinds()
-        if self.json is not None:
-            object.__setattr__(self, "json", _schema_text(self.json))
-        if self.choice is not None:
-            object.__setattr__(self, "choice", _choices(self.choice))
-        for name in ("regex", "grammar", "whitespace_pattern", "preamble"):
+        given = [name for name in KINDS if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "none"
+            raise _error(f"{found} of {', '.join(KINDS)} are set; exactly one must be")
+        for name in ("json", "regex", "grammar", "whitespace_pattern", "preamble"):
             _check_text(name, getattr(self, name))
+        if self.choice is not None:
+            _check_text("choice", "".join(self.choice))
         for name in ("disable_any_whitespace", "disable_additional_properties", "disable_fallback"):
             kinds = (bool, type(None)) if name == "disable_additional_properties" else bool
             if not isinstance(getattr(self, name), kinds):
@@ -84,16 +127,6 @@ class StructuredOutputsParams:
             raise _too_deep("the grammar", "rules or brackets")
         if self.regex is not None and is_expression_deeper(self.regex, MAX_NESTING):
             raise _too_deep("the regex", "groups")
-
-    def _check_kinds(self) -> None:
-        if self.json_object is not None and self.json_object is not True:
-            if self.json_object is not False:
-                raise _error(f"json_object is {shown(self.json_object)}; it must be true")
-            object.__setattr__(self, "json_object", None)
-        given = [name for name in KINDS if getattr(self, name) is not None]
-        if len(given) != 1:
-            found = " and ".join(given) or "none"
-            raise _error(f"{found} of {', '.join(KINDS)} are set; exactly one must be")
 
 
 @checked(CONFIG_NAME)
@@ -139,30 +172,6 @@ class StructuredOutputsDefaults:
             if params.disable_additional_properties is None
             else params.disable_additional_properties,
         )
-
-
-def _schema_text(schema: object) -> str:
-    """The JSON text of a schema, which is an object or a boolean."""
-    try:
-        parsed = json.loads(schema) if isinstance(schema, str) else schema
-        text = json.dumps(parsed, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-        text.encode()
-    except (ValueError, TypeError, RecursionError) as error:
-        raise _error(f"the JSON schema can not be read: {error or 'it is nested too deeply'}") from error
-    if not isinstance(parsed, (Mapping, bool)):
-        raise _error(f"the JSON schema is {shown(parsed)}; it must be an object")
-    _check_text("json", text)
-    return text
-
-
-def _choices(choices: object) -> tuple[str, ...]:
-    if not isinstance(choices, (list, tuple)) or not choices:
-        raise _error(f"choice is {shown(choices)}; it must be a list of at least one text")
-    for one in choices:
-        if not isinstance(one, str) or not one:
-            raise _error(f"choice contains {shown(one)}; every choice must be a text of at least one character")
-    _check_text("choice", "".join(choices))
-    return tuple(choices)
 
 
 def _check_text(name: str, text: object) -> None:

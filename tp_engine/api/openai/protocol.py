@@ -18,6 +18,8 @@ from tp_engine.api.openai import foreign_fields
 from tp_engine.api.openai.foreign_fields import HARMLESS, Refused, refuse_foreign
 from tp_engine.api.preparing import LARGE
 from tp_engine.errors import RequestError, shown
+from tp_engine.options.params import describe
+from tp_engine.requests.sampling_params import SamplingParams
 from tp_engine.system.log import get_logger, warn_once
 from tp_engine.system.panics import panics_refused
 
@@ -81,9 +83,16 @@ class PromptBody(RequestBody):
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
 
 
-class GenerationBody(PromptBody):
-    """Fields of all bodies that generate.  This class checks types, ``SamplingParams`` checks ranges."""
+def _with_bounds(schema: dict[str, Any]) -> None:
+    """``max_tokens`` 0 means 1 in completions."""
+    describe(SamplingParams, {name: one for name, one in schema["properties"].items() if name != "max_tokens"})
 
+
+class GenerationBody(PromptBody):
+    """Fields of all bodies that generate.  This class checks types, ``SamplingParams`` checks ranges, which the schema
+    tells too."""
+
+    model_config = ConfigDict(json_schema_extra=_with_bounds)
     foreign = foreign_fields.GENERATION
 
     stream_options: StreamOptions | None = None
