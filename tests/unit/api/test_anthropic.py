@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -88,6 +89,16 @@ def test_the_blocks_of_an_assistant() -> None:
     }  # fmt: skip
 
 
+def test_a_call_whose_input_is_the_text_of_an_object() -> None:
+    """Oracle: the call with the object; gateways to OpenAI's API send the arguments on as they came."""
+    as_text = {**USE, "input": json.dumps(USE["input"])}
+    calls = [
+        chat([user("a"), {"role": "assistant", "content": [one]}, user([result()])]).messages[1]["tool_calls"]
+        for one in (USE, as_text)
+    ]
+    assert calls[0] == calls[1]
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -155,6 +166,8 @@ def test_a_function_without_a_name_is_refused_by_its_place() -> None:
     """Oracle: the place of the fault in the client's own body."""
     with pytest.raises(RequestError, match=r"tools\[1\].name is missing"):
         chat([user("a")], tools=[{"name": "f"}, {"input_schema": {}}])
+    with pytest.raises(RequestError, match=r"tools\[0\] is a function in OpenAI's form"):
+        chat([user("a")], tools=[{"type": "function", "function": {"name": "f"}}])
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,27 @@ def test_answers_of_tools_are_named_by_their_calls() -> None:
     assert render([QUESTION, call, *answers], source) == "user:;assistant:;tool:add;tool:;"
 
 
+KNOWN_ROLES = """\
+{%- for m in messages %}
+    {%- if m.role == 'user' or m.role == 'assistant' %}<{{ m.role }}>{{ m.content | trim }}{% endif %}
+    {%- if m.role == 'note' and show %}<note>{{ m.content | upper }}{% endif %}
+{%- endfor %}"""
+
+
+@pytest.mark.parametrize("content", ["said before", [{"type": "text", "text": "said before"}]])
+def test_no_role_is_lost_without_a_word(content: Any) -> None:
+    """Oracle: the text is in the prompt, or the role is named; a template that knows a role may hide it."""
+    message = {"role": "model", "content": content}
+    with pytest.raises(RequestError, match="has the role 'model', which the chat template passes over"):
+        render([QUESTION, message, QUESTION], KNOWN_ROLES)
+    assert "said before" in render([QUESTION, message, QUESTION], QWEN_LIKE)
+    assert "said" not in render([QUESTION, {"role": "note", "content": content}], KNOWN_ROLES)
+    assert "SAID BEFORE" in render([QUESTION, {"role": "note", "content": content}], KNOWN_ROLES, show=True)
+    many = [{"role": f"role{number}", "content": "x"} for number in range(100)]
+    with pytest.raises(RequestError, match="100 other roles"):
+        render([QUESTION, *many], QWEN_LIKE)
+
+
 @pytest.mark.parametrize(
     ("message", "words"),
     [

@@ -108,6 +108,13 @@ def test_reasoning_begins_a_message() -> None:
     assert shown == [("Hm.", "A", 0), (None, "A", 0), ("Hm.", "", 1), ("Hm.", "A", 0)]
 
 
+@pytest.mark.parametrize("kind", ["function_call_output", "custom_tool_call_output", "apply_patch_call_output"])
+def test_a_tool_that_had_nothing_to_say(kind: str) -> None:
+    """Oracle: the message of an empty text."""
+    messages = input_messages([{"type": kind, "call_id": "c", "output": None}], None)
+    assert messages == [{"role": "tool", "tool_call_id": "c", "content": ""}]
+
+
 @pytest.mark.parametrize(
     ("item", "word"),
     [

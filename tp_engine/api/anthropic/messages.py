@@ -182,7 +182,8 @@ def _add_assistant(
         if thought is not None:
             message["reasoning_content"] = message.get("reasoning_content", "") + thought
         elif block["type"] == "tool_use":
-            arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+            given = block.get("input") or {}
+            arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
             function = {"name": _string(place, block, "name"), "arguments": arguments}
             call = {"id": _string(place, block, "id"), "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)

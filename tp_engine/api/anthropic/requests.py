@@ -129,6 +129,11 @@ def _tools(tools: list[Tool]) -> list[dict[str, Any]] | None:
         if (described := client_function(tool)) is not None:
             found.append({"type": "function", "function": described})
             continue
+        if tool.type == "function":
+            raise RequestError(
+                f"tools[{number}] is a function in OpenAI's form; here it is {{'name', 'description', 'input_schema'}}",
+                param="tools",
+            )
         if tool.type not in (None, "custom"):
             warn_once(logger, "tools of the type %s are left out of messages: this server runs none", tool.type[:80])
             continue

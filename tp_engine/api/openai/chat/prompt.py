@@ -17,7 +17,7 @@ from tp_engine.api.openai.reasoning import ReasoningFormat
 from tp_engine.api.openai.reasoning_seal import ReasoningSeal
 from tp_engine.api.openai.tools.token_writing import TokenWriting
 from tp_engine.api.openai.tools.tool_format import ToolFormat
-from tp_engine.errors import ConfigError, RequestError
+from tp_engine.errors import ConfigError, RequestError, shown
 from tp_engine.images.placeholders import Pieces
 from tp_engine.images.sources import ImageSource
 from tp_engine.system import env
@@ -29,6 +29,9 @@ logger = get_logger(__name__)
 _RESERVED_OPTIONS = frozenset({"messages", "tokenize", "return_tensors", "return_dict", "tokenizer_kwargs"})
 
 _MAX_TEMPLATES = 16
+# Every template shows these, or an earlier module turns them into some that it does.
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+_MAX_OTHER_ROLES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,7 @@ class ChatFormat:
             text = image_marker.join(pieces)
         else:
             text = render(template, variables)
+        _check_roles(conversation, template, text)
         return ChatPrompt(
             text,
             role=role,
@@ -204,6 +208,25 @@ def _begins_or_continues(given: dict[str, Any]) -> tuple[bool, bool]:
             param="continue_final_message",
         )
     return not continues if begins is None else bool(begins), continues
+
+
+def _check_roles(messages: Sequence[Mapping[str, Any]], template: ChatTemplate, prompt: str) -> None:
+    """Refuse a role that is not in the ``prompt``: most templates pass over a message whose role they do not know."""
+    first = {message["role"]: message for message in reversed(messages) if message["role"] not in _ROLES}
+    if len(first) > _MAX_OTHER_ROLES:
+        raise RequestError(f"messages have {len(first)} other roles than {_names()}", param="messages")
+    for role, message in first.items():
+        given = message["content"] or ""
+        texts = [given] if isinstance(given, str) else [part.get("text", "") for part in given]
+        if not any(one.strip() in prompt for one in texts) and not template.mentions(role):
+            raise RequestError(
+                f"a message has the role {shown(role, 40)}, which the chat template passes over; give one of {_names()}",
+                param="messages",
+            )
+
+
+def _names() -> str:
+    return ", ".join(sorted(_ROLES))
 
 
 def _render(template: ChatTemplate, variables: Mapping[str, Any]) -> str:

@@ -35,7 +35,8 @@ _UNTOLD = frozenset({
     "file_search_call", "image_generation_call", "mcp_approval_request", "mcp_approval_response", "mcp_call",
     "mcp_list_tools", "program", "program_output", "tool_search_call", "tool_search_output", "web_search_call",
 })  # fmt: skip
-# The kind of an output -> what stands for one that is missing; None if it may not be missing.
+# The kind of an output -> what stands for one that is missing; None if it may not be missing.  Null is an empty text: a
+# tool had nothing to say.
 _OUTPUTS: Mapping[str, str | None] = {
     "function_call_output": None,
     "custom_tool_call_output": None,
@@ -90,8 +91,9 @@ def _add_item(messages: Messages, where: str, item: Item, *, takes_images: bool)
         call = {"id": _call_id(where, item), "type": "function", "function": function}
         _assistant(messages).setdefault("tool_calls", []).append(call)
     elif kind in _OUTPUTS:
-        output = item.get("output")
-        output, place = _OUTPUTS[kind] if output is None else output, f"{where}.output"
+        output, place = item.get("output", _OUTPUTS[kind]), f"{where}.output"
+        if output is None and "output" in item:
+            output = ""
         if kind == "computer_call_output":  # one part, and no list of them
             output = [output]
         answer: Any = _parts(place, output, _output_part) if takes_images and _has_image(output) else None
