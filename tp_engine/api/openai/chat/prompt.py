@@ -220,7 +220,8 @@ def _check_roles(messages: Sequence[Mapping[str, Any]], template: ChatTemplate, 
         texts = [given] if isinstance(given, str) else [part.get("text", "") for part in given]
         if not any(one.strip() in prompt for one in texts) and not template.mentions(role):
             raise RequestError(
-                f"a message has the role {shown(role, 40)}, which the chat template passes over; give one of {_names()}",
+                f"a message has the role {shown(role, 40)}, which the chat template passes over; give one of "
+                f"{_names()}",
                 param="messages",
             )
 
