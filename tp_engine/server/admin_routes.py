@@ -6,7 +6,7 @@ import dataclasses
 import platform
 from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
@@ -17,14 +17,13 @@ from tp_engine.options.fields import plain
 from tp_engine.server.access import current_caller
 from tp_engine.server.bodies import read_body
 from tp_engine.server.openapi import ANSWERS, takes
-from tp_engine.server.query import SWITCH, known_query, query_choice
+from tp_engine.server.query import SWITCH, query_choice
 from tp_engine.server.replies import json_reply
 from tp_engine.server.state import ServerState
 from tp_engine.server.web_page import tiers
 from tp_engine.system.version import __version__, installed_version
 
 _QUICK_S = 10.0
-_ACTS = [Depends(known_query)]
 MAX_ABORTED = 1 << 16  # names of one body
 _PARTS = ("torch", "transformers", "tokenizers", "safetensors", "triton", "fastapi", "uvicorn", "pydantic")
 
@@ -111,8 +110,8 @@ def _add_metrics(app: FastAPI, state: ServerState) -> None:
 
 
 def _add_requests(app: FastAPI, state: ServerState) -> None:
-    @app.post("/abort", dependencies=_ACTS, **takes(AbortBody))
-    @app.post("/abort_requests", dependencies=_ACTS, **takes(AbortBody))
+    @app.post("/abort", **takes(AbortBody))
+    @app.post("/abort_requests", **takes(AbortBody))
     async def abort(request: Request) -> Response:
         """End requests; what they have generated is answered with the finish reason ``abort``.
 
@@ -130,7 +129,7 @@ def _add_requests(app: FastAPI, state: ServerState) -> None:
             await state.llm.abort(engine_id)
         return json_reply({"num_aborted": len(engine_ids)})
 
-    @app.post("/prefetch", dependencies=_ACTS, **takes(PrefetchBody))
+    @app.post("/prefetch", **takes(PrefetchBody))
     async def prefetch(request: Request) -> Response:
         """A session will go on soon: bring back from the host tier what it ended with."""
         body = await read_body(PrefetchBody, request, state)
@@ -167,7 +166,7 @@ def _add_control(admin: APIRouter, state: ServerState) -> None:
 
 
 def _add_description(app: FastAPI, state: ServerState) -> None:
-    @app.get("/server_info", dependencies=_ACTS, responses=ANSWERS)
+    @app.get("/server_info", responses=ANSWERS)
     async def server_info(request: Request) -> Response:
         """The effective configuration, the tiers' slots, each rank's memory, and versions; secrets are hidden.
 

@@ -18,7 +18,7 @@ from tp_engine.server.batch_routes import add_batch_routes
 from tp_engine.server.middleware import Checks, Entrance, plain_paths
 from tp_engine.server.openai_routes import PROMPT_PATHS, add_openai_routes
 from tp_engine.server.openapi import install_openapi
-from tp_engine.server.query import known_query
+from tp_engine.server.query import QueryGuard
 from tp_engine.server.replies import ClientGoneError, error_reply
 from tp_engine.server.request_guard import RequestGuard
 from tp_engine.server.state import ServerState
@@ -48,7 +48,7 @@ def create_app(state: ServerState) -> FastAPI:
     add_openai_routes(app, state)
     add_anthropic_routes(app, state)
     add_batch_routes(app, state)
-    admin = APIRouter(dependencies=[Depends(admins_only), Depends(known_query)])
+    admin = APIRouter(dependencies=[Depends(admins_only)])
     add_admin_routes(app, admin, state)
     add_weight_routes(admin, state)
     app.include_router(admin)
@@ -68,8 +68,11 @@ def _add_middleware(app: FastAPI, state: ServerState) -> None:
         if scope["path"] not in probes:
             state.connections.check_room()
 
+    known_query = QueryGuard(app.routes, (*page, f"{config.root_path}/", "/"), config.root_path)
     app.add_middleware(Turns, state, (*PROMPT_PATHS, MESSAGES_PATH))
-    app.add_middleware(Checks, RequestGuard(config), KeyGuard(config, (*probes, *page)), plain_paths(config.root_path))
+    app.add_middleware(
+        Checks, RequestGuard(config), KeyGuard(config, (*probes, *page)), plain_paths(config.root_path), known_query
+    )
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

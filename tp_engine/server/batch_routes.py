@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request
 from pydantic import ValidationError
-from starlette.datastructures import FormData
+from starlette.datastructures import FormData, Headers
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.responses import FileResponse, Response
+from starlette.types import Message, Receive, Scope, Send
 
 from tp_engine.api.batches.objects import (
     PURPOSES,
@@ -34,6 +35,7 @@ from tp_engine.server.batch_worker import BatchWorker
 from tp_engine.server.bodies import read_body
 from tp_engine.server.config import NO_BATCHES
 from tp_engine.server.openapi import ANSWERS, takes
+from tp_engine.server.replies import error_reply
 from tp_engine.server.state import ServerState
 
 _MAX_NAME = 255
@@ -92,7 +94,7 @@ def _add_files(app: FastAPI, state: ServerState) -> None:
     async def content(request: Request, file_id: str) -> Response:
         """The bytes of a file."""
         worker = _worker(request, state)
-        return FileResponse(worker.store.content(_file(worker, file_id)), media_type="application/octet-stream")
+        return _Content(worker.store.content(_file(worker, file_id)), media_type="application/octet-stream")
 
     @app.delete("/v1/files/{file_id}", responses=ANSWERS)
     async def delete_file(request: Request, file_id: str) -> Response:
@@ -159,6 +161,29 @@ def _worker(request: Request, state: ServerState) -> BatchWorker:
             404, "this server keeps no files and batches; start it with --batch-storage-dir FOLDER", code="not_found"
         )
     return worker
+
+
+class _Content(FileResponse):
+    """A file, or the part that the header Range names; a header that names none is an error like all others."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refused: Message | None = None
+
+        async def sending(message: Message) -> None:
+            nonlocal refused
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                refused = message
+            if refused is None:
+                await send(message)
+
+        await super().__call__(scope, receive, sending)
+        if refused is not None:
+            asked, status = Headers(scope=scope).get("range", ""), refused["status"]
+            text = f"the header Range is {shown(asked)}; it must be bytes=FIRST-LAST, within the file"
+            reply = error_reply(HttpError(status, text, code="invalid_range"))
+            if content_range := Headers(raw=refused["headers"]).get("content-range"):
+                reply.headers["Content-Range"] = content_range
+            await reply(scope, receive, send)
 
 
 def _json(value: object) -> Response:

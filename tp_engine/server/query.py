@@ -1,11 +1,14 @@
-"""Query parameters of the routes for operators: each is obeyed, or refused by name."""
+"""Query parameters: each is obeyed, or refused by name, on every route."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from fastapi import Request
+from starlette.datastructures import QueryParams
+from starlette.routing import BaseRoute, Match
+from starlette.types import Scope
 
 from tp_engine.errors import RequestError, shown
 
@@ -17,26 +20,41 @@ SWITCH: Mapping[str, bool] = {
 }
 # What a route takes; all others take none.
 _KNOWN: Mapping[str, tuple[str, ...]] = {
-    "/pause": ("mode", "clear_cache", "wait_for_inflight_requests"),
-    "/reset_prefix_cache": ("reset_running_requests", "reset_external"),
-    "/server_info": ("config_format",),
-    "/sleep": ("level", "mode"),
-    "/wake_up": ("tags",),
+    "GET /engine": ("samples",),
+    "GET /server_info": ("config_format",),
+    "GET /v1/batches": ("after", "limit"),
+    "GET /v1/files": ("after", "limit", "order", "purpose"),
+    "POST /pause": ("mode", "clear_cache", "wait_for_inflight_requests"),
+    "POST /reset_prefix_cache": ("reset_running_requests", "reset_external"),
+    "POST /sleep": ("level", "mode"),
+    "POST /wake_up": ("tags",),
 }
+# What clients of others send with every request, which changes no answer: Azure's, Anthropic's, Codex.
+_MEANINGLESS = ("api-version", "beta", "client_version")
 
 
-async def known_query(request: Request) -> None:
-    """Guard routes that act, as their dependency: a parameter that nothing reads would be an order that nobody keeps.
+class QueryGuard:
+    """Raises ``RequestError`` for a parameter that nothing reads: it would be an order that nobody keeps.
 
-    Raises ``RequestError`` for such a one.
+    Paths without a route get their 404 later; the page and its files (``free_paths``) take any.
     """
-    path = request.scope["route"].path
-    known = _KNOWN.get(path, ())
-    if unknown := sorted(request.query_params.keys() - set(known)):
-        takes = ", ".join(known) or "none"
-        raise RequestError(
-            f"{path} has no query parameter {shown(unknown[0])}; it takes {takes}", param=unknown[0][:200]
-        )
+
+    def __init__(self, routes: Sequence[BaseRoute], free_paths: Iterable[str], root_path: str) -> None:
+        self._routes = routes
+        self._free_paths = frozenset(free_paths)
+        self._root_path = root_path
+
+    def __call__(self, scope: Scope) -> None:
+        if not scope["query_string"] or scope["path"] in self._free_paths:
+            return
+        path = scope["path"].removeprefix(self._root_path)
+        known = _KNOWN.get(f"{scope['method']} {path}", ())
+        unknown = sorted(QueryParams(scope["query_string"]).keys() - set(known) - set(_MEANINGLESS))
+        if unknown and any(route.matches(scope)[0] is Match.FULL for route in self._routes):
+            raise RequestError(
+                f"{path[:200]} has no query parameter {shown(unknown[0])}; it takes {', '.join(known) or 'none'}",
+                param=unknown[0][:200],
+            )
 
 
 def query_choice(request: Request, name: str, values: Mapping[str, Meaning], default: str) -> Meaning:

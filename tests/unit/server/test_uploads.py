@@ -49,6 +49,26 @@ def test_a_file_arrives_in_the_folder_that_keeps_it(tmp_path: Path, monkeypatch:
         serve(scenario, config=config)
 
 
+@pytest.mark.parametrize(
+    ("asked", "status"), [("bytes=9000-", 416), ("bytes=x-y", 400), ("bytes=4998-", 206), ("lines=1-2", 400), ("", 200)]
+)
+def test_a_range_that_is_none_is_an_error_as_all_others(tmp_path: Path, asked: str, status: int) -> None:
+    """Oracle: RFC 9110: the part, or the error with the file's size; in the form of OpenAI's errors."""
+
+    async def scenario(app: App) -> None:
+        file = (await send(app, store)).json()
+        reply = await app.start("GET", f"/v1/files/{file['id']}/content", range=asked).reply()
+        assert reply.status == status
+        if status >= 400:
+            assert error_of(reply)["code"] == "invalid_range" and repr(asked) in error_of(reply)["message"]
+            assert reply.headers.get("content-range") == ("bytes */5000" if status == 416 else None)
+        else:
+            assert reply.content == CONTENT[4998 if asked else 0 :]
+
+    with opened(tmp_path, 10**6) as (store, config):
+        serve(scenario, config=config)
+
+
 def test_files_that_arrive_count_together(tmp_path: Path) -> None:
     """Oracle: 429 while others hold what is free, 413 for one that never fits; a smaller one passes."""
 
