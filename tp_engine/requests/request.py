@@ -44,15 +44,16 @@ class EngineRequest:
 
     ``eos_token_ids`` are the model's; ``arrival_s`` is the time.monotonic() of its arrival; a lower ``priority`` runs
     first, equal priorities of one ``client`` run in order of arrival; clients take turns (``sched.waiting_queue``).
-    ``place`` is the prompt's number in the body that it came with.  ``will_continue``: prompts that begin with all its
-    tokens will follow, so the K/V of its last, partly filled block is kept too.  ``banned_words`` are the token ids of
-    ``params.bad_words``, in every spelling.  A request with ``pooling`` ends with its prompt: its params are greedy and
-    of one token, which means nothing.  ``adapter`` names a LoRA adapter, or is empty.  The scheduler enters the
-    ``adapter_generation`` of what is loaded under that name: a number that no other load of any adapter has, 0 for the
-    model alone.  Its K/V are never taken for those of another.  ``prompt_field`` is the field of the client's request
-    that the prompt comes from, for errors.  ``images`` stand in the order of their places; the ids at the places of
-    their rows are the model's placeholder (``VisionSpec.image_token_id``), which means no image anywhere else.
-    ``extensions`` has what features want to know of it.
+    ``place`` is the prompt's number in the body that it came with, where long prompts count more than once.
+    ``will_continue``: prompts that begin with all its tokens will follow, so the K/V of its last, partly filled block
+    is kept too.  ``banned_words`` are the token ids of ``params.bad_words``, in every spelling.  A request with
+    ``pooling`` ends with its prompt: its params are greedy and of one token, which means nothing.  ``adapter`` names a
+    LoRA adapter, or is empty.  The scheduler enters the ``adapter_generation`` of what is loaded under that name: a
+    number that no other load of any adapter has, 0 for the model alone.  Its K/V are never taken for those of another.
+    ``prompt_field`` is the field of the client's request that the prompt comes from, for errors.  ``images`` stand in
+    the order of their places; the ids at the places of their rows are the model's placeholder
+    (``VisionSpec.image_token_id``), which means no image anywhere else. ``extensions`` has what features want to know
+    of it.
     """
 
     request_id: str

@@ -59,7 +59,7 @@ class FairRows:
             if own < part and most >= own + 2:
                 last = self._last_of(largest)
                 return last if max(0, last.key[0]) >= max(0, sequence.key[0]) else None
-        if sequence.body_place < PORTION <= waiting.num_rows(client):
+        if sequence.body_place < PORTION and waiting.num_rows(client):
             last = self._last_of(client)
             return last if last.body_place >= PORTION and last.key > sequence.key else None
         return None

@@ -27,6 +27,8 @@ from tp_engine.sched.running_batch import NO_ROWS, RunningBatch
 from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import Sequence, SequencePhase
 
+_KEPT = 8  # an eighth of what is left of a step
+
 
 class StepPlanBuilder(msgspec.Struct):
     """A step plan in the making: what has been decided so far.  ``budget`` tokens may still be scheduled.
@@ -177,13 +179,20 @@ class StepScheduler:
         builder.budget -= len(chosen.rows)
 
     def schedule_prefills(self, builder: StepPlanBuilder) -> None:
-        """Schedule the next chunk of each row in PREFILL, first in order first, as far as budget and blocks go."""
-        for sequence in self._rows.prefilling():
+        """Schedule the next chunk of each row in PREFILL, first in order first, as far as budget and blocks go.
+
+        A part is kept for a request of another client that may enter: it does not wait for all chunks of a long prompt.
+        """
+        prefilling = self._rows.prefilling()
+        first = self._state.waiting.peek() if prefilling and self._rows.num_vacant else None
+        client = None if first is None else first.group.request.client
+        for sequence in prefilling:
+            kept = builder.budget // _KEPT if client not in (None, sequence.group.request.client) else 0
             if builder.budget == 0:
                 break
             if sequence.phase is not SequencePhase.PREFILL:
                 continue
-            self.schedule_chunk(builder, sequence, builder.budget)
+            self.schedule_chunk(builder, sequence, builder.budget - kept)
         if builder.short:
             builder.drop_preempted(self._rows)
 

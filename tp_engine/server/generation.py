@@ -24,6 +24,9 @@ from tp_engine.server.replies import EventStream, PartsReply, json_reply, until_
 from tp_engine.server.state import ServerState
 from tp_engine.server.streaming import Batches, ChatEventStream, ChunkWriter, merge
 
+# So many tokens of a prompt count as one sequence more, in the body's turns.
+_TOKENS_OF_A_PLACE = 256
+
 
 async def answer(state: ServerState, request: Request, kind: type[Body]) -> Response:
     """Serve one request; raises ``RequestError`` and ``HttpError`` before anything has been sent."""
@@ -72,8 +75,10 @@ async def whole_outputs(state: ServerState, prepared: PreparedBody) -> list[Requ
 
 def _batches(state: ServerState, prepared: PreparedBody) -> Batches:
     """The updates of all prompts, with the number of the prompt."""
-    client = current_caller().client
-    requests = [replace(one, client=client, place=place) for place, one in enumerate(prepared.requests)]
+    client, place, requests = current_caller().client, 0, []
+    for one in prepared.requests:
+        requests.append(replace(one, client=client, place=place))
+        place += 1 + len(one.prompt_token_ids) // _TOKENS_OF_A_PLACE
     return merge([update_batches(state, one, prepared.named) for one in requests])
 
 

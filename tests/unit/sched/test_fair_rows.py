@@ -76,6 +76,19 @@ def test_a_chat_takes_at_most_twice_its_steps(kind: str, client: str, shape: Sch
     simulation.check_idle()
 
 
+def test_a_long_prompt_leaves_a_part_of_each_step_to_other_clients() -> None:
+    """Oracle: the steps of the chat alone, while a prompt of 20 steps is computed; one of its own client waits."""
+    shape = replace(ROOMY, max_model_len=2000)
+    alone = steps_of_a_chat(Simulation(shape), "chat", "b")
+    simulation = Simulation(shape)
+    simulation.add_request(request("long", "a", length=20 * 64, tokens=2))
+    simulation.step()
+    assert steps_of_a_chat(simulation, "chat", "b") == alone
+    assert steps_of_a_chat(simulation, "own", "a") > alone
+    simulation.run()
+    assert len(simulation.plans) < 20 * 8 / 7 + 20
+
+
 def test_up_to_a_portion_of_copies_is_served_in_order_of_arrival() -> None:
     """Oracle: the requests, as ever, in the order in which their first sequences enter."""
     simulation = Simulation(replace(ROOMY, max_num_seqs=4))
