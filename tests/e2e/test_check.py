@@ -355,7 +355,7 @@ def test_the_command_writes_a_golden_file_and_compares_with_it(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the same machine's answers, then those of a model with one corrupt byte."""
-    record, junit = tmp_path / "golden.json", tmp_path / "junit.xml"
+    record, junit = tmp_path / "golden.json", tmp_path / "results" / "new" / "junit.xml"  # folders are made
     assert command(tiny, "--record", str(record), "--junit", str(junit)) == 0
     assert {"torch", "cpu"} <= json.loads(record.read_text())["environment"].keys()
     suite = ElementTree.parse(junit).getroot()[0]
@@ -398,8 +398,8 @@ def test_what_can_not_be_checked_has_exit_code_2(tmp_path: Path, capsys: pytest.
     assert command(Path(DEMO_MODEL), "--against", str(bad)) == 2
     assert "golden" in capsys.readouterr().err
     assert command(tmp_path / "nothing") == 2
-    assert command(Path(DEMO_MODEL), "--junit", str(tmp_path / "no" / "file.xml")) == 2
-    assert "its folder does not exist" in capsys.readouterr().err
+    assert command(Path(DEMO_MODEL), "--junit", str(bad / "file.xml")) == 2
+    assert "its folder can not be made" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "gpu"])

@@ -50,10 +50,18 @@ class CheckConfig:
     def __post_init__(self) -> None:
         if self.url is not None and (mixed := [name for name in _OF_ENGINES if getattr(self, name)]):
             raise ConfigError(f"{mixed[0]} is for a model that runs here; leave it out, or leave url out")
+
+    def make_folders(self) -> None:
+        """Make the folders of the files that are written at the end; ``ConfigError`` where one can not be made."""
         for name in ("record", "junit"):
-            path = getattr(self, name)
-            if path is not None and not Path(path).absolute().parent.is_dir():
-                raise ConfigError(f"{name} is {path!r}; its folder does not exist: make it, or give another file")
+            if (path := getattr(self, name)) is None:
+                continue
+            try:
+                Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"{name} is {path!r}; its folder can not be made ({error.strerror}): give another file"
+                ) from error
 
 
 def main(argv: Sequence[str]) -> int:
@@ -67,6 +75,7 @@ def main(argv: Sequence[str]) -> int:
     if options.print_config:
         print(options.effective_toml(), end="")
         return 0
+    config.make_folders()
     env.log_warnings_only()
     configure_logging("check")
     check = _check if config.url is None else _check_url
