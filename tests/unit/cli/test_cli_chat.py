@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+import tomllib
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -193,6 +194,13 @@ def test_a_server_that_is_not_there() -> None:
         url = server.url
     with pytest.raises(ServerError, match=f"{url} can not be reached"):
         ServerClient(url).model()
+
+
+@pytest.mark.parametrize("command", ["chat", "complete"])
+def test_the_configuration_is_printed_instead(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the flag's help; no server listens at that address."""
+    assert main([command, "--url", "http://127.0.0.1:9", "--print-config"]) == 0
+    assert tomllib.loads(capsys.readouterr().out)[command]["url"] == "http://127.0.0.1:9"
 
 
 def test_options_of_answers() -> None:

@@ -21,6 +21,7 @@ from tp_engine.apps.chat.session import (
     finish_note,
     note,
     parse_client,
+    print_config,
     show,
 )
 from tp_engine.errors import ConfigError, did_you_mean
@@ -103,6 +104,8 @@ class Conversation:
 def chat_command(argv: Sequence[str]) -> int:
     """Talk until the end of the input."""
     options = parse_client("tp-engine chat", "Talk to a model.", "chat", ChatConfig, argv)
+    if options.print_config:
+        return print_config(options)
     with connected(options, "chat", ChatConfig) as (client, model):
         config = options.build("chat", ChatConfig)
         conversation = Conversation(client, model, config, show)
@@ -147,6 +150,8 @@ def _answer(answer: Callable[[], str | None], tell: Callable[[str], None]) -> No
 def complete_command(argv: Sequence[str]) -> int:
     """Continue one text, or line after line."""
     options = parse_client("tp-engine complete", "Continue a text.", "complete", ClientConfig, argv)
+    if options.print_config:
+        return print_config(options)
     with connected(options, "complete", ClientConfig) as (client, model):
         config = options.build("complete", ClientConfig)
         if config.quick is not None:

@@ -66,6 +66,14 @@ def parse_client(prog: str, text: str, name: str, kind: type[ClientConfig], argv
     return options
 
 
+def print_config(options: Options) -> int:
+    """Print the effective configuration, and return the exit code."""
+    for table, kind in options.tables.items():
+        options.build(table, kind)
+    print(options.effective_toml(), end="")
+    return 0
+
+
 @contextlib.contextmanager
 def connected(options: Options, name: str, kind: type[ClientConfig]) -> Iterator[tuple[ServerClient, str]]:
     """Yield a client and the model's name, from the server at ``--url``, or from one started for this session."""
