@@ -11,6 +11,7 @@ from tp_engine.apps.doctor.findings import Finding, Status, as_text, check_packa
 from tp_engine.config import DEMO_MODEL
 from tp_engine.options import parse_options
 from tp_engine.options.fields import checked, option
+from tp_engine.system.log import configure_logging
 from tp_engine.system.version import __version__
 
 SOMETHING_MISSING = 1
@@ -35,6 +36,7 @@ def main(argv: Sequence[str]) -> int:
     if options.print_config:
         print(options.effective_toml(), end="")
         return 0
+    configure_logging("doctor")  # a first start compiles the kernels, and says how far it is
     findings = list(examine(config))
     missing = [one for one in findings if one.status is Status.MISSING]
     if config.json:
