@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,8 @@ from tp_engine.model_config.block_size import (
 )
 from tp_engine.server import engine_watch
 from tp_engine.server.config import ServerConfig
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def wasted(lengths: Lengths) -> list[float]:
@@ -87,6 +90,8 @@ def test_the_texts() -> None:
         "8 would waste 0.1%, 16 0.2%, 32 0.5%, 64 1.0%"
     )
     assert advise_measured(large).endswith("best is --block-size 64, the largest with at most 2%")
+    page = " ".join((ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").split())
+    assert advise_measured(Lengths(prompt=512, output=128, num_requests=1204, block_size=16)) in page
 
 
 def test_a_recommendation_names_the_waste() -> None:
