@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
@@ -30,11 +30,18 @@ def make_plain_environment(folder: Path) -> dict[str, str]:
             if not target.exists():
                 target.symlink_to(entry)
     (packages / f"{PROJECT}.pth").write_text(f"{ROOT}\n", encoding="utf-8")
-    command = folder / "bin" / "tp-engine"
-    command.write_text(f"#!{folder}/bin/python\nfrom tp_engine.cli.main import main\nraise SystemExit(main())\n")
-    command.chmod(0o755)
+    write_programs(folder / "bin", [*needed_distributions(), distribution(PROJECT)])
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return {**kept, "VIRTUAL_ENV": str(folder), "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+
+
+def write_programs(folder: Path, owners: Iterable[Distribution]) -> None:
+    """Write the programs of these distributions, such as torchrun, as an installer does."""
+    for script in (one for owner in owners for one in owner.entry_points.select(group="console_scripts")):
+        program = f"import {script.module}\nraise SystemExit({script.module}.{script.attr}())\n"
+        path = folder / script.name
+        path.write_text(f"#!{folder}/python\n{program}", encoding="utf-8")
+        path.chmod(0o755)
 
 
 def needed_distributions() -> Iterator[Distribution]:

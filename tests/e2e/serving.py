@@ -62,12 +62,17 @@ def launch(
         [*prefix, *(torchrun if num_ranks else [sys.executable]), str(ROOT / script), *arguments],
         cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
+    return follow(process)
+
+
+def follow(process: subprocess.Popen[str]) -> Server:
+    """Read what the job prints, in a thread."""
     server = Server(process)
-    threading.Thread(target=_follow, args=(server,), daemon=True).start()
+    threading.Thread(target=_read, args=(server,), daemon=True).start()
     return server
 
 
-def _follow(server: Server) -> None:
+def _read(server: Server) -> None:
     assert server.process.stdout is not None
     for line in server.process.stdout:
         server.log.append(line)
@@ -81,15 +86,20 @@ def serving(
 ) -> Iterator[Server]:
     """A ready server on a free port."""
     server = launch(num_ranks, ["--port", "0", *arguments], cwd=cwd, prefix=prefix)
-    deadline = time.monotonic() + timeout_s
     try:
-        while not server.url:
-            assert server.process.poll() is None, server.text()[-5000:]
-            assert time.monotonic() < deadline, f"not ready within {timeout_s:g} s:\n{server.text()[-5000:]}"
-            time.sleep(0.05)
+        wait_until_ready(server, timeout_s)
         yield server
     finally:
         server.stop()
+
+
+def wait_until_ready(server: Server, timeout_s: float = 300.0) -> None:
+    """Wait until the server has printed its address; fails where it ends before."""
+    deadline = time.monotonic() + timeout_s
+    while not server.url:
+        assert server.process.poll() is None, server.text()[-5000:]
+        assert time.monotonic() < deadline, f"not ready within {timeout_s:g} s:\n{server.text()[-5000:]}"
+        time.sleep(0.05)
 
 
 @dataclass

@@ -1,0 +1,177 @@
+"""The shell commands of README.md, CONTRIBUTING.md and docs/, and what stands in for what a test has not.
+
+A command is a line of a shell block, a line behind ``$`` of an output, or code between words that has a program and
+arguments.  ``STAND_INS`` makes it one that a machine without GPUs and without the internet can run.  What runs nowhere
+in these tests has a row in ``NOT_RUN``.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+SPAN = re.compile(r"`([^`]+)`")
+# What begins a command: programs of this project, then those of others that pages tell people to run.
+PROGRAM = re.compile(
+    r"(?:[A-Z_]+=\S+ )*"
+    r"(?:tp-engine|python -[mc]|torchrun|pytest|\.?/?scripts/\w+(?:\.py)?|\.ci/\w+|launch/\w+\.py"
+    r"|curl|pip|docker|kubectl|npm|git|uv|vllm|claude|codex|open-webui|ray)(?= |$)"
+)
+
+# Written in a page -> what a test writes instead.  ``{name}`` is a value of the run: a path, a port, an identifier.
+STAND_INS = {
+    r"Qwen/Qwen3-Embedding-0\.6B": "{embedding}",
+    r"Qwen/Qwen3-Reranker-0\.6B": "{reranker}",
+    r"jason9693/Qwen2\.5-1\.5B-apeach": "{classifier}",
+    r"(?<=recommend --model )Qwen/Qwen3-[0-9.]+B": "{qwen3}",
+    r"(?<=recommend --model )meta-llama/Llama-2-13b-hf": "{llama2}",
+    r"Qwen/Qwen3-[0-9.]+B|/checkpoints/step-7|\./demo_model|\bMODEL\b": "{demo}",
+    r"(run-batch .*) -tp 8": r"\1 -tp 1",
+    r"(--nproc-per-node|-tp|--tensor-parallel-size) (8|N)\b": r"\1 2",
+    r"http://(127\.0\.0\.1|localhost):8000|\bURL\b": "{url}",
+    r"--port \d+": "--port 0",
+    r"--nnodes 2 (--node-rank 0 --master-addr HEAD --master-port 29500 )?": "",
+    r"--rdzv-backend c10d --rdzv-endpoint HEAD:29500 ": "",
+    r"torchrun ": "torchrun --standalone ",
+    r"--host 0\.0\.0\.0": "--host 127.0.0.1",
+    r"tcp://\*:5557": "tcp://127.0.0.1:{port}",
+    r"--kv-offloading-size 4 --kv-disk-path \S+ --kv-disk-size 100":
+        "--kv-offloading-size 0.01 --kv-disk-path kv --kv-disk-size 0.01",
+    r'"dimensions": 256': '"dimensions": 16',
+    r"(scripts/gpu_check --(plan|sections) (1|start,nccl))": r"\1 --dry-run",
+    r"/data/batches": "batches",
+    r"file-\.\.\.(?=/content)": "{results}",
+    r"file-\.\.\.": "{file}",
+    r"batch_\.\.\.": "{batch}",
+}  # fmt: skip
+
+# The beginning of a command -> why no test runs it here.  Options of this project's programs are read all the same.
+NOT_RUN = {
+    r"\./scripts/(check|docs|test)\b": "is a job of CI",
+    r"\.ci/run": "is CI",
+    r"TP_\S+ scripts/gpu_check": "needs a GPU, and another commit",
+    r"scripts/gpu_check --document": "writes a document",
+    r"\./scripts/(generate|screenshots)": "writes files of the repository; tests compare what it writes",
+    r"(\./)?scripts/test_\w+": "runs tests for minutes, with what it installs first, GPUs or several hosts",
+    r"scripts/soak": "runs for minutes",
+    r"FAKE_GPUS_ENVIRONMENT=|python -m tests\.fake_cuda": "needs torch for CUDA, of 5.5 GB",
+    r"\./scripts/serve --model \"\$\(scripts/fetch_smollm2": "downloads a model; tests/real_model has it",
+    r"(OMP_NUM_THREADS=1 )?tp-engine bench ": "is a benchmark of minutes",
+    r"docker build": "needs docker; tests/e2e/test_container.py runs the container's commands",
+    r"pip install": "downloads packages; tests/e2e/test_wheel.py installs this one",
+    r"git (clone|log|checkout|worktree)": "needs the repository's history",
+    r"export |claude|codex|open-webui": "is for other programs, of which scripts/test_clients runs some",
+    r"python -m (sglang_router|dynamo)|vllm ": "needs a program of others; scripts/test_routers runs SGLang's router",
+    r"pytest": "is a run of a stranger's tests; tests/e2e/test_pytest_plugin.py has their like",
+    r"ip netns": "needs root and network namespaces; tests/faults makes them",
+    r"tp-engine serve (Qwen/Qwen3\.5|google/gemma-4|Qwen/Qwen3-8B --spec)": "needs a draft model that fits the model",
+    r"tp-engine check \./(original|broken)": "needs wrong checkpoints; tests/e2e/test_check.py has their like",
+    r"tp-engine check .*(-tp 8|--against|--url)|tp-engine check MODEL|.*-m tp_engine check":
+        "takes long; test_check.py, test_check_url.py and test_check_machine.py try it",
+    r"tp-engine check Qwen/\S+ --quick( --record golden.json)?$": "is part of another command of the page, which runs",
+}  # fmt: skip
+# What a command that runs is, by its form.
+KINDS = {
+    "serve": r"(tp-engine serve|\./scripts/serve|torchrun .*-m tp_engine serve)\b",
+    "ask": r"curl |until curl |.* --url ",
+    "end": r"tp-engine |torchrun .*-m tp_engine |python -c |(\./)?scripts/gpu_check",
+}
+# Names in sentences, which have the form of a command.
+NAMES = re.compile(r"tp-engine (bench )?[a-z-]+|python -m (tp_engine|torch\.distributed\.run)|curl -d|\S+")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of a page.  ``text`` is as written, without a comment behind it; ``shown`` are the lines of its output
+    below it, but for those that the page leaves out (``...``)."""
+
+    page: str
+    text: str
+    shown: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.text}"
+
+    def runnable(self, values: Mapping[str, str]) -> str:
+        """The command with its stand-ins, for a shell."""
+        text = self.text
+        for written, instead in STAND_INS.items():
+            text = re.sub(written, instead, text)
+        return re.sub(r"\{(\w+)\}", lambda name: values.get(name[1], name[0]), text)
+
+    @property
+    def reason(self) -> str | None:
+        """Why no test runs it."""
+        return next((reason for start, reason in NOT_RUN.items() if re.match(start, self.text)), None)
+
+    @property
+    def kind(self) -> str:
+        """``not run``; ``serve`` for a server; ``ask`` for what needs one; ``end`` for a program that ends by itself;
+        ``unknown``."""
+        if self.reason is not None:
+            return "not run"
+        return next((kind for kind, form in KINDS.items() if re.match(form, self.text)), "unknown")
+
+
+def read_commands() -> list[Command]:
+    """Return the commands of all pages, in the order of the pages, each once per page."""
+    return list(dict.fromkeys(command for page in PAGES for command in commands_of(page)))
+
+
+def commands_of(page: Path) -> Iterator[Command]:
+    """Yield the commands of a page from top to bottom."""
+    name, text = str(page.relative_to(ROOT)), page.read_text(encoding="utf-8")
+    blocks = {match.start(): match for match in BLOCK.finditer(text)}
+    words = BLOCK.sub(lambda match: " " * len(match[0]), text)
+    spans = {match.start(): match for match in SPAN.finditer(words)}
+    for place, match in sorted({**blocks, **spans}.items()):
+        if place not in blocks:
+            yield from (Command(name, line) for line in span_lines(match[1]))
+        elif match[2] == "text":
+            yield from (Command(name, line, shown) for line, shown in output_lines(match[3]))
+        elif match[2] in ("", "sh"):
+            yield from (Command(name, line) for line in shell_lines(match[3]))
+
+
+def shell_lines(text: str) -> Iterator[str]:
+    """Yield the commands of a shell's block: its lines, or all of it if it is a script."""
+    whole = re.sub(r"\\\n\s*", "", text)
+    if "() {" in whole:
+        yield whole.strip()
+        return
+    yield from filter(None, (re.sub(r"(^|\s+)# .*$", "", line.strip()) for line in whole.splitlines()))
+
+
+def output_lines(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the commands of an output, which stand behind ``$`` or are lines of their own, with the lines below."""
+    for part in re.split(r"(?m)^\$ ", text):
+        command, *shown = part.splitlines() or [""]
+        if PROGRAM.match(command):
+            bare = (line.strip() for line in shown)
+            yield re.sub(r"\s+# .*$", "", command), tuple(line for line in bare if line not in ("", "..."))
+
+
+def span_lines(text: str) -> Iterator[str]:
+    """Yield the command between backquotes, if it is one: a program with arguments."""
+    text = " ".join(text.split())
+    match = PROGRAM.match(text)
+    if match and (text == "tp-engine doctor" or not NAMES.fullmatch(text)):
+        yield text
+
+
+def own_arguments(text: str) -> tuple[str, list[str]] | None:
+    """The program of this project that a command starts, and its arguments; None for scripts and other programs."""
+    if "\n" in text or text.startswith("pip "):
+        return None
+    words = [word for word in shlex.split(text) if word != "&"]
+    words = words[: next((place for place, word in enumerate(words) if word.startswith(">")), len(words))]
+    for place, word in enumerate(words):
+        if match := re.fullmatch(r"tp[-_]engine|(?:\./)?scripts/serve", word):
+            return match[0].removeprefix("./"), words[place + 1 :]
+    return None
