@@ -93,6 +93,8 @@ def test_the_doctor_finds_this_machine_fit(capsys: pytest.CaptureFixture[str]) -
     usable = {name: finding["detail"] for name, finding in by_topic.items() if finding["detail"].startswith("usable")}
     named_only = dict.fromkeys(usable, "usable where attention_backend names it")
     assert "attention torch" in usable and usable == {**named_only, f"attention {chosen}": "usable"}
+    attention = {name: one["status"] for name, one in by_topic.items() if name.startswith("attention ")}
+    assert attention == {name: "ok" if name in usable else "note" for name in attention}
     assert {"python", "packages", "processor", "memory", "shared memory", "open files", "malloc"} <= by_topic.keys()
     assert all(finding["status"] in ("ok", "note") for finding in report["findings"])
     for name in ("int4", "int8", "int8 of w8a8", "fp8", "fp4"):

@@ -136,7 +136,7 @@ def check_choice(config: EngineConfig) -> Iterator[Finding]:
     yield Finding("model", Status.OK, f"{effective.model.architecture} at {effective.model_path}")
     for name, obstacle in obstacles(effective.attention_needs).items():
         usable = "usable" if name == effective.config.attention_backend else "usable where attention_backend names it"
-        yield Finding(f"attention {name}", Status.OK, obstacle or usable)
+        yield Finding(f"attention {name}", Status.NOTE if obstacle else Status.OK, obstacle or usable)
     chosen, own = effective.config, effective.model.quantization
     plain = {name: getattr(chosen, name) for name in ("device", "dtype", "kv_cache_dtype", "attention_backend")}
     plain |= {"weights": chosen.dtype if own is None else own.method, "block_size": chosen.block_size}
