@@ -4,7 +4,7 @@ A plan carries changes, not state.  Every rank keeps, for each *row* of the pers
 computed tokens, sampling parameters and token ids; applying the plans in order keeps all ranks equal.  A rank applies a
 plan in this order::
 
-    kept -> released -> adapters -> admitted -> new blocks -> draft rows -> what features do, in their order
+    kept -> released -> admitted -> new blocks -> draft rows -> what features do, in their order
          -> copies -> state copies -> forward pass over decodes, then prefills -> sample
 
 Batch order of a step: all ``decode_rows`` (one token each, all sampled), then all ``prefill_rows`` (``prefill_tokens``
@@ -43,9 +43,6 @@ of the pool in each of the model's G groups of layers (``kv_layout``).  All grou
 The blocks of one row stand together, in the order of its tables.  A model whose layers are all alike has G = 1.  Tables
 are never cut: the entries of blocks that a group's window has left behind stay in the table unread, and the blocks may
 belong to other rows.
-
-An adapter load is a pair (generation, slot): from this step on the slot holds the adapter that the ranks have loaded
-under this number.  Slots are numbered from 1 on.  The ranks forget the generations of ``adapter_drops``.
 
 A copy is a pair of blocks of the pool, source and target, of any group.  All copies of a plan are made at once: each
 source is read as it was before any of them.
@@ -183,8 +180,6 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     mask_rows: IntArray = NO_IDS
     masks: IntArray = NO_MASKS
     order: bytes = b""  # an ``Order`` as JSON
-    adapter_loads: IntArray = NO_PAIRS
-    adapter_drops: IntArray = NO_IDS
     images: IntArray = NO_IMAGES
     encodes: IntArray = NO_ENCODES
     image_rows: IntArray = NO_IMAGE_ROWS

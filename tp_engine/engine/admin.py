@@ -10,9 +10,9 @@ import msgspec
 from tp_engine.engine.grammar_queue import GrammarQueue
 from tp_engine.engine.job import Job
 from tp_engine.errors import RequestError, shown
+from tp_engine.hooks import Feature
 from tp_engine.plan import Order, StepPlan
 from tp_engine.requests.request import StepOutput
-from tp_engine.sched.lora import LoRASlots
 from tp_engine.sched.scheduler import Scheduler
 from tp_engine.worker.orders import Outcome
 from tp_engine.worker.worker import Worker
@@ -51,10 +51,9 @@ class EngineAdmin:
         """Whether a request waits or runs, also while the engine is paused."""
         return self._scheduler.has_unfinished
 
-    @property
-    def adapters(self) -> LoRASlots | None:
-        """The loaded adapters; None for an engine without slots for some."""
-        return self._scheduler.feature(LoRASlots)
+    def feature(self, kind: type[Feature]) -> Feature | None:
+        """Return the scheduler's half of a feature; None if it is switched off."""
+        return self._scheduler.feature(kind)
 
     def configuration(self) -> dict[str, Any]:
         """Return the effective configuration, by field."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tp_engine.errors import RequestError, shown
-from tp_engine.sched.lora import LoRASlots
+from tp_engine.features.registry import commands
 
 if TYPE_CHECKING:
     from tp_engine.engine.admin import EngineAdmin
@@ -161,36 +161,6 @@ def update_weights(
     return {"weight_version": engine.weight_version}
 
 
-def load_lora_adapter(engine: EngineAdmin, name: str, path: str, *, replaces: bool = False) -> dict[str, Any]:
-    """Load the adapter in the folder ``path`` under ``name``; ``replaces`` one that has the name.  Requests that came
-    before keep what they had.  The ``num_bytes`` that rank 0 keeps of it on the host."""
-    adapters = _adapters(engine)
-    if name in adapters and not replaces:
-        raise RequestError(
-            f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
-            "'load_inplace' to True.",
-            param="lora_name",
-        )
-    generation = adapters.new_generation()
-    result = engine.order("load_lora_adapter", {"path": path, "generation": generation})
-    adapters.add(name, generation)
-    return result
-
-
-def unload_lora_adapter(engine: EngineAdmin, name: str) -> dict[str, Any]:
-    """Forget the adapter ``name``; requests that have it still end with it."""
-    adapters = _adapters(engine)
-    adapters.check_loaded(name)
-    adapters.retire(name)
-    return {}
-
-
-def _adapters(engine: EngineAdmin) -> LoRASlots:
-    if engine.adapters is None:
-        raise RequestError("this engine takes no adapters; start it with --enable-lora")
-    return engine.adapters
-
-
 def check_integrity(engine: EngineAdmin) -> dict[str, Any]:
     """Assert that all blocks of the KV pool are accounted for."""
     engine.check_integrity()
@@ -211,14 +181,14 @@ ADMIN_COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     act.__name__: act
     for act in (
         describe, pause, resume, sleep, wake_up, update_weights, weight_info, reset_prefix_cache, reset_mm_cache,
-        start_profile, stop_profile, load_lora_adapter, unload_lora_adapter, check_integrity, memory_growth,
-        watch_layers,
+        start_profile, stop_profile, check_integrity, memory_growth, watch_layers,
     )
 }  # fmt: skip
 
 
 def act(engine: EngineAdmin, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Run the command ``name`` of ``ADMIN_COMMANDS``."""
-    if name not in ADMIN_COMMANDS:
-        raise RequestError(f"{name!r} is nothing that an engine can do; it can {', '.join(ADMIN_COMMANDS)}")
-    return ADMIN_COMMANDS[name](engine, **arguments)
+    """Run the command ``name`` of ``ADMIN_COMMANDS``, or of a feature."""
+    known = ADMIN_COMMANDS if name in ADMIN_COMMANDS else ADMIN_COMMANDS | commands()
+    if name not in known:
+        raise RequestError(f"{name!r} is nothing that an engine can do; it can {', '.join(known)}")
+    return known[name](engine, **arguments)

@@ -5,13 +5,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tp_engine.distributed.groups import RankGroups
-from tp_engine.engine.admin_commands import act
 from tp_engine.engine.engine import Engine
 from tp_engine.engine.feature import EngineFeature
 from tp_engine.engine.grammar_queue import GrammarQueue, make_compiler
 from tp_engine.engine.job import Job
 from tp_engine.engine.messages import ModelInfo
-from tp_engine.errors import ConfigError, RequestError
+from tp_engine.errors import ConfigError
 from tp_engine.features.registry import open_parts
 from tp_engine.images.settings import image_settings
 from tp_engine.ipc.job_board import EchoCheck
@@ -92,18 +91,13 @@ def build_engine(
         leave=lambda: _leave(groups, job, leave),
         features=tuple(features.values()),
     )
-    _load_adapters(engine, effective)
+    try:
+        for feature in features.values():
+            feature.started(engine.operator)
+    except ConfigError:
+        engine.close()
+        raise
     return engine
-
-
-def _load_adapters(engine: Engine, effective: EffectiveConfig) -> None:
-    """Load the adapters of ``lora_modules``; if one can not be served, close the engine and raise ``ConfigError``."""
-    for source in effective.config.lora_modules:
-        try:
-            act(engine.operator, "load_lora_adapter", {"name": source.name, "path": source.path})
-        except RequestError as error:
-            engine.close()
-            raise ConfigError(f"lora_modules has {source.name}={source.path}: {error}") from error
 
 
 def _leave(groups: RankGroups, job: Job, leave: Callable[[bool], None]) -> None:
@@ -133,7 +127,6 @@ def _limits(
         speculation=effective.speculation,
         decode_seconds=tuple(worker.decode_seconds.items()),
         draft_seconds=tuple(worker.draft_seconds.items()),
-        max_loras=0 if effective.adapters is None else effective.adapters.max_loras,
         images=_image_limits(effective, worker),
         extensions=of_features,
     )

@@ -3,7 +3,7 @@
 ::
 
     build_engine    a function that the registry names is called with the configuration, before any rank has started
-                    start, once this rank's worker has; limits and ``given`` go to the scheduler; attach
+                    start, once this rank's worker has; limits and ``given`` go to the scheduler; attach; started
     Engine          no step in flight and nothing to run: idle;  no request: turn;  the end: flush, then close
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from tp_engine.engine.admin import EngineAdmin
 from tp_engine.ipc.job_board import JobBoard
 from tp_engine.plan import StepPlan
 from tp_engine.sched.scheduler import Scheduler
@@ -49,6 +50,9 @@ class EngineFeature(Closing):
     def limits(self) -> Any:
         """Return the feature's part of ``SchedulerLimits``; None if there is nothing to schedule."""
         return None
+
+    def started(self, operator: EngineAdmin) -> None:
+        """Do what is to be done once, before the first request; ``ConfigError`` if it can not be."""
 
     def attach(self, hooks: EngineHooks, scheduler: Scheduler) -> None:
         """Append to ``hooks`` what this feature does."""

@@ -65,8 +65,8 @@ class Feature:
     ``scheduler``, ``rank`` and ``runner`` name functions that yield its halves, given ``SchedulerParts``, ``RankParts``
     and ``RunnerParts``: the second has one half, which lives as long as the rank and may have halves of runners itself.
     ``engine`` names one that is given the configuration before any rank has started, and returns an ``EngineFeature``,
-    or None.  ``stats`` is its part of ``SchedulerStats``, of which ``metrics`` are read, also while it is switched off
-    if it ``tells_zeros``.
+    or None.  ``commands`` names one that returns what an operator may ask for, by name.  ``stats`` is its part of
+    ``SchedulerStats``, of which ``metrics`` are read, also while it is switched off if it ``tells_zeros``.
     """
 
     name: str
@@ -77,6 +77,7 @@ class Feature:
     rank: str = ""
     runner: str = ""
     engine: str = ""
+    commands: str = ""
     stats: Extension[Any] | None = None
     metrics: tuple[FeatureMetric, ...] = ()
     tells_zeros: bool = False
@@ -137,6 +138,15 @@ def open_parts(config: Any) -> Iterator[tuple[str, Any]]:
     for feature in features():
         if feature.engine and (part := load(feature.engine)(config)) is not None:
             yield feature.name, part
+
+
+def commands() -> dict[str, Callable[..., dict[str, Any]]]:
+    """Return what operators may ask features for, by name."""
+    found: dict[str, Callable[..., dict[str, Any]]] = {}
+    for feature in features():
+        if feature.commands:
+            found |= load(feature.commands)()
+    return found
 
 
 def halves(kind: str, parts: Any) -> Iterator[Any]:

@@ -253,8 +253,6 @@ SECTIONS: tuple[Section, ...] = (
     ArraySection("draft_tokens", per="draft_base_rows"),
     ArraySection("kept_rows"),
     ArraySection("kept_tokens", per="kept_rows"),
-    ArraySection("adapter_loads", columns=2),
-    ArraySection("adapter_drops"),
     ArraySection("images", columns=5),
     ArraySection("encodes", columns=12),
     ArraySection("image_rows", columns=3),

@@ -55,7 +55,7 @@ class SchedulerLimits:
     ``speculation``: how tokens are drafted.  ``decode_seconds``: numbers of decodes in a step, and the time that it
     takes, and ``draft_seconds``, that of one more draft of a head for each, if these decide how many draft tokens pay.
 
-    ``max_loras``: slots for adapters.  ``images``: how those of prompts are encoded; None: there are none.
+    ``images``: how those of prompts are encoded; None: there are none.
     ``extensions`` has the sizes of features.
     """
 
@@ -73,7 +73,6 @@ class SchedulerLimits:
     speculation: SpeculativeConfig | None = None
     decode_seconds: tuple[tuple[int, float], ...] = ()
     draft_seconds: tuple[tuple[int, float], ...] = ()
-    max_loras: int = 0
     images: ImageLimits | None = None
     extensions: dict[str, Any] = field(default_factory=dict, hash=False)
 

@@ -25,10 +25,9 @@ from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.feature import RunnerFeature
 from tp_engine.worker.image_encoder import ImageEncoder
 from tp_engine.worker.input_digests import InputDigests, NoteInputs
-from tp_engine.worker.lora import RankAdapters
 from tp_engine.worker.memory.kv_cache import KvCacheShape
 from tp_engine.worker.model_runner import ModelRunner
-from tp_engine.worker.orders import StartUp
+from tp_engine.worker.orders import Prepare, StartUp
 from tp_engine.worker.results.output_watch import OutputWatch
 from tp_engine.worker.results.pooled_rows import PooledRows
 from tp_engine.worker.results.prompt_scores import ScoredPrompts, positions_at_once
@@ -100,6 +99,10 @@ class RankFeature:
     def open(self, parts: RankParts, runner: ModelRunner) -> None:
         """Open what needs the runner, before it records steps; a collective."""
 
+    def orders(self, runner: ModelRunner) -> dict[str, Prepare]:
+        """Return what prepares the orders that it follows, by name."""
+        return {}
+
     def close(self) -> None:
         """Give back what it holds."""
 
@@ -112,14 +115,6 @@ def make_features(own: RunnerParts, of_rank: Iterable[RankFeature]) -> Iterator[
         yield InputDigests(parts.note_inputs)
     if not own.is_trial:
         yield OutputWatch(parts.device, is_first=groups.info.is_first)
-    if effective.adapters is not None:
-        yield RankAdapters(
-            model.adapted_layers,
-            effective.model.names,
-            max_rank=effective.adapters.max_rank,
-            num_rows=effective.config.max_num_seqs + effective.num_draft_rows,
-            device=parts.device,
-        )
     images = None
     if model.vision is not None:
         num_rows = 1 if own.is_trial else effective.image_rows
@@ -154,10 +149,10 @@ def _num_states(effective: EffectiveConfig) -> int:
 
 
 def count_bytes(parts: RankParts, of_rank: Iterable[RankFeature]) -> Counter[str]:
-    """Return the memory to set aside on the device for all features, by line of the ledger: the slots for adapters,
-    the encoder cache, the recurrent states, what a draft head reads and leaves, and what features say themselves."""
+    """Return the memory to set aside on the device for all features, by line of the ledger: the encoder cache, the
+    recurrent states, what a draft head reads and leaves, and what features of the rank say themselves."""
     effective, tower, states = parts.effective, parts.model.vision, parts.layout.states
-    found = Counter(adapters=sum(layer.num_bytes for layer in parts.model.adapted_layers))
+    found: Counter[str] = Counter()
     if tower is not None:
         found["images"] = effective.image_rows * tower.width * tower.dtype.itemsize + tower.unfinished_bytes
     if states is not None:

@@ -32,7 +32,6 @@ from tp_engine.worker.features import RankFeature, RankParts, RunnerParts, count
 from tp_engine.worker.graphs.graph_plan import graph_plan, measure_graph_bytes
 from tp_engine.worker.graphs.step_runner import GraphPlan
 from tp_engine.worker.input_digests import NoteInputs
-from tp_engine.worker.lora import RankAdapters, load_lora_adapter
 from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
 from tp_engine.worker.memory.ledger import MemoryLedger, memory_lines
 from tp_engine.worker.memory.meter import MemoryMeter, MemoryMonitor, choose_blocks, log_memory, settle_blocks
@@ -257,7 +256,6 @@ class Worker:
     def _orders(self) -> dict[str, Prepare]:
         """What each order needs of this rank."""
         orders: dict[str, Prepare] = {
-            "load_lora_adapter": lambda arguments: load_lora_adapter(self.runner.required(RankAdapters), **arguments),
             "sleep": lambda _arguments: sleep(self.runner, self._device.empty_cache),
             "update_weights": lambda arguments: update_weights(
                 self.effective, self._device.free_bytes(), self._build_model, self._take_model, arguments
@@ -265,6 +263,8 @@ class Worker:
             "wake_up": lambda _arguments: wake_up(self.runner),
             "watch_layers": lambda arguments: watch_layers(self.runner, self.groups.info.rank, arguments),
         }
+        for feature in self.features.values():
+            orders |= feature.orders(self.runner)
         if (profiler := self._profiler) is not None:
             orders["start_profile"] = lambda _arguments: Prepared(profiler.start)
             orders["stop_profile"] = lambda _arguments: Prepared(profiler.stop)

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tp_engine.features.kv_events.scheduling import KVEventSink
+from tp_engine.features.lora.feature import AdapterSlots
 from tp_engine.features.tiers.feature import LIMITS, TierLimits
 from tp_engine.plan import StepPlan, StepResult
 from tp_engine.requests.request import EngineRequest, FinishReason, SequenceDelta
@@ -467,7 +468,10 @@ _OF_TIERS = {one.name for one in fields(TierLimits)}
 
 
 def changed(given: SchedulerLimits, **changes: Any) -> SchedulerLimits:
-    """``given`` with changes; those of the tiers' sizes are entered there."""
+    """``given`` with changes; those of features' sizes are entered there."""
+    if max_loras := changes.pop("max_loras", 0):
+        changes["extensions"] = {**given.extensions, "lora": AdapterSlots(max_loras=max_loras)}
+        given = replace(given, extensions=changes["extensions"])
     tiers = {name: changes.pop(name) for name in _OF_TIERS & changes.keys()}
     if tiers:
         changes["extensions"] = {**given.extensions, LIMITS.name: replace(tiers_of(given), **tiers)}

@@ -18,9 +18,9 @@ from tests.unit.sched.test_scheduler_properties import LAYOUTS, SCALE, SHAPES
 from tp_engine.features.kv_events.feature import KVEventCounters
 from tp_engine.features.kv_events.mirror import BlockStored, CacheMirror, encode
 from tp_engine.features.kv_events.scheduling import CacheChange, Rebuilt
+from tp_engine.features.lora.scheduling import LoRASlots
 from tp_engine.requests.request import EngineRequest
 from tp_engine.requests.sampling_params import SamplingParams
-from tp_engine.sched.lora import LoRASlots
 from tp_engine.sched.scheduler import SchedulerLimits
 
 SIZE = 4

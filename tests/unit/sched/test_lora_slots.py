@@ -10,10 +10,11 @@ import pytest
 from tests.tiers import fast_first
 from tests.unit.sched.scheduler_harness import Simulation, limits
 from tp_engine.errors import RequestError
+from tp_engine.features.lora.feature import DROPS, LOADS
+from tp_engine.features.lora.scheduling import PATIENCE, LoRASlots
 from tp_engine.plan import StepPlan
 from tp_engine.requests.request import EngineRequest
 from tp_engine.requests.sampling_params import SamplingParams
-from tp_engine.sched.lora import PATIENCE, LoRASlots
 
 LIMITS = limits(max_loras=2, num_blocks=64)
 
@@ -33,11 +34,11 @@ class Ranks:
         self.num_loads = 0
 
     def apply(self, plan: StepPlan, expected: dict[int, int]) -> None:
-        for generation, slot in plan.adapter_loads.tolist():
-            assert generation in self.loaded and 1 <= slot <= LIMITS.max_loras
+        for generation, slot in LOADS.of(plan).tolist():
+            assert generation in self.loaded and 1 <= slot <= 2
             self.slots[slot] = generation
             self.num_loads += 1
-        self.loaded -= set(plan.adapter_drops.tolist())
+        self.loaded -= set(DROPS.of(plan).tolist())
         for admission in plan.admitted:
             self.of_row[admission.row] = admission.adapter
             generation = expected[int(admission.token_ids[0])]
@@ -61,7 +62,7 @@ def test_the_longest_idle_adapter_gives_way() -> None:
     for name in ("a", "b", "", "a", "c"):
         simulation.add_request(request(f"r{len(simulation.requests)}", name))
         simulation.run()
-    found = [plan.adapter_loads.tolist() for plan in simulation.plans if len(plan.adapter_loads)]
+    found = [LOADS.of(plan).tolist() for plan in simulation.plans if len(LOADS.of(plan))]
     assert found == [[[1, 1]], [[2, 2]], [[3, 2]]]
     assert slots.stats()["lora"].running == slots.stats()["lora"].waiting == ()
     simulation.check_idle()
@@ -108,8 +109,8 @@ def test_names_stand_for_the_last_load() -> None:
     simulation.run()
     simulation.add_request(request("base", ""))
     simulation.run()
-    loads = [load for plan in simulation.plans for load in plan.adapter_loads.tolist()]
-    drops = [drop for plan in simulation.plans for drop in plan.adapter_drops.tolist()]
+    loads = [load for plan in simulation.plans for load in LOADS.of(plan).tolist()]
+    drops = [drop for plan in simulation.plans for drop in DROPS.of(plan).tolist()]
     assert loads == [[1, 1], [2, 2]] and sorted(drops) == [1, 2]
     simulation.check_idle()
 

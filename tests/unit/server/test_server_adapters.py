@@ -11,7 +11,7 @@ from tests.asgi import App, run_served
 from tests.fake_engine import MODEL_INFO, FakeEngine
 from tests.tiny_server import chat_tokenizer
 from tp_engine.errors import RequestError
-from tp_engine.sched.lora import LoRASlots
+from tp_engine.features.lora.scheduling import LoRASlots
 from tp_engine.server.config import ServerConfig
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"

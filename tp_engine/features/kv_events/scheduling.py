@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tp_engine.features.kv_events.feature import COUNTERS, KVEventCounters
+from tp_engine.features.lora.scheduling import LoRASlots
 from tp_engine.features.tiers.feature import LIMITS, TierLimits
 from tp_engine.hooks import find_feature
 from tp_engine.plan import BoolArray
@@ -33,7 +34,6 @@ from tp_engine.sched.blocks.lru_queue import BlockIds
 from tp_engine.sched.blocks.prefix_cache import Identity, PrefixCache, Run
 from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks, SchedulerParts
 from tp_engine.sched.limits import SchedulerLimits
-from tp_engine.sched.lora import LoRASlots
 
 Tiers: TypeAlias = npt.NDArray[np.uint8]
 """Where each of some logical blocks is, (n,): 0 the pool, 1 the host tier, 2 the disk tier."""

@@ -1,13 +1,39 @@
 """LoRA: adapters that share the model's weights (docs/adapters.md)."""
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from tp_engine.features.extension import Extension
 from tp_engine.features.metric import FeatureMetric, MetricFamily, Samples
 from tp_engine.features.registry import Feature
-from tp_engine.sched.lora import AdapterStats
+from tp_engine.ipc.plan_sections import ArraySection
 
+LOADS = ArraySection("lora.loads", columns=2)
+"""Pairs (generation, slot): from this step on the slot holds the adapter that the ranks have loaded under this number.
+Slots are numbered from 1 on."""
+
+DROPS = ArraySection("lora.drops")
+"""Generations that the ranks forget."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSlots:
+    """``max_loras`` adapters have a slot on the devices at once."""
+
+    max_loras: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterStats:
+    """Names of adapters with running rows, and of those that wait for a slot, sorted; retired ones have none."""
+
+    max_loras: int
+    running: tuple[str, ...] = ()
+    waiting: tuple[str, ...] = ()
+
+
+LIMITS = Extension("lora", AdapterSlots)
 STATS = Extension("lora", AdapterStats)
 
 
@@ -17,7 +43,11 @@ def _requests(adapters: AdapterStats, _stats: Any) -> Samples:
 
 FEATURE = Feature(
     name="lora",
-    scheduler="tp_engine.sched.lora:make",
+    sections=(LOADS, DROPS),
+    commands="tp_engine.features.lora.commands:commands",
+    engine="tp_engine.features.lora.commands:open_adapters",
+    scheduler="tp_engine.features.lora.scheduling:make",
+    rank="tp_engine.features.lora.ranks:make",
     stats=STATS,
     metrics=(
         FeatureMetric(

@@ -4,9 +4,9 @@
 
     loaded     every rank has its share on the host, from an order on, under a number that is never used again, its
                *generation*; a name stands for one generation
-    resident   a plan has put it into a slot (``StepPlan.adapter_loads``); rows run with it
+    resident   a plan has put it into a slot (``LOADS``); rows run with it
     retired    unloaded, or loaded again under its name: no new request has it, and those that had it end with it; then
-               a plan says that the ranks may forget it (``StepPlan.adapter_drops``)
+               a plan says that the ranks may forget it (``DROPS``)
 
 A slot that no running row uses is *idle*; it keeps its adapter until another one needs room, and the one that has been
 idle for the longest time goes first.  A plan fills a slot before the rows run that use it, and after the steps of all
@@ -18,13 +18,13 @@ taken.  After ``PATIENCE`` steps no sequence with an adapter passes it any longe
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import msgspec
 import numpy as np
 
 from tp_engine.errors import RequestError, shown
-from tp_engine.plan import NO_IDS, NO_PAIRS, StepPlan
+from tp_engine.features.lora.feature import DROPS, LIMITS, LOADS, STATS, AdapterStats
+from tp_engine.plan import StepPlan
 from tp_engine.requests.request import EngineRequest
 from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks, SchedulerParts
 from tp_engine.sched.sequence import RequestGroup, Sequence
@@ -32,15 +32,6 @@ from tp_engine.sched.sequence import RequestGroup, Sequence
 PATIENCE = 64
 NO_ADAPTER = 0
 NOT_FOUND = "model_not_found"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterStats:
-    """Names of adapters with running rows, and of those that wait for a slot, sorted; retired ones have none."""
-
-    max_loras: int
-    running: tuple[str, ...] = ()
-    waiting: tuple[str, ...] = ()
 
 
 class LoRASlots(SchedulerFeature):
@@ -167,18 +158,15 @@ class LoRASlots(SchedulerFeature):
         if not (self._loads or self._drops):
             return plan
         loads, drops, self._loads, self._drops = self._loads, self._drops, [], []
-        return msgspec.structs.replace(
-            plan,
-            adapter_loads=np.array(loads, dtype=np.int32) if loads else NO_PAIRS,
-            adapter_drops=np.array(drops, dtype=np.int32) if drops else NO_IDS,
-        )
+        sections = {LOADS: loads, DROPS: drops}
+        return plan.extended({one.name: np.array(found, dtype=np.int32) for one, found in sections.items() if found})
 
     def stats(self) -> dict[str, AdapterStats]:
         running, waiting = (
             tuple(sorted(name for name, generation in self._named.items() if generation in of))
             for of in (self._num_rows, self._waiting_since)
         )
-        return {"lora": AdapterStats(max_loras=self.max_loras, running=running, waiting=waiting)}
+        return {STATS.name: AdapterStats(max_loras=self.max_loras, running=running, waiting=waiting)}
 
     def check_integrity(self) -> None:
         """Assert that every slot is free, idle or used, once."""
@@ -202,5 +190,6 @@ class LoRASlots(SchedulerFeature):
 
 def make(parts: SchedulerParts) -> Iterator[LoRASlots]:
     """Make the scheduler's half if there are slots."""
-    if parts.state.limits.max_loras:
-        yield LoRASlots(parts.state.limits.max_loras)
+    found = LIMITS.get(parts.state.limits)
+    if found is not None:
+        yield LoRASlots(found.max_loras)

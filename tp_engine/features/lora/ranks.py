@@ -4,15 +4,16 @@
 
     order     read: file -> this rank's share of each layer's pair, on the host       may fail, and changes nothing
               remember: it has a number, its generation
-    plan      adapter_loads: from the host into a slot                                can not fail
+    plan      lora.loads:    from the host into a slot                                can not fail
               admitted: a row uses a slot until the next sequence is admitted there
-              adapter_drops: the share on the host is freed
+              lora.drops:    the share on the host is freed
     step      tokens of rows with an adapter are grouped by slot, once for all layers
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TypeAlias
@@ -20,6 +21,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
+from tp_engine.features.lora.feature import DROPS, LOADS
 from tp_engine.layers.lora import LocalPair, LoRALayerSlots, StepAdapters, adapting, group_step
 from tp_engine.model_config.names import CheckpointNames
 from tp_engine.plan import StepPlan
@@ -27,7 +29,9 @@ from tp_engine.system.units import MIB
 from tp_engine.weights.lora import check_all_used, read_adapter
 from tp_engine.worker.batch.step_inputs import BatchLayout, StepInputs
 from tp_engine.worker.feature import RunnerFeature, RunnerHooks
-from tp_engine.worker.orders import Prepared
+from tp_engine.worker.features import RankFeature, RankParts, RunnerParts
+from tp_engine.worker.model_runner import ModelRunner
+from tp_engine.worker.orders import Prepare, Prepared
 from tp_engine.worker.results.readback import PendingStep
 
 # The largest file of an adapter, over the bytes of all slots of a rank: 8 ranks, each with its part in 16 bits of what
@@ -36,6 +40,37 @@ _MAX_TIMES = 16
 
 HostAdapter: TypeAlias = tuple[LocalPair | None, ...]
 """A rank's share of an adapter, layer by layer; None for a layer that it leaves alone."""
+
+
+def make(parts: RankParts) -> Iterator[AdaptersOfRank]:
+    """Make a rank's half if adapters are served."""
+    if parts.effective.adapters is not None:
+        yield AdaptersOfRank(
+            parts.effective.adapters.max_rank, sum(one.num_bytes for one in parts.model.adapted_layers)
+        )
+
+
+class AdaptersOfRank(RankFeature):
+    """The slots of adapters up to ``max_rank``, which take ``num_bytes``."""
+
+    def __init__(self, max_rank: int, num_bytes: int) -> None:
+        self._max_rank, self._num_bytes = max_rank, num_bytes
+
+    def reserved(self) -> Counter[str]:
+        return Counter(adapters=self._num_bytes)
+
+    def runner(self, parts: RunnerParts) -> Iterator[RankAdapters]:
+        effective = parts.rank.effective
+        yield RankAdapters(
+            parts.rank.model.adapted_layers,
+            effective.model.names,
+            max_rank=self._max_rank,
+            num_rows=effective.config.max_num_seqs + effective.num_draft_rows,
+            device=parts.rank.device,
+        )
+
+    def orders(self, runner: ModelRunner) -> dict[str, Prepare]:
+        return {"load_lora_adapter": lambda given: load_lora_adapter(runner.required(RankAdapters), **given)}
 
 
 def load_lora_adapter(adapters: RankAdapters, *, path: str, generation: int) -> Prepared:
@@ -87,10 +122,10 @@ class RankAdapters(RunnerFeature):
 
     def apply(self, plan: StepPlan) -> None:
         """Apply the plan's loads, admissions, draft rows and drops."""
-        for generation, slot in plan.adapter_loads.tolist():
+        for generation, slot in LOADS.of(plan).tolist():
             for layer, pair in zip(self._layers, self._kept[generation], strict=True):
                 layer.put(slot - 1, pair)
-        for generation in plan.adapter_drops.tolist():
+        for generation in DROPS.of(plan).tolist():
             del self._kept[generation]
         for admission in plan.admitted:
             self._slots[admission.row] = admission.adapter - 1
