@@ -28,6 +28,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
+from tp_engine.errors import ConfigError, shown
 from tp_engine.features.extension import Extensible, Extension
 from tp_engine.features.metric import FeatureMetric, MetricFamily, Samples
 from tp_engine.options.fields import json_object
@@ -113,7 +114,12 @@ def take_feature_options(given: object) -> dict[str, Any]:
     """Return the option ``feature_options`` as a mapping: the options of features that have some, by feature, as plain
     data.  Raises ``ConfigError`` for another feature, and for what one does not take."""
     known = {feature.name: feature.options.kind for feature in features() if feature.options is not None}
-    found = json_object(_FEATURE_OPTIONS, given, known)
+    found = json_object(_FEATURE_OPTIONS, given, known or None)
+    if found and not known:
+        raise ConfigError(
+            f"{_FEATURE_OPTIONS} names {shown(next(iter(found)))}, but no other distribution that is installed adds a "
+            "feature with options: install it, or leave the option out"
+        )
     for name, values in found.items():
         within = f"{_FEATURE_OPTIONS}.{name}"
         known[name](**json_object(within, values, [spec.name for spec in fields(known[name])]))

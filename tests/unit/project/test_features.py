@@ -271,6 +271,15 @@ def test_options_of_features_are_checked_at_the_door(given: dict[str, Any], erro
         EngineConfig(feature_options=given)
 
 
+def test_options_of_features_that_there_are_not() -> None:
+    """Oracle: the value, the rule and the remedy, by hand."""
+    with pytest.raises(
+        ConfigError, match=r"names 'drum', but no other distribution .* install it, or leave the option"
+    ):
+        EngineConfig(feature_options={"drum": {"volume": 2}})
+    assert EngineConfig(feature_options={}).extensions == EngineConfig().extensions == {}
+
+
 def own_extensions() -> ExtensionSection:
     """The sections of the features that there are now; those of the running program are read once."""
     return ExtensionSection("extensions", plan_sections)
