@@ -13,6 +13,7 @@ from tp_engine.api.text_measure import TextMeasure
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.tokenizer import load_tokenizer, special_ids, tokenize
 from tp_engine.errors import ContextLengthError, RequestError, shown
+from tp_engine.features.lora.feature import ADAPTER, AskedAdapter
 from tp_engine.grammar.vocabulary import check_tokenizer
 from tp_engine.images.image_input import ImageInput
 from tp_engine.requests.request import EngineRequest, Pooling
@@ -165,7 +166,7 @@ class InputProcessor:
             arrival_s=arrival_s,
             banned_words=self._banned_words(params.bad_words),
             pooling=pooling,
-            adapter=adapter,
+            extensions={ADAPTER.name: AskedAdapter(name=adapter)} if adapter else {},
             prompt_field=prompt_field,
             images=images,
         )

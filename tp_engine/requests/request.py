@@ -47,13 +47,10 @@ class EngineRequest:
     ``place`` is the prompt's number in the body that it came with, where long prompts count more than once.
     ``will_continue``: prompts that begin with all its tokens will follow, so the K/V of its last, partly filled block
     is kept too.  ``banned_words`` are the token ids of ``params.bad_words``, in every spelling.  A request with
-    ``pooling`` ends with its prompt: its params are greedy and of one token, which means nothing.  ``adapter`` names a
-    LoRA adapter, or is empty.  The scheduler enters the ``adapter_generation`` of what is loaded under that name: a
-    number that no other load of any adapter has, 0 for the model alone.  Its K/V are never taken for those of another.
-    ``prompt_field`` is the field of the client's request that the prompt comes from, for errors.  ``images`` stand in
-    the order of their places; the ids at the places of their rows are the model's placeholder
-    (``VisionSpec.image_token_id``), which means no image anywhere else. ``extensions`` has what features want to know
-    of it.
+    ``pooling`` ends with its prompt: its params are greedy and of one token, which means nothing.  ``prompt_field`` is
+    the field of the client's request that the prompt comes from, for errors.  ``images`` stand in the order of their
+    places; the ids at the places of their rows are the model's placeholder (``VisionSpec.image_token_id``), which means
+    no image anywhere else.  ``extensions`` has what features want to know of it.
     """
 
     request_id: str
@@ -65,8 +62,6 @@ class EngineRequest:
     will_continue: bool = False
     banned_words: tuple[tuple[int, ...], ...] = ()
     pooling: Pooling | None = None
-    adapter: str = ""
-    adapter_generation: int = 0
     prompt_field: str = "prompt"
     images: tuple[ImageInput, ...] = ()
     extensions: dict[str, Any] = field(default_factory=dict)

@@ -21,6 +21,7 @@ from typing import Any
 from tp_engine.plan import StepPlan, StepResult
 from tp_engine.requests.request import EngineRequest, StepOutput
 from tp_engine.sched.blocks.block_manager import Hits
+from tp_engine.sched.blocks.cache_keys import Variant
 from tp_engine.sched.constraint import FillMasks
 from tp_engine.sched.outcome import StopChecker
 from tp_engine.sched.scheduler_state import SchedulerState
@@ -44,6 +45,9 @@ class SchedulerHooks:
 
     cache_salt: list[Callable[[str], str]] = field(default_factory=list)
     """What stands for a request's salt in the prefix cache."""
+
+    variant: list[Callable[[EngineRequest], Variant]] = field(default_factory=list)
+    """Which variant of the model a request runs: its K/V are never taken for those of another."""
 
     poll: list[Callable[[], None]] = field(default_factory=list)
     """Takes in what happened since the last plan, before the next one is made."""

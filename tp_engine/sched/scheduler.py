@@ -35,7 +35,7 @@ from tp_engine.hooks import Feature, find_feature
 from tp_engine.plan import IntArray, StepPlan, StepResult
 from tp_engine.requests.request import EngineRequest, SequenceDelta, StepOutput
 from tp_engine.sched.admission import Admitter
-from tp_engine.sched.blocks.cache_keys import CacheKeys
+from tp_engine.sched.blocks.cache_keys import THE_MODEL, CacheKeys, Variant
 from tp_engine.sched.constraint import FillMasks, Grammar
 from tp_engine.sched.decode_run import RowSet
 from tp_engine.sched.fair_rows import FairRows
@@ -85,7 +85,7 @@ class Scheduler:
         for feature in self._features:
             feature.attach(self._hooks)
         self.state.on_leave, self.state.limit_chunk = self._hooks.on_leave, self._hooks.limit_chunk
-        self._cache_keys = CacheKeys(self._hooks.cache_salt)
+        self._cache_keys = CacheKeys(self._hooks.cache_salt, self._hooks.variant)
         self._admitter = Admitter(self.state, self._hooks)
         self._groups: dict[str, RequestGroup] = {}
         self._num_requests = self._num_bodies = 0
@@ -135,11 +135,11 @@ class Scheduler:
         for on_add in self._hooks.on_add:
             on_add(group)
 
-    def prefetch_session(self, session: str, salt: str, adapter_generation: int = 0) -> None:
+    def prefetch_session(self, session: str, salt: str, variant: Variant = THE_MODEL) -> None:
         """Prefetch for a client's session (``SamplingParams.prompt_cache_key``), which will go on soon: what it ended
         with is brought back from the host or the disk, as far as there is room."""
         for announce in self._hooks.announce:
-            announce(session, self._cache_keys.of(salt, adapter_generation), self.next_step_id)
+            announce(session, self._cache_keys.of(salt, variant), self.next_step_id)
 
     def constrain(self, request_id: str, grammar: Grammar) -> None:
         """Let the sequences of a request run: its grammar is compiled.  A request that was aborted is ignored."""

@@ -125,11 +125,6 @@ class Sequence:
         self.request_id = self.group.request.request_id
 
     @property
-    def adapter(self) -> int:
-        """The generation of its adapter; 0 for none."""
-        return self.group.request.adapter_generation
-
-    @property
     def ids_for_ranks(self) -> IntArray:
         """Its tokens, of images the model's placeholder."""
         request = self.group.request

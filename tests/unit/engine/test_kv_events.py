@@ -23,7 +23,7 @@ from tp_engine.features.kv_events.publisher import KVEventPublisher
 from tp_engine.features.kv_events.scheduling import CacheChange, Cleared, Inserted, Moved, Rebuilt, Shortened
 from tp_engine.options.flags import plain_spelling
 from tp_engine.options.intake import take_options
-from tp_engine.sched.blocks.cache_keys import CacheKey
+from tp_engine.sched.blocks.cache_keys import CacheKey, Variant
 
 SIZE = 4
 LOOPBACK = "tcp://127.0.0.1:0"
@@ -128,7 +128,7 @@ def test_messages_are_vllms() -> None:
 def test_routers_read_them(form: str) -> None:
     """Oracle: the decoders of Dynamo for both forms, and of llm-d up to v0.8 for arrays."""
     with publishing(event_format=form, publish_salted=True) as (publisher, listener):
-        key = CacheKey("k", "salt", "poet", 3)
+        key = CacheKey("k", "salt", Variant(3, "poet"))
         for change in (inserted(1), inserted(4, 3, TOKENS[:4]), inserted(9, key, tier=2), Shortened(1, 1), Cleared()):
             publisher.put(change)
         payloads: list[bytes] = []

@@ -10,13 +10,25 @@ from tests.tiers import slow_but
 from tests.unit.sched.disk_tier_harness import DiskSimulation
 from tests.unit.sched.scheduler_harness import RandomLoad, Simulation, limits
 from tests.unit.sched.test_scheduler_properties import SHAPES
+from tp_engine.features.lora.feature import AskedAdapter
+from tp_engine.features.lora.scheduling import LoRASlots
 from tp_engine.features.tiers.prefetch import Prefetcher
 from tp_engine.requests.request import EngineRequest
 from tp_engine.requests.sampling_params import SamplingParams
-from tp_engine.sched.blocks.cache_keys import CacheKeys
+from tp_engine.sched.blocks.cache_keys import CacheKeys, Variant
 
-GIVEN = limits(num_blocks=40, num_host_slots=32, num_disk_slots=64, max_model_len=64)
+GIVEN = limits(num_blocks=40, num_host_slots=32, num_disk_slots=64, max_model_len=64, max_loras=4)
 PROMPT = list(range(1, 34))  # eight blocks of 4, and a token
+
+
+def loaded(simulation: Simulation, generation: int) -> str:
+    """The name of the adapter of this generation; those before it are loaded, too."""
+    slots = simulation.scheduler.feature(LoRASlots)
+    assert slots is not None
+    while f"adapter {generation}" not in slots:
+        number = slots.new_generation()
+        slots.add(f"adapter {number}", number)
+    return f"adapter {generation}"
 
 
 def ask(simulation: Simulation, generation: int = 0, salt: str | None = None, **params: object) -> int:
@@ -27,7 +39,7 @@ def ask(simulation: Simulation, generation: int = 0, salt: str | None = None, **
         request_id=request_id,
         prompt_token_ids=PROMPT,
         params=SamplingParams(**params),  # type: ignore[arg-type]
-        adapter_generation=generation,
+        extensions={"lora": AskedAdapter(name=loaded(simulation, generation))} if generation else {},
     )
     simulation.add_request(request)
     simulation.run()
@@ -48,7 +60,7 @@ def test_no_two_cache_keys_are_equal() -> None:
     found = []
     for version in range(3):
         for cache_keys in processes:
-            made = [cache_keys.of(salt, generation) for salt, generation in product(salts, range(3))]
+            made = [cache_keys.of(salt, Variant(generation)) for salt, generation in product(salts, range(3))]
             found += made if version else [cache_key for cache_key in made if cache_key.startswith("\0")]
             salts += [cache_key for cache_key in made if cache_key not in salts][:2]
             cache_keys.renew([])
@@ -57,7 +69,7 @@ def test_no_two_cache_keys_are_equal() -> None:
 
 def test_generations_separate_adapters() -> None:
     """By hand: 8 blocks of 4 are found by the same adapter alone, and each tenant has its own."""
-    simulation = Simulation(limits(num_blocks=80, max_model_len=64))
+    simulation = Simulation(limits(num_blocks=80, max_model_len=64, max_loras=4))
     cases = [(0, None), (1, None), (2, None), (1, "tenant"), (0, "tenant")]
     assert [ask(simulation, *case) for case in cases] == [0] * 5
     assert [ask(simulation, *case) for case in cases] == [32] * 5
@@ -80,7 +92,7 @@ def test_sessions_belong_to_a_root() -> None:
     prefetcher = simulation.scheduler.feature(Prefetcher)
     assert prefetcher is not None
     for generation, is_known in ((0, False), (2, False), (1, True)):
-        simulation.scheduler.prefetch_session("chat", "", generation)
+        simulation.scheduler.prefetch_session("chat", "", Variant(generation))
         assert prefetcher.has_work is is_known
 
 
@@ -107,7 +119,7 @@ def test_a_kept_request_finds_its_blocks_unless_the_weights_have_changed() -> No
     """By hand: chunks of 32 and 1 and a decode have computed 34 tokens; after a pause all but the eight full blocks are
     computed again, and behind new cache keys all."""
     for renews, num_again in ((False, 2), (True, 34)):
-        simulation = Simulation(limits(num_blocks=80, max_model_len=64))
+        simulation = Simulation(limits(num_blocks=80, max_model_len=64, max_loras=4))
         simulation.add(PROMPT, max_tokens=9, ignore_eos=True)
         for _ in range(3):
             simulation.step()

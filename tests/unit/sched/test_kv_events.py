@@ -18,6 +18,7 @@ from tests.unit.sched.test_scheduler_properties import LAYOUTS, SCALE, SHAPES
 from tp_engine.features.kv_events.feature import KVEventCounters
 from tp_engine.features.kv_events.mirror import BlockStored, CacheMirror, encode
 from tp_engine.features.kv_events.scheduling import CacheChange, Rebuilt
+from tp_engine.features.lora.feature import AskedAdapter
 from tp_engine.features.lora.scheduling import LoRASlots
 from tp_engine.requests.request import EngineRequest
 from tp_engine.requests.sampling_params import SamplingParams
@@ -187,6 +188,9 @@ def test_random_load_with_a_disk_tier(fails: float) -> None:
     assert len(wire.waiting) == 1 and earlier
 
 
+POET = {"lora": AskedAdapter(name="poet")}
+
+
 def ask(simulation: Simulation, prompt: list[int], **changes: object) -> None:
     """Run one request alone."""
     salt = changes.pop("salt", None)
@@ -225,8 +229,8 @@ def test_adapters_are_apart_until_they_leave() -> None:
     prompt, whole = list(range(1, 10)), tuple(range(1, 9))
     slots.add("poet", slots.new_generation())
     ask(simulation, prompt)
-    ask(simulation, prompt, adapter="poet")
-    ask(simulation, prompt, adapter="poet", salt="s")
+    ask(simulation, prompt, extensions=POET)
+    ask(simulation, prompt, extensions=POET, salt="s")
     wire.drain()
     found = {(block.salt, block.adapter) for _, block in wire.subscriber.content() if block.token_ids == whole}
     assert found == {("", ""), ("", "poet"), ("s", "poet")}
@@ -235,7 +239,7 @@ def test_adapters_are_apart_until_they_leave() -> None:
     assert {block.adapter for _, block in wire.subscriber.content()} == {""}
     simulation.add([*prompt, 1, 2, 3, 4], max_tokens=1)
     params = SamplingParams(max_tokens=9, ignore_eos=True, seed=1)
-    simulation.add_request(EngineRequest(request_id="late", prompt_token_ids=prompt, adapter="poet", params=params))
+    simulation.add_request(EngineRequest(request_id="late", prompt_token_ids=prompt, extensions=POET, params=params))
     slots.retire("poet")
     simulation.run()
     wire.drain()

@@ -10,7 +10,7 @@ import pytest
 from tests.tiers import fast_first
 from tests.unit.sched.scheduler_harness import Simulation, limits
 from tp_engine.errors import RequestError
-from tp_engine.features.lora.feature import DROPS, LOADS
+from tp_engine.features.lora.feature import DROPS, LOADS, AskedAdapter
 from tp_engine.features.lora.scheduling import PATIENCE, LoRASlots
 from tp_engine.plan import StepPlan
 from tp_engine.requests.request import EngineRequest
@@ -21,7 +21,8 @@ LIMITS = limits(max_loras=2, num_blocks=64)
 
 def request(request_id: str, adapter: str, max_tokens: int = 3, prompt: int = 1) -> EngineRequest:
     params = SamplingParams(max_tokens=max_tokens, seed=0, ignore_eos=True)
-    return EngineRequest(request_id=request_id, prompt_token_ids=[prompt, 2, 3], params=params, adapter=adapter)
+    asked = {"lora": AskedAdapter(name=adapter)} if adapter else {}
+    return EngineRequest(request_id=request_id, prompt_token_ids=[prompt, 2, 3], params=params, extensions=asked)
 
 
 class Ranks:
@@ -131,7 +132,7 @@ def test_random_loads(seed: int, ahead: int) -> None:
             loaded(simulation, ranks, name)
         if draw.random() < 0.6:
             one = request(f"r{number}", name, draw.randrange(1, 9), prompt=number)
-            expected[number] = slots.resolve(one).adapter_generation
+            expected[number] = slots.variant(slots.resolve(one)).number
             simulation.add_request(one)
         if draw.random() < 0.05 and simulation.requests:
             simulation.abort(draw.choice([*simulation.requests]))

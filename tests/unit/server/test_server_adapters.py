@@ -11,6 +11,7 @@ from tests.asgi import App, run_served
 from tests.fake_engine import MODEL_INFO, FakeEngine
 from tests.tiny_server import chat_tokenizer
 from tp_engine.errors import RequestError
+from tp_engine.features.lora.feature import ADAPTER
 from tp_engine.features.lora.scheduling import LoRASlots
 from tp_engine.server.config import ServerConfig
 
@@ -102,7 +103,8 @@ def test_a_model_chooses_the_adapter() -> None:
                 reply = await app.post(path, request if model is None else {"model": model, **request})
                 assert reply.status == 200 and reply.json()["model"] == (model or "demo")
                 assert isinstance(app.service.engine, FakeEngine)
-                assert app.service.engine.added[-1].adapter == adapter
+                asked = ADAPTER.get(app.service.engine.added[-1])
+                assert (asked.name if asked is not None else "") == adapter
 
     serve(scenario)
 

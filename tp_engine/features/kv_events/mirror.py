@@ -32,7 +32,7 @@ import numpy as np
 
 from tp_engine.features.kv_events.scheduling import CacheChange, Cleared, Inserted, Moved, Rebuilt, Retired, Shortened
 from tp_engine.plan import NO_IDS
-from tp_engine.sched.blocks.cache_keys import CacheKey
+from tp_engine.sched.blocks.cache_keys import THE_MODEL, CacheKey
 
 _HASH_BYTES = 8
 _ZERO, _ONE = bytes(_HASH_BYTES), (1).to_bytes(_HASH_BYTES, "little")
@@ -103,7 +103,7 @@ def _first_bytes(data: bytes) -> bytes:
     return digest if digest != _ZERO else _ONE
 
 
-_PLAIN = CacheKey("")
+_PLAIN = CacheKey("", "", THE_MODEL)
 
 
 class _Run:
@@ -148,7 +148,7 @@ class CacheMirror:
                 self._move(change)
             case Retired():
                 generation, runs = change.generation, list(self._runs.values())
-                for run in [one for one in runs if one.parent is None and one.key.generation == generation]:
+                for run in [one for one in runs if one.parent is None and one.key.variant.number == generation]:
                     self._cut(run, 0)
             case Cleared():
                 self._clear()
@@ -168,7 +168,7 @@ class CacheMirror:
         parent, number = None, 0
         if isinstance(change.parent, str):
             key, before = change.parent if isinstance(change.parent, CacheKey) else _PLAIN, None
-            start = root_hash(key.salt, key.adapter)
+            start = root_hash(key.salt, key.variant.name)
         else:
             found = self._find(change.parent)
             if found is None:
@@ -241,9 +241,9 @@ class CacheMirror:
                 parent_block_hash=run.hashes[first - 1] if first else run.before,
                 token_ids=tokens.tolist(),
                 block_size=self._block_size,
-                lora_id=key.generation or None,
+                lora_id=key.variant.number or None,
                 medium=MEDIA[run.tiers[first]],
-                lora_name=key.adapter or None,
+                lora_name=key.variant.name or None,
                 extra_keys=[[key.salt], *[None] * (end - first - 1)] if key.salt and is_start else None,
             )
         )

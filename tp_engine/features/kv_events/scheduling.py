@@ -177,7 +177,7 @@ class KVEvents(SchedulerFeature):
             return False
         if not isinstance(key, CacheKey):
             return not key if isinstance(key, str) else True  # a salted one of an earlier start is of no known salt
-        return key.generation not in self._retired and (not key.salt or self._sink.publish_salted)
+        return key.variant.number not in self._retired and (not key.salt or self._sink.publish_salted)
 
     def _described(self, run: Run) -> Inserted:
         tiers = self._tiers(run.blocks[: run.length]) if self._has_tiers else None

@@ -33,6 +33,16 @@ class AdapterStats:
     waiting: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedAdapter:
+    """The adapter of a request, by name.  The scheduler enters the ``generation`` of what is loaded under that name: a
+    number that no other load of any adapter has."""
+
+    name: str
+    generation: int = 0
+
+
+ADAPTER = Extension("lora", AskedAdapter)
 LIMITS = Extension("lora", AdapterSlots)
 STATS = Extension("lora", AdapterStats)
 

@@ -23,9 +23,10 @@ from dataclasses import replace
 import numpy as np
 
 from tp_engine.errors import RequestError, shown
-from tp_engine.features.lora.feature import DROPS, LIMITS, LOADS, STATS, AdapterStats
+from tp_engine.features.lora.feature import ADAPTER, DROPS, LIMITS, LOADS, STATS, AdapterStats, AskedAdapter
 from tp_engine.plan import StepPlan
 from tp_engine.requests.request import EngineRequest
+from tp_engine.sched.blocks.cache_keys import THE_MODEL, Variant
 from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks, SchedulerParts
 from tp_engine.sched.sequence import RequestGroup, Sequence
 
@@ -57,6 +58,7 @@ class LoRASlots(SchedulerFeature):
 
     def attach(self, hooks: SchedulerHooks) -> None:
         hooks.resolve.append(self.resolve)
+        hooks.variant.append(self.variant)
         hooks.on_add.append(self.on_add)
         hooks.finish_plan.append(self.finish_plan)
         hooks.begin_admission.append(self.begin_admission)
@@ -99,18 +101,25 @@ class LoRASlots(SchedulerFeature):
     def resolve(self, request: EngineRequest) -> EngineRequest:
         """Return the request with the generation that its adapter's name stands for now; ``RequestError`` if it is
         unknown."""
-        if not request.adapter:
+        asked = ADAPTER.get(request)
+        if asked is None:
             return request
-        self.check_loaded(request.adapter)
-        return replace(request, adapter_generation=self._named[request.adapter])
+        self.check_loaded(asked.name)
+        found = AskedAdapter(name=asked.name, generation=self._named[asked.name])
+        return replace(request, extensions={**request.extensions, ADAPTER.name: found})
+
+    def variant(self, request: EngineRequest) -> Variant:
+        """Return the request's adapter as a variant of the model."""
+        asked = ADAPTER.get(request)
+        return THE_MODEL if asked is None else Variant(asked.generation, asked.name)
 
     def on_add(self, group: RequestGroup) -> None:
         """Keep the request's adapter loaded."""
-        if (generation := group.request.adapter_generation) != NO_ADAPTER:
+        if (generation := _generation(group)) != NO_ADAPTER:
             self._num_requests[generation] += 1
 
     def on_request_end(self, group: RequestGroup) -> None:
-        if (generation := group.request.adapter_generation) != NO_ADAPTER:
+        if (generation := _generation(group)) != NO_ADAPTER:
             self._num_requests[generation] -= 1
             self._forget_unused(generation)
 
@@ -119,7 +128,7 @@ class LoRASlots(SchedulerFeature):
 
     def may_enter(self, sequence: Sequence) -> bool:
         """Return whether its adapter, if it has one, has a slot or can get one."""
-        generation = sequence.adapter
+        generation = _generation(sequence.group)
         if generation == NO_ADAPTER:
             return True
         if self._must_drain:
@@ -132,7 +141,7 @@ class LoRASlots(SchedulerFeature):
 
     def on_enter(self, sequence: Sequence) -> None:
         """Give the sequence its adapter's slot."""
-        generation = sequence.adapter
+        generation = _generation(sequence.group)
         if generation == NO_ADAPTER:
             return
         self._waiting_since.pop(generation, None)
@@ -145,7 +154,7 @@ class LoRASlots(SchedulerFeature):
         sequence.adapter_slot = self._slot_of[generation]
 
     def on_leave(self, sequence: Sequence) -> None:
-        generation = sequence.adapter
+        generation = _generation(sequence.group)
         if generation == NO_ADAPTER:
             return
         self._num_rows[generation] -= 1
@@ -186,6 +195,11 @@ class LoRASlots(SchedulerFeature):
             del self._idle[generation]
             self._free.append(self._slot_of.pop(generation))
         self._drops.append(generation)
+
+
+def _generation(group: RequestGroup) -> int:
+    asked = ADAPTER.get(group.request)
+    return NO_ADAPTER if asked is None else asked.generation
 
 
 def make(parts: SchedulerParts) -> Iterator[LoRASlots]:
