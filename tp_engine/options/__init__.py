@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -156,16 +157,17 @@ def dump_table(name: str, config: Any) -> str:
 
 
 def _toml(value: Any) -> str:
-    """A value of plain data in TOML; a JSON object with a null, which TOML does not have, as its text."""
+    """A value of plain data in TOML; a JSON object with what TOML does not have, such as null, as its text."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_toml, value))}]"
     if not isinstance(value, Mapping):
-        items = ", ".join(map(_toml, value)) if isinstance(value, (list, tuple)) else None
-        return json.dumps(value, ensure_ascii=False) if items is None else f"[{items}]"
-    if _has_null(value):
-        return json.dumps(json.dumps(value, ensure_ascii=False), ensure_ascii=False)
-    keys = (f"{json.dumps(name, ensure_ascii=False)} = {_toml(one)}" for name, one in value.items())
-    return "{" + ", ".join(keys) + "}"
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if not _has_toml(value):
+        return _toml(json.dumps(value, ensure_ascii=False))
+    return "{" + ", ".join(f"{_toml(name)} = {_toml(one)}" for name, one in value.items()) + "}"
 
 
-def _has_null(value: Any) -> bool:
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return value is None or any(map(_has_null, items))
+def _has_toml(value: Any) -> bool:
+    if isinstance(value, (Mapping, list, tuple)):
+        return all(map(_has_toml, value.values() if isinstance(value, Mapping) else value))
+    return value is not None and not (isinstance(value, float) and not math.isfinite(value))

@@ -109,6 +109,15 @@ def test_a_printed_configuration_and_one_of_another_process_are_the_same() -> No
     assert msgspec.json.decode(msgspec.json.encode(spec), type=RankSpec).config == config
 
 
+@pytest.mark.parametrize("value", [None, float("inf"), 'a\x7f"\n', [1, None], {"b.c": [True, 0.5, {"d": "é"}]}, {}])
+def test_what_is_printed_reads_back(value: Any) -> None:
+    """Oracle: the configuration itself, also with what TOML has no word for."""
+    given: dict[str, Any] = {"hf_overrides": {"a key": value}, "model": "m\x7f"}
+    config = EngineConfig(**given)
+    printed = tomllib.loads(dump_table("engine", config))["engine"]
+    assert EngineConfig(**take_options(printed, [EngineConfig])) == config
+
+
 @pytest.mark.parametrize(
     "given",
     [
