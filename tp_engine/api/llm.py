@@ -564,10 +564,11 @@ def _launch_for(config: EngineConfig) -> Callable[[EngineConfig], Service]:
     from tp_engine.engine import start  # torch, which the caller's process needs only if it is a rank
     from tp_engine.engine.service_thread import start_service_thread
 
-    start.check_default_dtype()
     if launched.rank > 0:
         start.leave_after_engine()
-        start.serve_rank(config)
+        started(
+            start.serve_rank, config
+        ).result()  # a thread of its own, as rank 0 has: it meets no settings of this one
         raise SystemExit(0)
     start.check_ranks_stay()
     start.let_ranks_go()

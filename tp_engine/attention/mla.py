@@ -222,7 +222,7 @@ def _rows_of(
     """The cached rows (n, width) at ``positions`` (n,) int64 of a request of the step; None: all."""
     table = metadata.block_table[request]
     if positions is None:
-        positions = torch.arange(int(metadata.host_seq_lens[request]), device=table.device)
+        positions = torch.arange(int(metadata.host_seq_lens[request]), device=table.device, dtype=torch.int64)
     return states_at(kv, 0, slots_of(table, positions, kv.cache.shape[2])).squeeze(1).to(dtype)
 
 

@@ -58,7 +58,9 @@ class NativeBackend:
         if new is not None:
             key = _with_dense_tokens(new.key)
             new = KeyValue(key, key if shape.value_dim else _with_dense_tokens(new.value))
-        out = (torch.zeros if self._has_padding else torch.empty)((*query.shape[:2], size), dtype=query.dtype)
+        out = (torch.zeros if self._has_padding else torch.empty)(
+            (*query.shape[:2], size), dtype=query.dtype, device="cpu"
+        )
         self._kernel(
             query, new, kv.cache, out,
             scales=kv.scales, scale=shape.scale, window=shape.sliding_window, softcap=shape.softcap, sinks=shape.sinks,
@@ -72,9 +74,9 @@ class NativeBackend:
         count = len(query)
         ones, starts = np.ones(count, dtype=np.int32), np.arange(count, dtype=np.int32)
         self._rows_kernel.set_step(
-            ones, starts, chosen.counts.numpy(), block_table, torch.zeros(count, dtype=torch.int64)
+            ones, starts, chosen.counts.numpy(), block_table, torch.zeros(count, dtype=torch.int64, device="cpu")
         )
-        out = torch.empty((count, shape.num_heads, shape.value_dim or shape.head_dim), dtype=query.dtype)
+        out = torch.empty((count, shape.num_heads, shape.value_dim or shape.head_dim), dtype=query.dtype, device="cpu")
         self._rows_kernel(
             _with_dense_tokens(query), None, kv.cache, out, scales=kv.scales, scale=shape.scale, chosen=chosen
         )
@@ -86,9 +88,9 @@ class NativeBackend:
         assert maps is not None and rank is not None
         num_groups = _MAX_EXPANDED_ELEMENTS // (2 * num_keys * maps.query_dim * HEADS_TOGETHER)
         num_heads, together = shape.num_heads, max(1, num_groups) * HEADS_TOGETHER
-        blocks = torch.arange(-(-num_keys // _EXPANDED_BLOCK), dtype=torch.int32).unsqueeze(0)
+        blocks = torch.arange(-(-num_keys // _EXPANDED_BLOCK), dtype=torch.int32, device="cpu").unsqueeze(0)
         query_lens, starts, seq_lens = np.array([[num_queries], [0], [num_keys]], dtype=np.int32)
-        slots = torch.zeros(num_queries, dtype=torch.int64)
+        slots = torch.zeros(num_queries, dtype=torch.int64, device="cpu")
         self._rows_kernel.set_step(query_lens, starts, seq_lens, blocks, slots)
         query, out = _with_dense_tokens(query), query.new_empty(num_queries, num_heads, maps.value_dim)
         for first in range(0, num_heads, together):
@@ -108,7 +110,7 @@ class ExpandedCache:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        self._memory = torch.empty(0)
+        self._memory = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def fill(self, rows: torch.Tensor, maps: LatentMaps, rank: int, heads: range) -> torch.Tensor:
         """``rows`` (n, row_dim) -> (2, blocks, _EXPANDED_BLOCK, heads, query_dim): blocks in the order of the tokens.
@@ -134,7 +136,7 @@ class ExpandedCache:
         size = math.prod(shape)
         if len(self._memory) < size or self._memory.dtype != dtype:
             with torch.inference_mode(False):  # else it could only be written in inference mode
-                self._memory = torch.empty(size, dtype=dtype)
+                self._memory = torch.empty(size, dtype=dtype, device="cpu")
         return self._memory[:size].view(shape)
 
 

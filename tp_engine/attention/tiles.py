@@ -37,8 +37,8 @@ def attend_last(query: torch.Tensor, new: KeyValue, shape: AttentionShape, *, se
         is_causal = is_plain and sees_all and not sees_later and len(own) == keys.shape[2]
         mask = None
         if not is_causal and not (sees_later and sees_all):
-            places = torch.arange(seen.start, seen.stop, device=query.device)
-            positions = torch.arange(ahead + start, ahead + start + len(own), device=query.device)
+            places = torch.arange(seen.start, seen.stop, device=query.device, dtype=torch.int64)
+            positions = torch.arange(ahead + start, ahead + start + len(own), device=query.device, dtype=torch.int64)
             mask = hidden_keys(places, positions[:, None], None if sees_all else window, query.dtype, sees_later)
         attended = attend(
             own.unflatten(1, (shape.num_kv_heads, -1)).permute(2, 1, 0, 3),
@@ -137,7 +137,7 @@ def attend_to_images(
             begin = first // block_size * block_size
             states = KeyValue(*(one[first - begin : image.end - begin] for one in _states_in(kv, blocks, simd_width)))
         else:
-            slots = slots_of(table, torch.arange(first, image.end, device=query.device), block_size)
+            slots = slots_of(table, torch.arange(first, image.end, device=query.device, dtype=torch.int64), block_size)
             states = cached_states(kv, slots, shape, query.dtype)
         out[own] = attend_last(query[own], KeyValue(*(one.to(query.dtype) for one in states)), shape, sees_later=True)
 

@@ -64,7 +64,7 @@ class TorchBackend:
             chunk, start = slice(start, start + length), start + length
             if length and end:
                 begin = 0 if window is None else max(0, end - length - window + 1)
-                places = torch.arange(begin, end, device=query.device)
+                places = torch.arange(begin, end, device=query.device, dtype=torch.int64)
                 states = cached_states(kv, slots_of(metadata.block_table[request], places, block_size), shape, dtype)
                 out[chunk] = attend_last(query[chunk].to(dtype), states, shape).to(query.dtype)
         return out
@@ -85,7 +85,7 @@ def _plan_decodes(
         last = metadata.seq_lens[rows].long()[:, None] - 1
         # Behind a request's end its last key is repeated: another request's memory may hold NaN.
         num_keys = longest if window is None else min(longest, window)
-        places = last.clamp(min=num_keys - 1) - num_keys + 1 + torch.arange(num_keys, device=device)
+        places = last.clamp(min=num_keys - 1) - num_keys + 1 + torch.arange(num_keys, device=device, dtype=torch.int64)
         mask = hidden_keys(places[:, None], last[:, None], window, dtype)
         slots = slots_of(metadata.block_table[rows], torch.minimum(places, last), block_size)
         calls.append(_Decodes(rows, slots, mask[:, None]))

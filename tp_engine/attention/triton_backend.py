@@ -39,7 +39,10 @@ class TritonBackend:
         )
         self._arrivals: torch.Tensor | None = None
         self._num_prefill_tokens = 0
-        self._decode_tables = (torch.empty(0), torch.empty(0))
+        self._decode_tables = (
+            torch.empty(0, dtype=torch.float32, device="cpu"),
+            torch.empty(0, dtype=torch.float32, device="cpu"),
+        )
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         """Find where the decodes end; see ``AttentionBackend``."""
@@ -53,8 +56,8 @@ class TritonBackend:
         if new is not None:
             self._store_kv(new, kv, metadata.slot_mapping)
         has_padding = metadata.is_padded and self._num_prefill_tokens > 0  # only the device knows behind which chunk
-        make, num_decodes = torch.zeros if has_padding else torch.empty, metadata.num_decodes
-        out = make(query.shape, dtype=query.dtype, device=query.device)
+        num_decodes = metadata.num_decodes
+        out = (torch.zeros if has_padding else torch.empty)(query.shape, dtype=query.dtype, device=query.device)
         if num_decodes:
             self._attend_decodes(query[:num_decodes], kv, out[:num_decodes], shape)
         if self._num_prefill_tokens:

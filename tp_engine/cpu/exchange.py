@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 
 from tp_engine.cpu.layout import DTYPE_CODES, integers, pointers
+from tp_engine.cpu.tape import address_of
 
 MAX_RANKS = 64
 
@@ -50,8 +51,8 @@ class NativeExchange:
         """
         arguments = (
             self._pointer,
-            tensor.data_ptr(),
-            out.data_ptr(),
+            address_of(tensor),
+            address_of(out),
             tensor.numel(),
             DTYPE_CODES[tensor.dtype],
             DTYPE_CODES[out.dtype],
@@ -64,7 +65,7 @@ class NativeExchange:
     def all_gather(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
         """``tensor`` (rows, width) of all ranks -> ``out`` (rows, ranks * width); contiguous, within ``slot_bytes``."""
         rows, width = tensor.shape
-        arguments = (self._pointer, tensor.data_ptr(), out.data_ptr(), rows, width * tensor.itemsize)
+        arguments = (self._pointer, address_of(tensor), address_of(out), rows, width * tensor.itemsize)
         if self._quick_gather(*arguments, 0):
             while late := self._gather(*arguments, 1):
                 self._late(late - 1)

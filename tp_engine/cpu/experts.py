@@ -13,6 +13,7 @@ from tp_engine.cpu.layout import DTYPE_CODES, ExpertPanels, Routing
 from tp_engine.cpu.linear import fits_panels, multiply_packed
 from tp_engine.cpu.ops import are_dense
 from tp_engine.cpu.quantised import pack_quantised
+from tp_engine.cpu.tape import address_of
 from tp_engine.kernels import huge_pages
 from tp_engine.kernels.experts import experts as expert_twins
 from tp_engine.kernels.experts import routing
@@ -51,18 +52,18 @@ class NativeExperts:
         num_experts, hidden, inner = down.shape
         self._sizes = inner, hidden
         biases = [None if one is None else one.contiguous() for one in (weights.gate_up_bias, weights.down_bias)]
-        assert all(one is None or one.dtype is dtype for one in biases)
         experts = ExpertPanels(
-            gate_up_bias=None if biases[0] is None else biases[0].data_ptr(),
-            down_bias=None if biases[1] is None else biases[1].data_ptr(), first=weights.first, num_experts=num_experts,
-            hidden=hidden, inner=inner, top_k=top_k, kind=activation.code, dtype=DTYPE_CODES[dtype],
-            alpha=activation.alpha, limit=activation.limit, num_shards=num_shards, keeps_sums=keeps_sums,
+            gate_up_bias=None if biases[0] is None else address_of(biases[0], dtype),
+            down_bias=None if biases[1] is None else address_of(biases[1], dtype), first=weights.first,
+            num_experts=num_experts, hidden=hidden, inner=inner, top_k=top_k, kind=activation.code,
+            dtype=DTYPE_CODES[dtype], alpha=activation.alpha, limit=activation.limit, num_shards=num_shards,
+            keeps_sums=keeps_sums,
         )  # fmt: skip
         self._panels: tuple[torch.Tensor, ...]
         if isinstance(gate_up, QuantisedWeight) and isinstance(down, QuantisedWeight):
             packed = [pack_quantised(library, gate_up, dtype, self._num_parts), pack_quantised(library, down, dtype, 1)]
             experts.quantised_gate_up, experts.quantised_down = (ctypes.addressof(one.form.contents) for one in packed)
-            factors = [None if one.factors is None else one.factors.data_ptr() for one in packed]
+            factors = [None if one.factors is None else address_of(one.factors, torch.float32) for one in packed]
             experts.gate_up_factors, experts.down_factors = factors
             self._panels, self.num_bytes = tuple(one.panels for one in packed), sum(one.num_bytes for one in packed)
             experts.kept = (*biases, *packed)
@@ -70,14 +71,15 @@ class NativeExperts:
             assert isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)
             self._panels = pack_experts(library, gate_up, self._num_parts), pack_experts(library, down, 1)
             experts.kept = (*biases, *self._panels)
-        experts.gate_up, experts.down = (one.data_ptr() for one in self._panels)
+        experts.gate_up, experts.down = map(address_of, self._panels)
         self._pointer = ctypes.pointer(experts)
 
     def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        assert x.dtype is self._dtype and x.is_contiguous() and expert_ids.shape[1] == self._top_k
+        assert x.dtype is self._dtype and x.is_contiguous() and x.shape[1] == self._sizes[1]
+        assert expert_ids.shape[1] == self._top_k
         rows = len(x)
-        out = torch.empty(x.shape, dtype=self._out_dtype)
-        work = torch.empty(self._library.experts_work_bytes(self._pointer, rows), dtype=torch.uint8)
+        out = torch.empty(x.shape, dtype=self._out_dtype, device="cpu")
+        work = torch.empty(self._library.experts_work_bytes(self._pointer, rows), dtype=torch.uint8, device="cpu")
         self._library.mix_experts(self._pointer, x, expert_ids, weights, out, work, rows)
         return out
 
@@ -132,8 +134,8 @@ def route(
     is_too_large = num_experts > MAX_EXPERTS or rule.num_groups > MAX_GROUPS
     if dtype is None or logits.stride(1) != 1 or is_too_large:
         return routing.route(logits, rule, correction, load, expert_scale)
-    ids = torch.empty((rows, rule.top_k), dtype=torch.int32)
-    weights = torch.empty((rows, rule.top_k))
+    ids = torch.empty((rows, rule.top_k), dtype=torch.int32, device="cpu")
+    weights = torch.empty((rows, rule.top_k), dtype=torch.float32, device="cpu")
     library.route_tokens(
         _routing(rule, num_experts, dtype), logits, logits.stride(0), correction, expert_scale, ids, weights, None if
         load is None else load.counts, None if load is None else load.slots, rows,
@@ -144,7 +146,7 @@ def route(
 def to_float32(library: ctypes.CDLL, x: torch.Tensor) -> torch.Tensor:
     if x.dtype not in DTYPE_CODES or not x.is_contiguous():
         return routing.to_float32(x)
-    out = torch.empty(x.shape)
+    out = torch.empty(x.shape, dtype=torch.float32, device="cpu")
     library.widen_rows_to_float32(x, out, *x.shape, x.dtype)
     return out
 

@@ -6,6 +6,7 @@ import torch
 
 from tp_engine.cpu.latents import MAX_ROPE_DIM
 from tp_engine.cpu.layout import CACHE_CODES, DTYPE_CODES
+from tp_engine.cpu.tape import address_of
 from tp_engine.kernels.attention import index_keys as twins
 from tp_engine.kernels.attention.heads import Rotation
 from tp_engine.kernels.attention.index_keys import ChosenKeys, KeyNorm
@@ -80,6 +81,6 @@ def choose_keys(
 
 def _place(kv: LayerKv) -> tuple[int, int | None, int, int, int]:
     """Where the rows and their scales lie: addresses, bytes from one block to the next of each, tokens of a block."""
-    scales = None if kv.scales is None else kv.scales.data_ptr()
+    scales = None if kv.scales is None else address_of(kv.scales, SCALE_DTYPE)
     bytes_apart = kv.block_stride * kv.cache.itemsize, kv.scale_stride * SCALE_DTYPE.itemsize
-    return kv.cache.data_ptr(), scales, *bytes_apart, kv.cache.shape[2]
+    return address_of(kv.cache), scales, *bytes_apart, kv.cache.shape[2]

@@ -46,7 +46,7 @@ def absorb_w_uk(library: ctypes.CDLL, query: torch.Tensor, up: torch.Tensor, nop
         return twins.absorb_w_uk(query, up, nope_dim)
     (num_tokens, num_heads, query_dim), rank = query.shape, up.shape[2]
     rope_dim = query_dim - nope_dim
-    out = torch.empty((num_tokens, num_heads, rank + rope_dim), dtype=query.dtype)
+    out = torch.empty((num_tokens, num_heads, rank + rope_dim), dtype=query.dtype, device="cpu")
     sizes = num_tokens, num_heads, nope_dim, rope_dim, up.shape[1] - nope_dim, rank
     library.absorb_w_uk(query, query.stride(0), up, out, *sizes, query.dtype)
     return out
@@ -57,7 +57,7 @@ def project_w_uv(library: ctypes.CDLL, attended: torch.Tensor, up: torch.Tensor,
     if not (_is_taken(attended, up, nope_dim) and attended.is_contiguous()):
         return twins.project_w_uv(attended, up, nope_dim)
     (num_tokens, num_heads, rank), value_dim = attended.shape, up.shape[1] - nope_dim
-    out = torch.empty((num_tokens, num_heads, value_dim), dtype=attended.dtype)
+    out = torch.empty((num_tokens, num_heads, value_dim), dtype=attended.dtype, device="cpu")
     library.project_w_uv(attended, up, out, num_tokens, num_heads, nope_dim, value_dim, rank, attended.dtype)
     return out
 

@@ -52,7 +52,7 @@ class Panels(ABC):
         assert x.dtype is self._dtype and (bias is None or bias.dtype is self._dtype)
         if x.stride(1) != 1:
             x = x.contiguous()
-        out = torch.empty((x.shape[0], width), dtype=self._made)  # faster than `len`
+        out = torch.empty((x.shape[0], width), dtype=self._made, device="cpu")  # faster than `len`
         self._run(x, bias, out, kind)
         return out
 
@@ -90,7 +90,9 @@ class PackedWeight(Panels):
 
     def _run(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, kind: int) -> None:
         rows = x.shape[0]
-        widened = torch.empty((rows, self._widened_size)) if self._widened_size else None
+        widened = (
+            torch.empty((rows, self._widened_size), dtype=torch.float32, device="cpu") if self._widened_size else None
+        )
         self._library.packed_linear(
             x, x.stride(0), self._panels, bias, out, widened, rows, self._out_size, self._items, kind, *self._bounds,
             x.dtype, self._num_shards, self._keeps_sums,
@@ -99,7 +101,7 @@ class PackedWeight(Panels):
     def rows(self, token_ids: torch.Tensor, first_id: int | None, scale: float = 1.0) -> torch.Tensor:
         """Return the weight's rows for ``token_ids`` (N,) times ``scale``, as ``layer_ops.embed``: (N, in)."""
         token_ids = token_ids.to(torch.int32).contiguous()
-        out = torch.empty((len(token_ids), self._items * 4 // self._dtype.itemsize), dtype=self._dtype)
+        out = torch.empty((len(token_ids), self._items * 4 // self._dtype.itemsize), dtype=self._dtype, device="cpu")
         self._library.embed_panels(
             token_ids, self._panels, out, len(token_ids), self._items, first_id or 0, self._out_size, scale, self._dtype
         )
@@ -109,7 +111,11 @@ class PackedWeight(Panels):
 def multiply_packed(library: ctypes.CDLL, x: torch.Tensor, panels: torch.Tensor, out: torch.Tensor) -> None:
     """``out`` (N, rows of the panels) = ``x`` (N, in) times a weight in ``panels``, which are taken as of one part."""
     rows, in_size = x.shape
-    widened = torch.empty(rows * round_up(in_size, _WIDENED_ALIGNMENT) if library.widens(x.dtype) else 0)
+    widened = torch.empty(
+        rows * round_up(in_size, _WIDENED_ALIGNMENT) if library.widens(x.dtype) else 0,
+        dtype=torch.float32,
+        device="cpu",
+    )
     library.packed_linear(
         x, x.stride(0), panels, None, out, widened, rows, out.shape[1], panels.shape[1], NO_ACTIVATION, 0.0, 0.0,
         x.dtype, 0, False,
@@ -125,7 +131,10 @@ class NativeInt8Rows:
     def quantise(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = x.contiguous()
         rows, width = x.shape
-        codes, scales = torch.empty((rows, width), dtype=torch.uint8), torch.empty(rows)
+        codes, scales = (
+            torch.empty((rows, width), dtype=torch.uint8, device="cpu"),
+            torch.empty(rows, dtype=torch.float32, device="cpu"),
+        )
         self._quantise(x, codes, scales, rows, width, x.dtype)
         return codes, scales
 
@@ -134,6 +143,6 @@ class NativeInt8Rows:
     ) -> torch.Tensor:
         assert products.is_contiguous() and products.dtype == torch.float32 and (bias is None or bias.dtype == dtype)
         rows, width = products.shape
-        out = torch.empty((rows, width), dtype=dtype)
+        out = torch.empty((rows, width), dtype=dtype, device="cpu")
         self._scale(products, scales, bias, out, rows, width, dtype)
         return out

@@ -8,6 +8,7 @@ import ctypes
 import torch
 
 from tp_engine.cpu.layout import DTYPE_CODES, MAX_ADAPTED_PARTS, Adapters
+from tp_engine.cpu.tape import address_of
 from tp_engine.kernels import layer_ops as twins
 from tp_engine.kernels.attention import heads as head_twins
 from tp_engine.kernels.attention.heads import HeadNorm, Heads, Rotation
@@ -29,7 +30,7 @@ def embed(
     if token_ids.dtype != torch.int32 or not is_dense or weight.dtype not in DTYPE_CODES:
         return twins.embed(token_ids, weight, first_id, scale)
     num_ids, width = weight.shape
-    out = torch.empty((len(token_ids), width), dtype=weight.dtype)
+    out = torch.empty((len(token_ids), width), dtype=weight.dtype, device="cpu")
     row_bytes = width * weight.itemsize
     library.embed(token_ids, weight, out, len(token_ids), row_bytes, first_id or 0, num_ids, scale, weight.dtype)
     return out
@@ -62,7 +63,7 @@ def _normalise(
     scale: float = 1.0,
     stream_scale: float = 1.0,
 ) -> torch.Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty(x.shape, dtype=x.dtype, device="cpu")
     library.norm_rows(
         x, residual, rule.weight, out, *x.shape, x.stride(0), rule.eps, rule.offset, scale, stream_scale,
         rule.is_centred, x.dtype,
@@ -92,7 +93,7 @@ def gate(library: ctypes.CDLL, gate_up: torch.Tensor, rule: Activation) -> torch
     if gate_up.dtype not in DTYPE_CODES or not gate_up.is_contiguous():
         return twins.gate(gate_up, rule)
     rows, size = len(gate_up), gate_up.shape[1] // rule.num_parts
-    out = torch.empty((rows, size), dtype=gate_up.dtype)
+    out = torch.empty((rows, size), dtype=gate_up.dtype, device="cpu")
     library.gate_rows(gate_up, out, rows, size, rule.code, rule.alpha, rule.limit, gate_up.dtype)
     return out
 
@@ -135,7 +136,7 @@ def head_squares(library: ctypes.CDLL, heads: torch.Tensor, num_heads: int, num_
     if heads.dtype not in DTYPE_CODES or not heads.is_contiguous():
         return head_twins.head_squares(heads, num_heads, num_kv_heads)
     num_tokens, num_all, head_dim = heads.shape
-    squares = torch.empty((num_tokens, 2))
+    squares = torch.empty((num_tokens, 2), dtype=torch.float32, device="cpu")
     sizes = num_tokens, num_heads, num_kv_heads, head_dim
     library.head_squares(heads, num_all * head_dim, squares, *sizes, heads.dtype)
     return squares
@@ -206,7 +207,7 @@ def best_tokens(library: ctypes.CDLL, logits: torch.Tensor) -> torch.Tensor:
     A NaN is above all numbers, as for its twin ``ranking.row_argmax`` of ``sampling``.
     """
     assert logits.stride(1) == 1
-    tokens = torch.empty(len(logits), dtype=torch.int32)
+    tokens = torch.empty(len(logits), dtype=torch.int32, device="cpu")
     library.best_tokens(logits, logits.stride(0), tokens, *logits.shape, logits.dtype)
     return tokens
 
@@ -219,7 +220,7 @@ def add_adapters(
     if dtype is None or not is_taken or len(weights.part_sizes) > MAX_ADAPTED_PARTS:
         adapter_twins.add_adapters(out, x, weights, rows)
         return
-    shrunk = torch.empty((rows.num_rows, weights.a.shape[1]))
+    shrunk = torch.empty((rows.num_rows, weights.a.shape[1]), dtype=torch.float32, device="cpu")
     library.add_adapters(
         ctypes.byref(_adapters(weights, dtype)), x, x.stride(0), out, rows.rows, rows.tiles, shrunk, rows.num_rows,
         len(rows.tiles),
@@ -244,9 +245,9 @@ def _rotation_arguments(rotation: Rotation | None, dtype: torch.dtype) -> tuple[
 
 def _adapters(weights: AdapterWeights, dtype: int) -> Adapters:
     """What C reads of ``weights``, which hold the memory."""
-    assert weights.a.is_contiguous() and weights.b.is_contiguous() and weights.ranks.dtype == torch.int32
+    assert weights.a.is_contiguous() and weights.b.is_contiguous()
     return Adapters(
-        a=weights.a.data_ptr(), b=weights.b.data_ptr(), ranks=weights.ranks.data_ptr(), in_size=weights.a.shape[2],
-        out_size=weights.b.shape[2], max_rank=weights.max_rank, num_parts=len(weights.part_sizes), dtype=dtype,
-        part_sizes=weights.part_sizes,
+        a=address_of(weights.a), b=address_of(weights.b, weights.a.dtype),
+        ranks=address_of(weights.ranks, torch.int32), in_size=weights.a.shape[2], out_size=weights.b.shape[2],
+        max_rank=weights.max_rank, num_parts=len(weights.part_sizes), dtype=dtype, part_sizes=weights.part_sizes,
     )  # fmt: skip

@@ -7,8 +7,9 @@ import numpy as np
 import torch
 
 from tp_engine.cpu.layout import CACHE_CODES, DTYPE_CODES, AttentionLayer, Step
+from tp_engine.cpu.tape import address_of
 from tp_engine.kernels.attention.index_keys import ChosenKeys
-from tp_engine.kernels.kv_cache.layer_kv import KeyValue
+from tp_engine.kernels.kv_cache.layer_kv import SCALE_DTYPE, KeyValue
 from tp_engine.plan import IntArray
 
 _LayerPointer: TypeAlias = "ctypes._Pointer[AttentionLayer]"
@@ -51,11 +52,11 @@ class PagedAttention:
         """``query_lens``, ``starts`` (a request's first token), ``seq_lens`` (B,) int32, ``block_table`` (B, M) int32,
         ``slot_mapping`` (N,) int64; requests without queries are left out.  A recorded step keeps its description."""
         lengths = [np.ascontiguousarray(array, dtype=np.int32) for array in (query_lens, starts, seq_lens)]
-        assert block_table.dtype == torch.int32 and block_table.stride(1) == 1
-        assert slot_mapping.dtype == torch.int64 and slot_mapping.is_contiguous()
+        assert block_table.stride(1) == 1 and slot_mapping.is_contiguous()
         step = Step(
-            len(query_lens), len(slot_mapping), *(array.ctypes.data for array in lengths), block_table.data_ptr(),
-            block_table.stride(0), slot_mapping.data_ptr(), torch.get_num_threads(),
+            len(query_lens), len(slot_mapping), *(array.ctypes.data for array in lengths),
+            address_of(block_table, torch.int32), block_table.stride(0), address_of(slot_mapping, torch.int64),
+            torch.get_num_threads(),
         )  # fmt: skip
         step.arrays = (*lengths, block_table, slot_mapping)
         self._step_pointer = ctypes.pointer(step)
@@ -82,6 +83,7 @@ class PagedAttention:
         float32 as for ``attend``.  With one part, values are the first elements of the keys, and only keys are stored.
         Then requests with one query each may attend to ``chosen`` keys alone.
         """
+        assert len(query) == len(out), (query.shape, out.shape)
         states, strides = ((None, None), (0, 0)) if new is None else (new, (new.key.stride(0), new.value.stride(0)))
         layer = self._layer(query, kv_cache, scales, out.shape[2], (scale, window, softcap), sinks)
         places = (None, 0, None) if chosen is None else (chosen.positions, chosen.positions.stride(0), chosen.counts)
@@ -98,19 +100,23 @@ class PagedAttention:
         sinks: torch.Tensor | None,
     ) -> _LayerPointer:
         """The kernel's description of a layer, made when it is first seen; ``rule``: scale, window, softcap."""
-        address, num_heads = kv_cache.data_ptr(), query.shape[1]
-        sinks_address = None if sinks is None else sinks.data_ptr()
-        places = (None, None, 0) if scales is None else (*(scales[i].data_ptr() for i in (0, -1)), scales.stride(1) * 4)
+        address, num_heads = address_of(kv_cache), query.shape[1]
+        sinks_address = None if sinks is None else address_of(sinks, torch.float32)
+        places = (
+            (None, None, 0)
+            if scales is None
+            else (*(address_of(scales[i], SCALE_DTYPE) for i in (0, -1)), scales.stride(1) * 4)
+        )
         strides = (value_dim, kv_cache.stride(1))
         facts = (query.dtype, num_heads, kv_cache.dtype, kv_cache.shape, strides, places, rule, sinks_address)
         known = self._layers.get(address)
         if known is not None and known[0] == facts:
             return known[1]
-        assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous() and len(sinks) == num_heads)
+        assert sinks is None or (sinks.is_contiguous() and len(sinks) == num_heads)
         scale, window, softcap = rule
         key_scales, value_scales, scale_bytes = places
         description = AttentionLayer(
-            key_cache=address, value_cache=kv_cache[-1].data_ptr(), key_scales=key_scales, value_scales=value_scales,
+            key_cache=address, value_cache=address_of(kv_cache[-1]), key_scales=key_scales, value_scales=value_scales,
             block_bytes=kv_cache.stride(1) * kv_cache.itemsize, scale_bytes=scale_bytes,
             block_size=kv_cache.shape[2], num_heads=num_heads, num_kv_heads=kv_cache.shape[3],
             head_dim=kv_cache.shape[4], value_dim=value_dim, values_in_keys=len(kv_cache) == 1, window=window or 0,

@@ -18,10 +18,11 @@ int has_bfloat16_matrices(void)
 #endif
 }
 
-/* weight (out_size, items) -> packed (panels, items, PANEL). */
-int pack_weight(const float *weight, float *packed, int64_t out_size, int64_t items, int64_t parts, int64_t dtype,
+/* stored (out_size, items) -> packed (panels, items, PANEL); an item has the bytes of a float32. */
+int pack_weight(const void *stored, float *packed, int64_t out_size, int64_t items, int64_t parts, int64_t dtype,
                 int64_t num_threads)
 {
+    const float *weight = stored;
     const int64_t part_size = out_size / parts, width = PANEL / parts, num_panels = count_panels(part_size, parts);
 #pragma omp parallel for schedule(static) num_threads((int)num_threads)
     for (int64_t panel = 0; panel < num_panels; panel++)
@@ -52,11 +53,12 @@ static void unpack_items(const float *from, int64_t lane, float *out, int64_t it
         }
 }
 
-/* out (num_ids, items) = rows of a packed weight, which begins with id first_id, times `scale`; zeros for ids that it
+/* made (num_ids, items) = rows of a packed weight, which begins with id first_id, times `scale`; zeros for ids that it
    does not hold. */
-TAPED int embed_panels(const int32_t *ids, const float *packed, float *out, int64_t num_ids, int64_t items,
+TAPED int embed_panels(const int32_t *ids, const float *packed, void *made, int64_t num_ids, int64_t items,
                        int64_t first_id, int64_t num_rows, float scale, int64_t dtype, int64_t num_threads)
 {
+    float *out = made;
     const int is_parallel = num_threads > 1 && num_ids * items >= MIN_PARALLEL_PRODUCTS;
 #pragma omp parallel for schedule(static) num_threads((int)num_threads) if (is_parallel)
     for (int64_t n = 0; n < num_ids; n++) {

@@ -20,7 +20,8 @@ _WORDS = {
 class Prototype(NamedTuple):
     """A function that other C files or Python may call; a tape can hold it if it ``is_taped``.
 
-    It ``takes_threads`` if its last parameter is the number of threads that share its work.
+    It ``takes_threads`` if its last parameter is the number of threads that share its work.  ``names`` are those of its
+    parameters, and ``items`` the C types that its pointers point to, ``""`` of numbers.
     """
 
     name: str
@@ -28,6 +29,8 @@ class Prototype(NamedTuple):
     parameters: tuple[Any, ...]
     is_taped: bool
     takes_threads: bool
+    names: tuple[str, ...]
+    items: tuple[str, ...]
 
 
 @cache
@@ -36,20 +39,22 @@ def prototypes() -> tuple[Prototype, ...]:
     sources = (path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.c")))
     found = (match for source in sources for match in _FUNCTION.findall(source))
     return tuple(
-        Prototype(name, _TYPES[result], _parameters(given), bool(mark), given.endswith(" num_threads"))
-        for mark, result, name, given in found
+        Prototype(name, _TYPES[result], *_parameters(given, bool(mark))) for mark, result, name, given in found
     )
 
 
-def _parameters(given: str) -> tuple[Any, ...]:
-    words = [] if given == "void" else given.split(",")
-    return tuple(ctypes.c_void_p if "*" in one else _TYPES[one.split()[-2]] for one in words)
+def _parameters(given: str, is_taped: bool) -> tuple[Any, ...]:
+    """What follows the result in a ``Prototype``."""
+    words = [] if given == "void" else given.replace("*", " * ").split(",")
+    kinds = tuple(ctypes.c_void_p if "*" in one else _TYPES[one.split()[-2]] for one in words)
+    items = tuple(one.split("*")[0].split()[-1] if "*" in one else "" for one in words)
+    return kinds, is_taped, given.endswith(" num_threads"), tuple(one.split()[-1] for one in words), items
 
 
 def players() -> str:
     """Return ``PLAYERS``, a C file with a function for each that is taped: it takes the arguments from words."""
     lines = ['#include "tape.h"']
-    for name, _, parameters, is_taped, _ in prototypes():
+    for name, _, parameters, is_taped, *_ in prototypes():
         if is_taped:
             types = ", ".join(_WORDS[one][0] for one in parameters)
             words = ", ".join(f"a[{index}].{_WORDS[one][1]}" for index, one in enumerate(parameters))

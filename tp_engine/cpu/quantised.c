@@ -152,7 +152,7 @@ void prepare_row(const Quantised *q, char *to, const char *from, int64_t dtype)
 
 /* out = x @ weight.T + bias, as packed_linear: the weight's panels and factors (panels, PANEL) or NULL are as packed,
    and `prepared` has room for `rows` rows. */
-TAPED int quantised_linear(const Quantised *q, const char *x, int64_t x_stride, const float *panels,
+TAPED int quantised_linear(const Quantised *q, const char *x, int64_t x_stride, const void *panels,
                            const float *factors, const char *bias, char *out, char *prepared, int64_t rows,
                            int64_t out_size, int64_t kind, float alpha, float limit, int64_t dtype, int64_t num_threads)
 {

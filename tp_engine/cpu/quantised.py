@@ -56,7 +56,7 @@ class QuantisedPanels(Panels):
 
     def _run(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, kind: int) -> None:
         packed, rows = self._packed, x.shape[0]
-        prepared = torch.empty(rows * self._row_bytes, dtype=torch.uint8)
+        prepared = torch.empty(rows * self._row_bytes, dtype=torch.uint8, device="cpu")
         self._library.quantised_linear(
             packed.form, x, x.stride(0), packed.panels, packed.factors, bias, out, prepared, rows, self._out_size, kind,
             *self._bounds, x.dtype,
@@ -101,9 +101,9 @@ def pack_quantised(library: ctypes.CDLL, weights: QuantisedWeight, dtype: torch.
 def _tables(kind: Codes) -> dict[str, tuple[float, ...]]:
     """The tables of ``quantised.h`` that decode ``kind``."""
     if values_per_byte(kind) == 2:
-        in_low_bits = code_values(kind, torch.arange(16, dtype=torch.uint8))[::2]
+        in_low_bits = code_values(kind, torch.arange(16, dtype=torch.uint8, device="cpu"))[::2]
         return {"values": tuple(in_low_bits.tolist())}
-    without_sign = code_values(kind, torch.arange(128, dtype=torch.uint8))
+    without_sign = code_values(kind, torch.arange(128, dtype=torch.uint8, device="cpu"))
     low, high = without_sign.bfloat16().view(torch.uint8).view(-1, 2).unbind(1)
     return {"low": tuple(low.tolist()), "high": tuple(high.tolist())}
 
@@ -111,8 +111,10 @@ def _tables(kind: Codes) -> dict[str, tuple[float, ...]]:
 def _panel_order(width: int, out_size: int, num_parts: int) -> torch.Tensor:
     """The output of each place (panels, width); ``out_size`` where there is none."""
     part_size, part_width = out_size // num_parts, width // num_parts
-    places = torch.arange(-(-part_size // part_width))[:, None, None] * part_width + torch.arange(part_width)
-    outputs = places + torch.arange(num_parts)[:, None] * part_size
+    places = torch.arange(-(-part_size // part_width), dtype=torch.int64, device="cpu")[
+        :, None, None
+    ] * part_width + torch.arange(part_width, dtype=torch.int64, device="cpu")
+    outputs = places + torch.arange(num_parts, dtype=torch.int64, device="cpu")[:, None] * part_size
     return torch.where(places < part_size, outputs, out_size).flatten(1)
 
 
@@ -125,7 +127,7 @@ def _in_short_groups(weights: QuantisedWeight, limit: int) -> QuantisedWeight:
         scales, factors, group = None, own if factors is None else factors * own, num_columns
     if group > limit:
         shorter = limit if group == num_columns else _largest_divisor(group, limit)
-        groups = torch.arange(0, num_columns, shorter) // group
+        groups = torch.arange(0, num_columns, shorter, dtype=torch.int64, device="cpu") // group
         group = shorter
         scales, zeros = (None if one is None else one.index_select(-1, groups) for one in (scales, zeros))
     row_block = 1 if scales is None else weights.row_block

@@ -61,11 +61,12 @@ static void pack_head(const Quantised *q, const char *from, char *to, int64_t si
         memcpy(to + group * step, from + group * size, size);
 }
 
-/* codes (out_size, words), scales (ceil(out_size / row_block), groups), zeros (out_size, groups) -> panels, which are
-   zeros. */
-int pack_quantised(const Quantised *q, const float *codes, const char *scales, int64_t row_block, const char *zeros,
+/* words (out_size, words of a row), scales (ceil(out_size / row_block), groups), zeros (out_size, groups) -> panels,
+   which are zeros. */
+int pack_quantised(const Quantised *q, const void *words, const char *scales, int64_t row_block, const char *zeros,
                    char *panels, int64_t out_size, int64_t parts, int64_t dtype, int64_t num_threads)
 {
+    const float *codes = words;
     const int64_t part_size = out_size / parts, width = PANEL / parts, num_panels = count_panels(part_size, parts);
     const int64_t groups = count_groups(q), size = scale_bytes(q);
 #pragma omp parallel for schedule(static) num_threads((int)num_threads)

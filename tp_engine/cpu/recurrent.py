@@ -44,7 +44,7 @@ def _in_c(
         constants, has_matrices = [getattr(rule, field.name) for field in fields(rule)[1:]], kind.key_dim > 0
         kept = ((None, None) if states is None else states)[: 1 + has_matrices]
         heads = (kind.num_key_heads, kind.num_value_heads, kind.key_dim, kind.value_dim)
-        out = torch.empty((len(mixed), kind.num_value_heads * kind.value_dim), dtype=dtype or mixed.dtype)
+        out = torch.empty((len(mixed), kind.num_value_heads * kind.value_dim), dtype=dtype or mixed.dtype, device="cpu")
         failed = getattr(library, function)(
             *constants, *kept, *(0 if one is None else one.stride(0) for one in kept),
             *(heads if has_matrices else (kind.num_channels,)), kind.taps,
@@ -70,7 +70,7 @@ def group_squares(library: ctypes.CDLL, x: torch.Tensor, num_groups: int) -> tor
     if x.dtype != torch.float32 or not x.is_contiguous():
         return mamba2.group_squares(x, num_groups)
     rows, width = x.shape
-    out = torch.empty((rows, num_groups))
+    out = torch.empty((rows, num_groups), dtype=torch.float32, device="cpu")
     library.group_squares(x, out, rows, num_groups, width // num_groups)
     return out
 
@@ -89,6 +89,6 @@ def norm_groups(
     if x.dtype != torch.float32 or weight.dtype not in DTYPE_CODES or not is_dense:
         return mamba2.norm_groups(x, weight, num_groups, eps, squares, group_size)
     rows, width = x.shape
-    out = torch.empty((rows, width), dtype=weight.dtype)
+    out = torch.empty((rows, width), dtype=weight.dtype, device="cpu")
     library.norm_groups(x, weight, squares, out, rows, num_groups, width // num_groups, group_size, eps, weight.dtype)
     return out

@@ -80,7 +80,7 @@ class _Checks:
 
     def wide(self, *shape: int) -> torch.Tensor:
         """Return normal numbers, float32."""
-        return torch.randn(*shape, generator=self.generator)
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float32, device="cpu")
 
     def draw(self, *shape: int) -> torch.Tensor:
         """Return normal numbers of the type."""
@@ -108,7 +108,9 @@ class _Checks:
         yield from self.both(ops, layer_ops, "copy_rows", x[:, :8], residual[:, 20:28])
         for kind in _ACTIVATIONS:
             yield from self.both(ops, layer_ops, "gate", x, kind)
-        yield from self.both(ops, layer_ops, "embed", torch.tensor([1, 4, 2], dtype=torch.int32), x, 1, 3.0)
+        yield from self.both(
+            ops, layer_ops, "embed", torch.tensor([1, 4, 2], dtype=torch.int32, device="cpu"), x, 1, 3.0
+        )
         for cap in (None, 2.0):
             yield from self.both(ops, layer_ops, "cap_logits", x * 3, 0.5, cap)
         yield from self.both(ops, layer_ops, "sigmoid_gate", x[:, :20].contiguous(), x[:, 20:])
@@ -122,9 +124,12 @@ class _Checks:
         mamba = mamba2.Mamba2Rule(kind, conv, self.wide(channels), -self.wide(4).abs(), self.wide(4), self.wide(4))
         short = StateKind(num_key_heads=1, num_value_heads=37, key_dim=0, value_dim=1, taps=3)
         short_rule = short_conv.ShortConvRule(short, self.wide(3, 37))
-        slots, chunks = torch.tensor([2, 0, -1], dtype=torch.int32), [Chunk(0, 2, 1, False), Chunk(2, 1, 0, True)]
+        slots, chunks = (
+            torch.tensor([2, 0, -1], dtype=torch.int32, device="cpu"),
+            [Chunk(0, 2, 1, False), Chunk(2, 1, 0, True)],
+        )
         states = LayerStates(self.wide(4, 2, channels) / 4, self.wide(4, 4, 12, 40) / 4)
-        inputs = LayerStates(self.wide(4, 2, 37), torch.empty(4, 37, 0, 1))
+        inputs = LayerStates(self.wide(4, 2, 37), torch.empty(4, 37, 0, 1, dtype=torch.float32, device="cpu"))
         for name, twins, *given in (
             ("gated_delta_net", gated_delta_net, self.draw(3, channels + 160), self.draw(3, 8), delta, states),
             ("mamba2", mamba2, self.draw(3, channels + 164) / 4, mamba, states),
@@ -143,7 +148,10 @@ class _Checks:
         """Operations on queries and keys."""
         heads, weights = self.draw(3, _HEADS + 2 * _KV_HEADS, _HEAD_DIM), self.draw(_HEADS + _KV_HEADS, _HEAD_DIM)
         norm = HeadNorm(q_weight=weights[0], k_weight=weights[-1], weights=weights, eps=1e-5, offset=1.0)
-        positions, scale = torch.tensor([4, 0, 2]), torch.rand(5, generator=self.generator) + 0.5
+        positions, scale = (
+            torch.tensor([4, 0, 2], dtype=torch.int64, device="cpu"),
+            torch.rand(5, generator=self.generator, dtype=torch.float32, device="cpu") + 0.5,
+        )
         for own_norm, rotation in (
             (None, Rotation(self.draw(5, _HEAD_DIM), positions)),
             (norm, Rotation(self.draw(5, 10), positions, scale)),
@@ -165,23 +173,29 @@ class _Checks:
             gated = PackedWeight(self.library, weight[:36], activation=rule)
             yield f"packed_linear with {rule.kind}", gated(x, bias[:36]), layer_ops.gate(expected[:, :36], rule)
             yield "packed_linear of both parts", gated.before_activation(x, bias[:36]), expected[:, :36]
-        ids = torch.tensor([36, 0, 50, 17], dtype=torch.int32)
+        ids = torch.tensor([36, 0, 50, 17], dtype=torch.int32, device="cpu")
         wanted = torch.where(ids[:, None] < 37, weight[ids.clamp(max=36).long()], 0.0) * 2
         yield "embed_panels", PackedWeight(self.library, weight).rows(ids, None, 2.0), wanted
 
     def quantised_weight(self, kind: Codes, *shape: int) -> QuantisedWeight:
         """Return one with groups of 8 columns; zeros if the kind may have them."""
         *outer, in_size = shape
-        codes = torch.randint(256, (*outer, in_size // values_per_byte(kind)), generator=self.generator)
+        codes = torch.randint(
+            256, (*outer, in_size // values_per_byte(kind)), generator=self.generator, dtype=torch.int64, device="cpu"
+        )
         codes, groups = codes.to(torch.uint8), (*outer, -(-in_size // 8))
-        zeros = torch.randint(-128, 128, groups, generator=self.generator).to(torch.int8)
+        zeros = torch.randint(-128, 128, groups, generator=self.generator, dtype=torch.int64, device="cpu").to(
+            torch.int8
+        )
         return QuantisedWeight(
             kind=kind,
             codes=codes.masked_fill(codes & 127 == 127, 1),  # no NaN
-            scales=((torch.rand(groups, generator=self.generator) + 0.5) / _LARGEST[kind]).bfloat16(),
+            scales=(
+                (torch.rand(groups, generator=self.generator, dtype=torch.float32, device="cpu") + 0.5) / _LARGEST[kind]
+            ).bfloat16(),
             group=8,
             zeros=zeros if kind.startswith("int") else None,
-            factors=torch.rand(outer, generator=self.generator) + 0.5,
+            factors=torch.rand(outer, generator=self.generator, dtype=torch.float32, device="cpu") + 0.5,
         )
 
     def _quantised(self) -> Iterator[Check]:
@@ -231,19 +245,22 @@ class _Checks:
         """Latent attention's small operations, for more tokens than share what is read; then the attention to its
         rows."""
         query, rows, up = self.draw(5, 2, 14), self.draw(5, 40), self.draw(2, 17, 36) / 10
-        rule, rotation = NormRule(self.draw(36), 1e-6), Rotation(self.draw(9, 4), torch.arange(5))
-        given = (query, rows, rule, rotation, True, None, torch.zeros(5))
+        rule, rotation = (
+            NormRule(self.draw(36), 1e-6),
+            Rotation(self.draw(9, 4), torch.arange(5, dtype=torch.int64, device="cpu")),
+        )
+        given = (query, rows, rule, rotation, True, None, torch.zeros(5, dtype=torch.float32, device="cpu"))
         yield from self.both(native_latents, latents, "prepare_latents", *given)
         yield from self.both(native_latents, latents, "absorb_w_uk", query, up, 10)
         absorbed = latents.absorb_w_uk(query, up, 10)
         means = absorbed[..., :36].contiguous()
         yield from self.both(native_latents, latents, "project_w_uv", means, up, 10)
         cache, out = self.draw(1, 13, _BLOCK_SIZE, 1, 40), torch.empty_like(means[:2])
-        table = torch.randperm(13, generator=self.generator).int().view(1, 13)
+        table = torch.randperm(13, generator=self.generator, dtype=torch.int64, device="cpu").int().view(1, 13)
         attention = self.one_request(2, 50, table)
         attention(absorbed[:2].contiguous(), None, cache, out, scale=_SCALE)
         kept = cache[0, table[0].long()].view(1, 52, 40)[:, :50].float()
-        hidden = torch.full((2, 50), float("-inf")).triu(49)
+        hidden = torch.full((2, 50), float("-inf"), dtype=torch.float32, device="cpu").triu(49)
         by_head = absorbed[:2].float().transpose(0, 1)
         attended = attend(by_head, kept, kept[..., :36], hidden, scale=_SCALE, softcap=None, sinks=None)
         yield "paged_attention of latents", out, attended.transpose(0, 1)
@@ -252,31 +269,41 @@ class _Checks:
         """Return the attention of a step with one request, whose keys are stored."""
         attention = PagedAttention(self.library)
         lengths, start, keys = np.array([[num_queries], [0], [num_keys]], dtype=np.int32)
-        attention.set_step(lengths, start, keys, table, torch.full((num_queries,), -1))
+        attention.set_step(lengths, start, keys, table, torch.full((num_queries,), -1, dtype=torch.int64, device="cpu"))
         return attention
 
     def _chosen_keys(self) -> Iterator[Check]:
         """One decode's choice, of whole numbers, so that neither types nor the order of sums change a score; then
         attention to rows at the chosen places."""
-        table = torch.randperm(13, generator=self.generator).int().view(1, 13)
+        table = torch.randperm(13, generator=self.generator, dtype=torch.int64, device="cpu").int().view(1, 13)
         sizes = (1, 3, 8), (52, 8), (1, 3)
-        query, keys, weights = (torch.randint(-2, 3, size, generator=self.generator) for size in sizes)
+        query, keys, weights = (
+            torch.randint(-2, 3, size, generator=self.generator, dtype=torch.int64, device="cpu") for size in sizes
+        )
         index_kv = LayerKv(keys.to(self.dtype).view(1, 13, _BLOCK_SIZE, 1, 8))
-        given = (query.to(self.dtype), weights.float(), 1.0, index_kv, table, torch.tensor([50], dtype=torch.int32), 9)
+        given = (
+            query.to(self.dtype),
+            weights.float(),
+            1.0,
+            index_kv,
+            table,
+            torch.tensor([50], dtype=torch.int32, device="cpu"),
+            9,
+        )
         yield from self.both(native_index, index_keys, "choose_keys", *given)
         chosen = index_keys.choose_keys(*given)
         heads, cache = self.draw(1, 2, 24), self.draw(1, 13, _BLOCK_SIZE, 1, 24)
-        out = torch.empty(1, 2, 20, dtype=self.dtype)
+        out = torch.empty(1, 2, 20, dtype=self.dtype, device="cpu")
         self.one_request(1, 50, table)(heads, None, cache, out, scale=_SCALE, chosen=chosen)
         rows = cache[0, table[0].long()].view(1, 52, 24)[:, chosen.positions[0].long()].float()
-        by_head, seen = heads.float().transpose(0, 1), torch.zeros(1, 9)
+        by_head, seen = heads.float().transpose(0, 1), torch.zeros(1, 9, dtype=torch.float32, device="cpu")
         attended = attend(by_head, rows, rows[..., :20], seen, scale=_SCALE, softcap=None, sinks=None)
         yield "paged_attention to chosen keys", out, attended.transpose(0, 1)
 
     def _int8_rows(self) -> Iterator[Check]:
         """Rows of numbers that are codes already, so that rounding can not differ."""
         rows, twin = NativeInt8Rows(self.library), TorchInt8Rows()
-        x = torch.randint(-127, 128, (3, 40), generator=self.generator).to(self.dtype)
+        x = torch.randint(-127, 128, (3, 40), generator=self.generator, dtype=torch.int64, device="cpu").to(self.dtype)
         x[:, 7] = -127
         products, bias = self.wide(3, 40), self.draw(40)
         (codes, scales), (expected, expected_scales) = rows.quantise(x), twin.quantise(x)
@@ -294,21 +321,23 @@ class _Checks:
         form = block_codes.BlockForm(
             num_parts=2, block_size=16, num_kv_heads=1, head_dim=40, dtype=self.dtype, simd_width=simd_width
         )
-        pool = torch.randint(-7, 8, (2, form.num_vectors * 40), generator=self.generator).to(self.dtype)
+        pool = torch.randint(
+            -7, 8, (2, form.num_vectors * 40), generator=self.generator, dtype=torch.int64, device="cpu"
+        ).to(self.dtype)
         pool[:, ::40] = pool[:, 1::40] = 7
         blocks = pool.view(torch.uint8)
         for codes in (torch.int8, torch.float8_e4m3fn):
-            blobs, twin = torch.zeros(2, 2, form.blob_bytes, dtype=torch.uint8)
+            blobs, twin = torch.zeros(2, 2, form.blob_bytes, dtype=torch.uint8, device="cpu")
             native_block_codes.encode_blocks(self.library, blocks, blobs, pairs, form, codes)
             block_codes.encode_blocks(blocks, twin, pairs, form, codes)
-            back, expected = torch.zeros(2, *blocks.shape, dtype=torch.uint8)
+            back, expected = torch.zeros(2, *blocks.shape, dtype=torch.uint8, device="cpu")
             native_block_codes.decode_blocks(self.library, blobs, back, pairs, form, codes)
             block_codes.decode_blocks(twin, expected, pairs, form, codes)
             yield f"blocks in {codes}", back.view(self.dtype), expected.view(self.dtype)
 
     def _adapters(self) -> Iterator[Check]:
         """A product of two parts, seven rows of which have one of two adapters, of ranks 5 and 2."""
-        ranks, sizes = torch.tensor([5, 2], dtype=torch.int32), (70, 23)
+        ranks, sizes = torch.tensor([5, 2], dtype=torch.int32, device="cpu"), (70, 23)
         weights = adapters.AdapterWeights(
             a=self.draw(2, 10, 37) / 8, b=self.draw(2, 5, 93) / 8, ranks=ranks, part_sizes=sizes
         )
@@ -321,8 +350,8 @@ class _Checks:
         """Output of two requests in scattered blocks, and the same by softmax over explicit scores."""
         query_lens, seq_lens = (np.array(column, dtype=np.int32) for column in zip(*_REQUESTS, strict=True))
         num_tokens, num_blocks = int(query_lens.sum()), 14
-        blocks = torch.randperm(num_blocks, generator=self.generator, dtype=torch.int32)
-        table = torch.zeros(2, 10, dtype=torch.int32)
+        blocks = torch.randperm(num_blocks, generator=self.generator, dtype=torch.int32, device="cpu")
+        table = torch.zeros(2, 10, dtype=torch.int32, device="cpu")
         table[0, :3], table[1, :10] = blocks[:3], blocks[3:13]
         kv_cache, query = (
             self.draw(2, num_blocks, _BLOCK_SIZE, _KV_HEADS, _HEAD_DIM),
@@ -330,7 +359,9 @@ class _Checks:
         )
         starts, sinks = np.cumsum(query_lens, dtype=np.int32) - query_lens, self.wide(_HEADS)
         attention = PagedAttention(self.library)
-        attention.set_step(query_lens, starts, seq_lens, table, torch.full((num_tokens,), -1))
+        attention.set_step(
+            query_lens, starts, seq_lens, table, torch.full((num_tokens,), -1, dtype=torch.int64, device="cpu")
+        )
         for name, cache_dtype, softcap, own_sinks in (
             ("paged_attention", self.dtype, None, None),
             ("paged_attention with a softcap and sinks", self.dtype, _SOFTCAP, sinks),
@@ -358,7 +389,9 @@ def _attend_plainly(
     """``query`` (n, heads, head_dim), the last of ``keys_values`` (2, tokens, KV heads, head_dim); in float32."""
     keys, values = keys_values.float().repeat_interleave(_HEADS // _KV_HEADS, 2).transpose(1, 2)
     num_queries, num_keys = len(query), keys.shape[1]
-    hidden = torch.full((num_queries, num_keys), float("-inf")).triu(num_keys - num_queries + 1)
+    hidden = torch.full((num_queries, num_keys), float("-inf"), dtype=torch.float32, device="cpu").triu(
+        num_keys - num_queries + 1
+    )
     by_head, own_sinks = query.float().transpose(0, 1), None if sinks is None else sinks.view(-1, 1, 1)
     out = attend(by_head, keys, values, hidden, scale=_SCALE, softcap=softcap, sinks=own_sinks)
     return out.transpose(0, 1)
@@ -367,7 +400,7 @@ def _attend_plainly(
 def _copies(given: Any) -> Any:
     """``given`` with copies of the tensors in it, in the same strides."""
     if isinstance(given, torch.Tensor):
-        return torch.empty_strided(given.shape, given.stride(), dtype=given.dtype).copy_(given)
+        return torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="cpu").copy_(given)
     if isinstance(given, LayerStates):
         return LayerStates(*map(_copies, given))
     return tuple(map(_copies, given)) if type(given) is tuple else given

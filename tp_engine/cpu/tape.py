@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from tp_engine.cpu.extents import check_extents
 from tp_engine.cpu.layout import DTYPE_CODES
 from tp_engine.cpu.prototypes import Prototype
 
@@ -27,8 +28,27 @@ Naming: TypeAlias = Callable[[str], AbstractContextManager[object]]
 """``with naming("rms_norm"):`` surrounds a call."""
 
 
-def _address(argument: Any) -> Any:
-    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
+_READ_AS = {"int32_t": torch.int32, "int64_t": torch.int64, "float": torch.float32, "uint8_t": torch.uint8}
+"""Types of tensors by the C types that say them; ``char`` and ``void`` are of any."""
+
+
+def address_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
+    """Return the address of a tensor's memory for C, which reads it as ``dtype``; raises ``TypeError`` for a tensor of
+    another type or elsewhere, as ambient defaults of torch would make it."""
+    if not tensor.is_cpu or (dtype is not None and tensor.dtype is not dtype):
+        wanted = "" if dtype is None else f" of {dtype}"
+        raise TypeError(f"a compiled kernel reads memory of the CPU{wanted}, not a tensor of {_form(tensor)}")
+    return tensor.data_ptr()
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} and shape {tuple(tensor.shape)} on {tensor.device}"
+
+
+def _address_as(item: str) -> Callable[[Any], Any]:
+    """The maker of an argument for a pointer to C's type ``item``."""
+    dtype = _READ_AS.get(item)
+    return lambda argument: address_of(argument, dtype) if isinstance(argument, torch.Tensor) else argument
 
 
 def _integer(argument: Any) -> int:
@@ -36,7 +56,6 @@ def _integer(argument: Any) -> int:
 
 
 _MADE_BY: dict[Any, Callable[[Any], Any]] = {
-    ctypes.c_void_p: _address,
     ctypes.c_int: _integer,
     ctypes.c_int64: _integer,
     ctypes.c_float: float,
@@ -55,15 +74,23 @@ class NativeFunction:
     def __init__(self, prototype: Prototype, plain: Any, player: Any) -> None:
         self.plain = plain
         self._name, self._takes_threads = prototype.name, prototype.takes_threads
-        self._makers = [_MADE_BY[kind] for kind in prototype.parameters]
+        self._prototype = prototype
+        self._makers = [
+            _address_as(item) if item else _MADE_BY[kind]
+            for kind, item in zip(prototype.parameters, prototype.items, strict=True)
+        ]
         self._player = None if player is None else ctypes.cast(player, ctypes.c_void_p).value or 0
 
     def __call__(self, *given: Any) -> int:
         if self._takes_threads:
             given = (*given, torch.get_num_threads())
-        arguments = [make(one) for make, one in zip(self._makers, given, strict=True)]
+        try:
+            arguments = [make(one) for make, one in zip(self._makers, given, strict=True)]
+        except TypeError as error:
+            raise TypeError(f"{self._name}({', '.join(self._prototype.names)}): {error}") from error
         tape = _recorded.get()
         if tape is not None and self._player is not None:
+            check_extents(self._prototype, given)
             tape.add(self._name, self._player, arguments)
         naming = _naming.get() if tape is None and self._player is not None else None
         with nullcontext() if naming is None else naming(self._name):

@@ -43,7 +43,7 @@ class HostGroup:
         """Return every rank's payload, in rank order."""
         if self._group is None:
             return [payload]
-        size = torch.tensor([len(payload)])
+        size = torch.tensor([len(payload)], dtype=torch.int64, device="cpu")
         dist.all_reduce(size, op=dist.ReduceOp.MAX, group=self._group)
         longest = int(size)
         framed = np.zeros(8 + longest, dtype=np.uint8)

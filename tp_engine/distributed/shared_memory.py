@@ -122,7 +122,7 @@ def check_exchange(made: Communicator, library: Communicator, slot_bytes: int) -
     wrong, num_results = [], 0
     for dtype in DTYPES:
         for count in (1, 100, slot_bytes // dtype.itemsize + 33):
-            mine = torch.randn(count, generator=generator).to(dtype)
+            mine = torch.randn(count, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
             whole = library.all_gather(mine)
             expected = ordered_sum(torch.split(whole, count), made.info.local_world_size)
             sums = [made.all_reduce(mine.clone()) for _ in range(2)]
@@ -172,7 +172,7 @@ class SharedMemoryCommunicator(Communicator):
         return tensor
 
     def tree_reduce(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        out = torch.empty(part.shape, dtype=dtype)
+        out = torch.empty(part.shape, dtype=dtype, device="cpu")
         call(self._all_reduce, part, out)
         return out
 

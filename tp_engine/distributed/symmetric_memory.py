@@ -286,7 +286,7 @@ def _mark(buffer: SymmetricBuffer, writer: int, owner: int) -> torch.Tensor:
 
 def _written(buffer: SymmetricBuffer, writer: int, owner: int) -> torch.Tensor:
     place = _mark(buffer, writer, owner)
-    numbers = torch.arange(len(place), device=buffer.addresses.device)
+    numbers = torch.arange(len(place), device=buffer.addresses.device, dtype=torch.int64)
     return numbers.add_(1 + 16 * writer + owner).remainder_(251).to(torch.uint8)
 
 
@@ -313,11 +313,16 @@ def check_results(
     num_results = 0
     for num_bytes in sorted({plan.one_shot_bytes, plan.multimem_bytes, plan.two_shot_bytes} - {0}):
         for dtype in _DTYPES:
-            mine = torch.arange(num_bytes // dtype.itemsize, device=device).remainder_(13).add_(rank).to(dtype)
+            mine = (
+                torch.arange(num_bytes // dtype.itemsize, device=device, dtype=torch.int64)
+                .remainder_(13)
+                .add_(rank)
+                .to(dtype)
+            )
             method = plan.choose(num_bytes).name
             num_results += compare(method, mine, communicator.all_reduce, library.all_reduce)
     if plan.gather_bytes:
-        mine = torch.arange(plan.gather_bytes // WORD_BYTES, device=device).add_(rank << 32)
+        mine = torch.arange(plan.gather_bytes // WORD_BYTES, device=device, dtype=torch.int64).add_(rank << 32)
         num_results += compare("an all-gather", mine, communicator.all_gather, library.all_gather)
     if wrong:
         raise RuntimeError(wrong[0])

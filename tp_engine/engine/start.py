@@ -19,7 +19,6 @@ import os
 from collections.abc import Iterator
 
 import msgspec
-import torch
 
 from tp_engine.config import EngineConfig
 from tp_engine.distributed import groups as process_groups
@@ -199,16 +198,6 @@ def check_config(config: EngineConfig) -> EffectiveConfig:
         num_hosts = topology_of(launched).num_hosts
     check_defaults(config.structured_outputs_config)
     return resolve(config, num_hosts=num_hosts)
-
-
-def check_default_dtype() -> None:
-    """``ConfigError`` unless torch's default dtype is that of fresh processes: kernels read tensors of that type."""
-    if torch.get_default_dtype() is not torch.float32:
-        raise ConfigError(
-            f"torch's default dtype is {torch.get_default_dtype()}, and under torchrun the engine's ranks are in this "
-            "process: call torch.set_default_dtype(torch.float32) first, or start the script without torchrun, where "
-            "ranks have processes of their own"
-        )
 
 
 def leave_after_engine() -> None:

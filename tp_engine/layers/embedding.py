@@ -78,7 +78,7 @@ class VocabParallelEmbedding(Layer):
         self.weight: nn.Parameter | None = context.parameter(
             (self._num_rows, hidden_size), _vocab_shape(vocab_size, hidden_size, self._num_rows, context).sources()
         )
-        self._scale = torch.tensor(scale, dtype=context.dtype).item()
+        self._scale = torch.tensor(scale, dtype=context.dtype, device="cpu").item()
         self.reduced_bytes = hidden_size * context.dtype.itemsize
         self._embed = context.op("embed")
         self._lookup: Lookup | None = None

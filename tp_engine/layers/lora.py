@@ -160,8 +160,10 @@ class LinearAdapters(LoRALayerSlots):
         rank = max((pairs[name].rank for name in own if name is not None), default=0)
         if not rank:
             return None
-        a = torch.zeros((len(shape.parts), rank, shape.num_columns), dtype=self._dtype, pin_memory=self._is_cuda)
-        b = torch.zeros((rank, shape.num_rows), dtype=self._dtype, pin_memory=self._is_cuda)
+        a = torch.zeros(
+            (len(shape.parts), rank, shape.num_columns), dtype=self._dtype, pin_memory=self._is_cuda, device="cpu"
+        )
+        b = torch.zeros((rank, shape.num_rows), dtype=self._dtype, pin_memory=self._is_cuda, device="cpu")
         for index, ((part, first), name) in enumerate(zip(shape.placed_parts(), own, strict=True)):
             if name is not None:
                 pair = pairs[name]

@@ -55,8 +55,8 @@ class StackAdapters(LoRALayerSlots):
             return None
         used.update(found)
         pair, of_one, experts = pairs[found[0]], self._of_one, self._experts
-        a = torch.zeros((experts.size, pair.rank, of_one.num_columns), dtype=self._dtype)
-        b = torch.zeros((experts.size, pair.rank, of_one.num_rows), dtype=self._dtype)
+        a = torch.zeros((experts.size, pair.rank, of_one.num_columns), dtype=self._dtype, device="cpu")
+        b = torch.zeros((experts.size, pair.rank, of_one.num_rows), dtype=self._dtype, device="cpu")
         columns = of_one.columns
         own_a = pair.a.view(self._num_experts, pair.rank, -1).narrow(0, *experts)
         a[..., : columns.size] = own_a.narrow(2, *columns)
@@ -100,7 +100,7 @@ class ExpertAdapters:
         if rows is None:
             return product(x, expert_ids, weights)
         adapted = rows.rows.long()
-        is_base = torch.ones(len(x), dtype=torch.bool)
+        is_base = torch.ones(len(x), dtype=torch.bool, device="cpu")
         is_base[adapted] = False
         base, out = is_base.nonzero()[:, 0], torch.empty_like(x)
         if len(base):

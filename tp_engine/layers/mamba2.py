@@ -39,7 +39,7 @@ class Mamba2(RecurrentMixer):
         self.conv_bias = (
             context.parameter((kept,), _bias_sources(f"{conv}.bias", stored, channels), dtype=torch.float32)
             if spec.has_conv_bias
-            else torch.zeros(kept, device=context.device)
+            else torch.zeros(kept, device=context.device, dtype=torch.float32)
         )
         self.log_decay, self.dt_bias, self.skip = (
             context.parameter(

@@ -24,7 +24,7 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, spec: RopeSpec, max_model_len: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        positions = torch.arange(max_model_len, dtype=torch.float32)
+        positions = torch.arange(max_model_len, dtype=torch.float32, device="cpu")
         angles = torch.outer(positions, inverse_frequencies(spec, max_model_len)[: spec.num_pairs])
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * spec.attention_factor
         self.register_buffer("table", table.to(device, dtype), persistent=False)
@@ -44,9 +44,9 @@ class RotaryEmbedding(nn.Module):
         if positions.dim() == 1:
             return Rotation(self.table, positions, self.query_scale)
         assert self.axes is not None and self.query_scale is None
-        own, pairs = positions[self.axes].T, torch.arange(len(self.axes), device=positions.device)
+        own, pairs = positions[self.axes].T, torch.arange(len(self.axes), device=positions.device, dtype=torch.int64)
         table = torch.cat((self.table[own, pairs], self.table[own, pairs + len(pairs)]), 1)
-        return Rotation(table, torch.arange(len(table), device=positions.device))
+        return Rotation(table, torch.arange(len(table), device=positions.device, dtype=torch.int64))
 
 
 def order_of(spec: RopeSpec | None, head_dim: int) -> Decode:
@@ -78,7 +78,7 @@ def turning_first(values: torch.Tensor, head_dim: int, num_pairs: int) -> torch.
 
 def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> torch.Tensor:
     """Radians per position of each pair, (rotary_dim / 2,) float32, with the scaling rule applied."""
-    exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32) / spec.rotary_dim
+    exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32, device="cpu") / spec.rotary_dim
     frequencies = 1.0 / (spec.theta**exponents)
     if spec.kind == "linear":
         return frequencies / spec.factor
@@ -89,7 +89,9 @@ def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> torch.Tensor:
     if spec.kind == "longrope":
         # One choice for all positions: cached keys must not depend on the final length of their request.
         is_long = max_model_len > spec.original_max_position
-        return frequencies / torch.tensor(spec.long_factor if is_long else spec.short_factor)
+        return frequencies / torch.tensor(
+            spec.long_factor if is_long else spec.short_factor, dtype=torch.float32, device="cpu"
+        )
     if spec.kind == "proportional":
         frequencies[spec.num_pairs :] = 0.0
         return frequencies / spec.factor
@@ -125,5 +127,5 @@ def _yarn(spec: RopeSpec, frequencies: torch.Tensor) -> torch.Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     high += 0.001 if low == high else 0
-    slowed = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    slowed = ((torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
     return frequencies / spec.factor * slowed + frequencies * (1 - slowed)

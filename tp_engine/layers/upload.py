@@ -117,7 +117,7 @@ class Arena:
 @cache
 def _arena(device: torch.device) -> Arena:
     """The arena of this process for ``device``, made at its first upload, which is long before the first request."""
-    make_part = partial(torch.empty, dtype=torch.uint8, pin_memory=True)
+    make_part = partial(torch.empty, dtype=torch.uint8, device="cpu", pin_memory=True)
     with torch.inference_mode(False):  # tensors of that mode could be written in that mode only
         parts = [make_part(_PART_BYTES) for _ in range(_NUM_PARTS)]
     return Arena(parts, partial(torch.cuda.current_stream, device), make_part)

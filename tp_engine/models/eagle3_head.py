@@ -99,7 +99,10 @@ class Eagle3Head(DraftHead):
             if isinstance(module, Layer):
                 module.finish_loading()
         if self.d2t is not None:
-            targets, size = self.tokens_of(torch.arange(len(self.d2t), device=self.d2t.device)), self._spec.vocab_size
+            targets, size = (
+                self.tokens_of(torch.arange(len(self.d2t), device=self.d2t.device, dtype=torch.int64)),
+                self._spec.vocab_size,
+            )
             if not bool(((targets >= 0) & (targets < size)).all()):
                 raise WeightError(f"d2t of the draft head leads to tokens outside of the vocabulary of {size}")
 

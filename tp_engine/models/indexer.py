@@ -48,7 +48,7 @@ class Indexer(Layer):
         )
         self.is_recordable = context.can_record("prepare_index", "to_float32", "choose_keys")
         self._scale = (spec.num_heads * spec.dim) ** -0.5
-        self._queries = self._weights = torch.empty(0)
+        self._queries = self._weights = torch.empty(0, dtype=torch.float32, device="cpu")
         self._chosen: dict[int, torch.Tensor] = {}
         self._of_rows: dict[int, ChosenKeys] = {}
         self.index_kv: LayerKv | None = None

@@ -46,7 +46,7 @@ class LatentUp(LocalLinear):
         super().__init__(shape, bias=False, context=context.unadapted)
         self.query_dim, self.value_dim = spec.query_dim, spec.value_dim
         self._spec, self._num_heads = spec, own.size
-        self.up = torch.empty(0)
+        self.up = torch.empty(0, dtype=torch.float32, device="cpu")
         self._device = context.device
         self._absorb, self._release = context.op("absorb_w_uk"), context.op("project_w_uv")
         self._can_record = context.can_record("absorb_w_uk", "project_w_uv")

@@ -181,7 +181,9 @@ class QwenTower(VisionTower):
         spec = self.spec
         patches = merged_patches(image, spec.patch, spec.merge, spec.temporal_patch)
         sizes = [1, image.shape[1] // spec.patch, image.shape[2] // spec.patch]
-        found = self.visual(patches.to(self.dtype), grid_thw=torch.tensor([sizes], device=image.device))
+        found = self.visual(
+            patches.to(self.dtype), grid_thw=torch.tensor([sizes], device=image.device, dtype=torch.int64)
+        )
         rows: torch.Tensor = found.pooler_output
         return torch.cat((rows, *found.deepstack_features), 1) if spec.deep_layers else rows
 
@@ -245,7 +247,7 @@ class _SquareMeans(nn.Module):
         """``hidden_states`` (1, patches, hidden), row by row -> (1, squares, hidden) float32, scaled, and that all are
         valid (1, squares)."""
         merge, columns, hidden = self.merge, self.columns, hidden_states.shape[-1]
-        shares = torch.eye(columns, device=hidden_states.device) / merge**2
+        shares = torch.eye(columns, device=hidden_states.device, dtype=torch.float32) / merge**2
         shares = shares.repeat_interleave(merge, 1).repeat(1, merge)
         means = shares @ hidden_states.float().view(-1, merge * columns * merge, hidden)
         means = means.to(hidden_states.dtype).view(1, -1, hidden)
@@ -323,7 +325,9 @@ class KimiTower(VisionTower):
     def encode(self, image: torch.Tensor) -> torch.Tensor:
         patch = self.spec.patch
         patches = merged_patches(image, patch, 1, 1)
-        sizes = torch.tensor([[1, image.shape[1] // patch, image.shape[2] // patch]], device=image.device)
+        sizes = torch.tensor(
+            [[1, image.shape[1] // patch, image.shape[2] // patch]], device=image.device, dtype=torch.int64
+        )
         merged = self.vision_tower(patches.to(self.dtype), grid_thw=sizes).pooler_output
         rows: torch.Tensor = self.mm_projector(merged).squeeze(1)
         return rows
@@ -423,7 +427,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def normalised(pixels: torch.Tensor, spec: VisionSpec) -> torch.Tensor:
     """``pixels`` (height, width, 3) uint8 -> (3, height, width) float32, by the mean and standard deviation of each
     colour."""
-    mean, std = (torch.tensor(values, device=pixels.device) for values in (spec.mean, spec.std))
+    mean, std = (torch.tensor(values, device=pixels.device, dtype=torch.float32) for values in (spec.mean, spec.std))
     levels = (torch.arange(256, dtype=torch.float64, device=pixels.device) * (1 / 255)).to(torch.float32)
     table = levels.sub(mean.unsqueeze(1)).div_(std.unsqueeze(1))  # (3, 256), since doing so for all pixels takes more
     found = table.new_empty((3, *pixels.shape[:2]))
@@ -448,5 +452,7 @@ def raster_patches(image: torch.Tensor, patch: int) -> tuple[torch.Tensor, torch
     colours, height, width = image.shape
     rows, columns = height // patch, width // patch
     cut = image.reshape(colours, rows, patch, columns, patch).permute(1, 3, 2, 4, 0)
-    grid = torch.meshgrid(*(torch.arange(size, device=image.device) for size in (rows, columns)), indexing="ij")
+    grid = torch.meshgrid(
+        *(torch.arange(size, device=image.device, dtype=torch.int64) for size in (rows, columns)), indexing="ij"
+    )
     return cut.reshape(rows * columns, -1), torch.stack((grid[1].flatten(), grid[0].flatten()), 1)

@@ -32,7 +32,7 @@ def keep_mask(scaled: torch.Tensor, group: RowGroup, total: torch.Tensor | None 
 
     ``total`` (m, 1) is the weight of all tokens if the candidates are only some of the tokens that top_k leaves.
     """
-    keep = torch.arange(scaled.shape[1], device=scaled.device) < group.top_k
+    keep = torch.arange(scaled.shape[1], device=scaled.device, dtype=torch.int64) < group.top_k
     maximum = scaled[:, :1]
     weights = fixed_weights(scaled, maximum) * keep
     inclusive = weights.cumsum(-1)

@@ -37,7 +37,7 @@ def row_argmax(scores: torch.Tensor) -> torch.Tensor:
     blocks = scores[:, :tail].reshape(num_rows, num_blocks, _ARGMAX_BLOCK)  # a view
     maxima = blocks.amax(-1)  # (m, blocks)
     best = maxima.argmax(-1, keepdim=True)
-    inside = blocks[torch.arange(num_rows), best[:, 0]].argmax(-1, keepdim=True)
+    inside = blocks[torch.arange(num_rows, dtype=torch.int64, device="cpu"), best[:, 0]].argmax(-1, keepdim=True)
     index = best * _ARGMAX_BLOCK + inside
     if tail < width:
         rest = scores[:, tail:]
@@ -82,7 +82,9 @@ def best_keys(scores: torch.Tensor, first_id: int) -> torch.Tensor:
 def top_keys(logits: torch.Tensor, count: int, first_id: int = 0) -> torch.Tensor:
     """Rank keys (m, count) of the likeliest tokens in order; column 0 of ``logits`` (m, c) float32 is ``first_id``."""
     num_ids = logits.shape[1]
-    return largest_keys(pack_keys(logits, torch.arange(first_id, first_id + num_ids, device=logits.device)), count)
+    return largest_keys(
+        pack_keys(logits, torch.arange(first_id, first_id + num_ids, device=logits.device, dtype=torch.int64)), count
+    )
 
 
 def largest_keys(keys: torch.Tensor, count: int) -> torch.Tensor:

@@ -32,7 +32,9 @@ class DummyWeights:
 
     def __init__(self, sources: Iterable[Source], seed: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self._sources, self._seed, self._dtype = {source.name: source for source in sources}, seed, dtype
-        pool = torch.empty(POOL_SIZE).uniform_(-HALF_WIDTH, HALF_WIDTH, generator=torch.Generator().manual_seed(seed))
+        pool = torch.empty(POOL_SIZE, dtype=torch.float32, device="cpu").uniform_(
+            -HALF_WIDTH, HALF_WIDTH, generator=torch.Generator().manual_seed(seed)
+        )
         self._pool = torch.cat((pool, pool)).to(device=device, dtype=dtype)
 
     def __enter__(self) -> DummyWeights:

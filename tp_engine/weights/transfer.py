@@ -34,7 +34,7 @@ class StagedCopy:
 
     def __init__(self, device: torch.device, room_bytes: int = _ROOM_BYTES) -> None:
         is_cuda = device.type == "cuda"
-        self._room = torch.empty(room_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+        self._room = torch.empty(room_bytes, dtype=torch.uint8, pin_memory=is_cuda, device="cpu")
         self._stream = torch.cuda.Stream(device) if is_cuda else None
         if self._stream is not None:  # what was freed for the parameters' memory may still be in use there
             self._stream.wait_stream(torch.cuda.default_stream(device))

@@ -221,10 +221,12 @@ def run_largest_step(
     """
     config = effective.config
     num_tokens = config.max_num_batched_tokens
-    input_ids = torch.arange(num_tokens, device=device) % effective.model.vocab_size
+    input_ids = torch.arange(num_tokens, device=device, dtype=torch.int64) % effective.model.vocab_size
     metadata = _fresh_prompts(num_tokens, effective.max_model_len, config.block_size, device)
     groups = [metadata] * len(backends)
-    positions = torch.cat([torch.arange(length, device=device) for length in metadata.host_query_lens.tolist()])
+    positions = torch.cat(
+        [torch.arange(length, device=device, dtype=torch.int64) for length in metadata.host_query_lens.tolist()]
+    )
     prepare_groups(backends, groups)
     part = model.shortened() if device.type == "cpu" else nullcontext()
     of_tokens: IntArray = np.zeros(num_tokens, dtype=np.int32)
@@ -262,7 +264,9 @@ def encode_largest_image(tower: VisionTower, num_rows: int, device: Device) -> N
         if device.type == "cpu":
             num_bytes = largest_image_bytes(tower)
             device.empty_cache()  # what earlier steps have freed is used again
-            held = torch.ones(num_bytes + num_rows * tower.width * tower.dtype.itemsize, dtype=torch.uint8)
+            held = torch.ones(
+                num_bytes + num_rows * tower.width * tower.dtype.itemsize, dtype=torch.uint8, device="cpu"
+            )
         else:
             held = torch.empty((num_rows, tower.width), dtype=tower.dtype, device=device.torch_device)
             tower(torch.zeros((height, width, 3), dtype=torch.uint8, device=device.torch_device))

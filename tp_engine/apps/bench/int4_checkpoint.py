@@ -74,7 +74,7 @@ def pack_along(codes: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(ran
     """int32 words of eight codes along ``dim``; ``order`` names the code that each four bits hold, from the lowest."""
     last = codes.long().movedim(dim, -1)
     eights = last.reshape(*last.shape[:-1], -1, 8)[..., list(order)]
-    words = (eights << torch.arange(0, 32, 4)).sum(-1)
+    words = (eights << torch.arange(0, 32, 4, dtype=torch.int64, device="cpu")).sum(-1)
     signed = torch.where(words >= 1 << 31, words - (1 << 32), words)
     return signed.int().movedim(-1, dim).contiguous()
 
@@ -100,5 +100,5 @@ def pack_layer(weight: torch.Tensor, packing: str, group: int) -> Tensors:
     if packing == "awq":
         words, zero_words = pack_along(codes, 1, _AWQ_ORDER), pack_along(zeros, 1, _AWQ_ORDER)
         return {"qweight": words, "qzeros": zero_words, "scales": scales}
-    index = torch.arange(weight.shape[1], dtype=torch.int32) // group
+    index = torch.arange(weight.shape[1], dtype=torch.int32, device="cpu") // group
     return {"qweight": pack_along(codes, 0), "qzeros": pack_along(zeros - 1, 1), "scales": scales, "g_idx": index}

@@ -23,13 +23,13 @@ def processor_name() -> str:
 
 def read_bandwidth(num_bytes: int = 1 << 30, repeats: int = 7) -> float:
     """Bytes per second at which torch's threads read a large tensor (a sum in fp32); the best of several."""
-    values = torch.ones(num_bytes // 4)
+    values = torch.ones(num_bytes // 4, dtype=torch.float32, device="cpu")
     return num_bytes / _best_seconds(values.sum, repeats)
 
 
 def cpu_matmul_rate(dtype: torch.dtype, size: int = 1024, repeats: int = 40) -> float:
     """Floating-point operations per second of a square matrix product with torch's threads; the best of several."""
-    left, right = torch.randn(2, size, size).to(dtype)
+    left, right = torch.randn(2, size, size, dtype=torch.float32, device="cpu").to(dtype)
     return 2 * size**3 / _best_seconds(lambda: torch.mm(left, right), repeats)
 
 
@@ -51,7 +51,7 @@ def copy_bandwidth(num_bytes: int = 4 << 30, repeats: int = 10) -> float:
 
 def matmul_rate(dtype: torch.dtype, size: int = 8192, repeats: int = 10) -> float:
     """Floating-point operations per second of a large square matrix product on the GPU; the mean of several."""
-    left, right = torch.randn(2, size, size, device="cuda").to(dtype)
+    left, right = torch.randn(2, size, size, device="cuda", dtype=torch.float32).to(dtype)
     return 2 * size**3 / _cuda_seconds(lambda: torch.mm(left, right), repeats)
 
 

@@ -141,13 +141,13 @@ def _add_head(folder: Path, shape: str) -> None:
 
     tensors = load_file(folder / "model.safetensors")
     embedding = tensors["model.embed_tokens.weight"]
-    embedding.copy_(torch.randint(2, embedding.shape) * 2.0 - 1)
+    embedding.copy_(torch.randint(2, embedding.shape, dtype=torch.int64, device="cpu") * 2.0 - 1)
     if "lm_head.weight" in tensors:
         tensors["lm_head.weight"] = embedding.clone()
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
             tensor.zero_()
-    projection = torch.eye(embedding.shape[1], 2 * embedding.shape[1], dtype=embedding.dtype)
+    projection = torch.eye(embedding.shape[1], 2 * embedding.shape[1], dtype=embedding.dtype, device="cpu")
     tensors |= _HEADS[shape](tensors, SHAPES[shape]["num_hidden_layers"], projection)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 

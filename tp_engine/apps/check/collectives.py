@@ -50,7 +50,9 @@ Mistake: TypeAlias = str | None
 
 def random_part(rank: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
     """Return one rank's tensor (num_elements,), on the CPU; every rank can make it."""
-    return torch.randn(num_elements, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    return torch.randn(
+        num_elements, generator=torch.Generator().manual_seed(rank), dtype=torch.float32, device="cpu"
+    ).to(dtype)
 
 
 def check_collectives(way: Way, sizes: Sequence[int] = SIZES) -> Iterator[CheckFinding]:
@@ -105,7 +107,7 @@ def check_speed(way: Way, num_bytes: int) -> CheckFinding:
 
 def _all_reduce(way: Way, num_elements: int, dtype: torch.dtype) -> Iterator[Mistake]:
     info = way.communicator.info
-    places = torch.arange(num_elements).remainder(_WHOLE_NUMBERS)
+    places = torch.arange(num_elements, dtype=torch.int64, device="cpu").remainder(_WHOLE_NUMBERS)
     whole = [(places + rank).remainder(_WHOLE_NUMBERS).to(dtype) for rank in range(info.world_size)]
     found = _reduced(way, whole[info.rank])
     yield _unequal("a sum of whole numbers", found, torch.stack(whole).double().sum(0).to(dtype))

@@ -130,7 +130,7 @@ class Linears:
             pairs.sort(key=lambda pair: _gate_first(pair[0]))
         for (part, name), weight in pairs:
             weight = weight.reshape(part["stored_rows"], -1)[:, begin:end]
-            rows = torch.tensor(part["rows"])
+            rows = torch.tensor(part["rows"], dtype=torch.int64, device="cpu")
             y = x[:, : end - begin] @ weight[rows].T
             bias = name.removesuffix(".weight") + ".bias"
             if bias in self._stored.names and (is_whole or rank == 0):

@@ -114,7 +114,7 @@ def check_copies(
     """Copy ``num_bytes`` from each device to each other one: the bytes must arrive; the bandwidth is told, in GB/s."""
     started_s, speeds, lost = time.monotonic(), {}, []
     for source in devices:
-        sent = torch.arange(num_bytes, device=source).remainder_(251).to(torch.uint8)
+        sent = torch.arange(num_bytes, device=source, dtype=torch.int64).remainder_(251).to(torch.uint8)
         for target in devices:
             if target is source:
                 continue
@@ -128,7 +128,9 @@ def check_copies(
                 times_s.append(time.perf_counter() - begun_s)
             pair = f"{source} -> {target}"
             speeds[pair] = num_bytes / statistics.median(times_s[1:]) / 1e9
-            if not torch.equal(received, torch.arange(num_bytes, device=target).remainder_(251).to(torch.uint8)):
+            if not torch.equal(
+                received, torch.arange(num_bytes, device=target, dtype=torch.int64).remainder_(251).to(torch.uint8)
+            ):
                 lost.append(pair)
     slowest, middle = min(speeds, key=speeds.__getitem__), statistics.median(speeds.values())
     detail = f"{len(speeds)} pairs: {middle:.1f} GB/s, the slowest {slowest}, {speeds[slowest]:.1f}"

@@ -81,7 +81,7 @@ anything, is what the next layer reads instead."""
 def check_oracle_device(name: str) -> None:
     """Raise ``ConfigError`` unless torch can use the device ``name`` here; before engines run for minutes."""
     try:
-        torch.empty(0, device=name)
+        torch.empty(0, device=name, dtype=torch.float32)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0][:200]
         raise ConfigError(
@@ -209,7 +209,7 @@ class Oracle(Closing):
                 return hidden
 
             # A number instead of positions would cut what the last layers of Gemma 4 E2B get.
-            self._run(token_ids, torch.tensor([len(token_ids) - 1], device=self._device), record)
+            self._run(token_ids, torch.tensor([len(token_ids) - 1], device=self._device, dtype=torch.int64), record)
             states.append(found[-len(self.layers)])
             given.append(calls[-len(self.layers) :])
         return states, given
@@ -218,13 +218,15 @@ class Oracle(Closing):
         def last(hidden: torch.Tensor, *_positional: Any, **_named: Any) -> torch.Tensor:
             return state
 
-        token_ids = torch.tensor(query.token_ids, device=self._device)
+        token_ids = torch.tensor(query.token_ids, device=self._device, dtype=torch.int64)
         wanted = np.empty((len(token_ids), 0), np.int64) if query.wanted is None else query.wanted
-        asked = torch.as_tensor(np.asarray(wanted, np.int64), device=self._device)
+        asked = torch.as_tensor(np.asarray(wanted, np.int64), device=self._device, dtype=torch.int64)
         begin = len(token_ids) if query.logits_from is None else query.logits_from
         parts = []
         for first in range(0, len(token_ids), _POSITIONS_AT_ONCE):
-            here = torch.arange(first, min(first + _POSITIONS_AT_ONCE, len(token_ids)), device=self._device)
+            here = torch.arange(
+                first, min(first + _POSITIONS_AT_ONCE, len(token_ids)), device=self._device, dtype=torch.int64
+            )
             logits = self._run(query.token_ids, here, last)[0].to(torch.promote_types(self._dtype, torch.float32))
             found = logits.log_softmax(-1)
             following = token_ids[here[here < len(token_ids) - 1] + 1]
@@ -239,7 +241,7 @@ class Oracle(Closing):
         """
         for one in self.layers:
             one.forward = (lambda *given, **named: (layer(*given, **named), _CARRIED)) if self._has_second else layer
-        ids = torch.tensor([list(token_ids)], device=self._device)
+        ids = torch.tensor([list(token_ids)], device=self._device, dtype=torch.int64)
         try:
             logits: torch.Tensor = self._model(input_ids=ids, use_cache=False, logits_to_keep=kept).logits
         except ValueError:

@@ -187,16 +187,24 @@ class StoredWeights(Closing):
         zeros = self._need(f"{module}.qzeros")
         if self._quantization.get("quant_method") == _AWQ:
             codes, middle = _words(words, 4), _words(zeros, 4)
-            order = torch.arange(codes.shape[1]).reshape(-1, 8)[:, list(_AWQ_PLACES)].flatten()
+            order = (
+                torch.arange(codes.shape[1], dtype=torch.int64, device="cpu")
+                .reshape(-1, 8)[:, list(_AWQ_PLACES)]
+                .flatten()
+            )
             codes, middle = codes[:, order], middle[:, order]
-            groups = torch.arange(len(codes)) // (len(codes) // len(scales))
+            groups = torch.arange(len(codes), dtype=torch.int64, device="cpu") // (len(codes) // len(scales))
         else:
             bits = 32 * zeros.shape[1] // scales.shape[1]
             codes, middle = _words(words.T, bits).T, _words(zeros, bits)
             if self._quantization.get("checkpoint_format") != _GPTQ_V2:
                 middle = middle + 1
             stored = self._find(f"{module}.g_idx")
-            groups = torch.arange(len(codes)) // -(-len(codes) // len(scales)) if stored is None else stored.long()
+            groups = (
+                torch.arange(len(codes), dtype=torch.int64, device="cpu") // -(-len(codes) // len(scales))
+                if stored is None
+                else stored.long()
+            )
         return ((codes.float() - middle.float()[groups]) * scales[groups]).T.contiguous()
 
 
@@ -209,13 +217,13 @@ def _weight_of(stored: str) -> str:
 
 def _words(words: torch.Tensor, bits: int) -> torch.Tensor:
     """int32 (rows, n) -> int64 (rows, n * 32 / bits), a word's lowest bits first."""
-    shifts = torch.arange(0, 32, bits)
+    shifts = torch.arange(0, 32, bits, dtype=torch.int64, device="cpu")
     return (words.long().unsqueeze(-1) >> shifts & (1 << bits) - 1).flatten(-2)
 
 
 def _e2m1(codes: torch.Tensor) -> torch.Tensor:
     """uint8 (..., n) -> float32 (..., 2 n), the value of the low bits first."""
-    values = torch.tensor(_E2M1 + tuple(-value for value in _E2M1))
+    values = torch.tensor(_E2M1 + tuple(-value for value in _E2M1), dtype=torch.float32, device="cpu")
     return torch.stack([values[(codes & 15).long()], values[(codes >> 4).long()]], -1).flatten(-2)
 
 

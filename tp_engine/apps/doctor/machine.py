@@ -114,7 +114,9 @@ def check_quantised_products(device: str) -> Finding:
     made_by: dict[str, list[str]] = {}
     for name, (kind, quantises) in _WEIGHT_FORMATS.items():
         codes = torch.zeros(64, 128 // values_per_byte(kind), dtype=torch.uint8, device=device)
-        weight = QuantisedWeight(kind=kind, codes=codes, scales=torch.ones(64, 1, device=device), group=128)
+        weight = QuantisedWeight(
+            kind=kind, codes=codes, scales=torch.ones(64, 1, device=device, dtype=torch.float32), group=128
+        )
         product = choose_quantised_product(
             weight, dtype=torch.bfloat16, activation=None, quantises_activations=quantises
         )

@@ -95,7 +95,7 @@ class StoreReports:
         if stream is None:
             self._open.append((refused, None))
             return
-        on_host = torch.empty(len(refused), dtype=torch.bool, pin_memory=True)
+        on_host = torch.empty(len(refused), dtype=torch.bool, pin_memory=True, device="cpu")
         on_host.copy_(refused, non_blocking=True)
         self._open.append((on_host, mark(stream)))
 

@@ -75,7 +75,7 @@ def choose_keys(
     positions = torch.zeros((len(queries), top_k), dtype=torch.int32, device=queries.device)
     counts, block_size = seq_lens.clamp(max=top_k), kv.cache.shape[2]
     for row, length in enumerate(seq_lens.tolist()):
-        places = torch.arange(length, device=queries.device)
+        places = torch.arange(length, device=queries.device, dtype=torch.int64)
         if length > top_k:
             slots = block_table[row].long()[places // block_size] * block_size + places % block_size
             keys = states_at(kv, 0, slots).squeeze(1)
@@ -93,13 +93,15 @@ def choose(queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, top
     num_keys, device = len(keys), queries.device
     count, wide = min(top_k, num_keys), keys.float().T
     out = torch.full((num_queries, top_k), -1, dtype=torch.int32, device=device)
-    positions = torch.arange(num_keys, device=device)
+    positions = torch.arange(num_keys, device=device, dtype=torch.int64)
     step = max(1, _MAX_ELEMENTS[device.type] // (num_heads * num_keys))
     for first in range(0, num_queries, step):
         own = slice(first, min(first + step, num_queries))
         products = (queries[own].float().flatten(0, 1) @ wide).relu_().view(-1, num_heads, num_keys)
         scores = torch.bmm(weights[own].unsqueeze(1), products).squeeze(1)
-        last = torch.arange(own.start, own.stop, device=device).unsqueeze(1) + (num_keys - num_queries)
+        last = torch.arange(own.start, own.stop, device=device, dtype=torch.int64).unsqueeze(1) + (
+            num_keys - num_queries
+        )
         is_seen = positions <= last
         scores.masked_fill_(~is_seen, -torch.inf)
         least = scores.topk(count).values[:, -1:]
@@ -107,7 +109,7 @@ def choose(queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, top
         is_chosen = is_better | (is_equal & (is_equal.cumsum(1) <= count - is_better.sum(1, keepdim=True)))
         rows, found = (is_chosen & is_seen).nonzero().unbind(1)
         places = found.new_ones(len(found)).cumsum(0) - 1
-        starts = torch.searchsorted(rows, torch.arange(len(scores), device=device))
+        starts = torch.searchsorted(rows, torch.arange(len(scores), device=device, dtype=torch.int64))
         out[own][rows, places - starts[rows]] = found.int()
     return out
 

@@ -96,7 +96,7 @@ def paged_attention(
         mine = slice(starts[request], starts[request + 1])
         if not length or mine.start == mine.stop:
             continue
-        position = torch.arange(length, device=query.device)
+        position = torch.arange(length, device=query.device, dtype=torch.int64)
         slots = block_table[request, position // block_size].long() * block_size + position % block_size
         keys = states_at(kv, 0, slots).to(query.dtype)
         values = keys[..., :value_dim] if value_dim is not None else states_at(kv, 1, slots).to(query.dtype)

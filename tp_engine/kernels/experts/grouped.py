@@ -70,7 +70,7 @@ class GroupedExperts:
         local = (expert_ids.flatten() - self._first).long()
         local = torch.where((local < 0) | (local >= num_experts), num_experts, local)
         found = local.sort(stable=True)
-        numbers = torch.arange(num_experts, device=x.device)
+        numbers = torch.arange(num_experts, device=x.device, dtype=torch.int64)
         ends = torch.searchsorted(found.values, numbers, right=True).to(torch.int32)
         both = self._gate_up(x, found.indices // expert_ids.shape[1], ends)
         outputs = self._down(both, None, ends, self._activation)

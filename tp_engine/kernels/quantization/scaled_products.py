@@ -185,13 +185,13 @@ def agrees_with_twin(kind: Kind, device: torch.device) -> bool:
     """Return whether a small product on ``device`` equals the twin up to the rounding of bfloat16."""
     generator = torch.Generator().manual_seed(0)
     weight = random_codes(generator, 3 * BLOCK, 2 * BLOCK, has_blocks=kind == "blocks").map(lambda one: one.to(device))
-    x = torch.randn(70, 2 * BLOCK, generator=generator).to(device, torch.bfloat16)
+    x = torch.randn(70, 2 * BLOCK, generator=generator, dtype=torch.float32, device="cpu").to(device, torch.bfloat16)
     expected = multiply_rounded(x, weight, None, BLOCK if kind == "blocks" else 0).float()
     try:
         if kind == "stack":
             # Three weights, of which the second has no rows, and six rows that belong to none.
             stack = weight.map(lambda one: one.reshape(3, BLOCK, *one.shape[1:]))
-            rows = torch.arange(70, device=device).flip(0)
+            rows = torch.arange(70, device=device, dtype=torch.int64).flip(0)
             found = ScaledGroupedProduct(stack)(x, rows, torch.tensor([30, 30, 64], dtype=torch.int32, device=device))[
                 :64
             ]
@@ -205,9 +205,16 @@ def agrees_with_twin(kind: Kind, device: torch.device) -> bool:
 
 def random_codes(generator: torch.Generator, out_size: int, in_size: int, *, has_blocks: bool) -> QuantisedWeight:
     """Return a weight of random e4m3 codes with scales of different sizes, on the CPU."""
-    codes = torch.randn(out_size, in_size, generator=generator).to(CODE_DTYPE).view(torch.uint8)
+    codes = (
+        torch.randn(out_size, in_size, generator=generator, dtype=torch.float32, device="cpu")
+        .to(CODE_DTYPE)
+        .view(torch.uint8)
+    )
     if not has_blocks:
-        factors = torch.rand(out_size, generator=generator) + 0.5
+        factors = torch.rand(out_size, generator=generator, dtype=torch.float32, device="cpu") + 0.5
         return QuantisedWeight(kind="e4m3", codes=codes, factors=factors)
-    scales = torch.rand(-(-out_size // BLOCK), -(-in_size // BLOCK), generator=generator) + 0.5
+    scales = (
+        torch.rand(-(-out_size // BLOCK), -(-in_size // BLOCK), generator=generator, dtype=torch.float32, device="cpu")
+        + 0.5
+    )
     return QuantisedWeight(kind="e4m3", codes=codes, scales=scales, group=BLOCK, row_block=BLOCK)

@@ -101,7 +101,7 @@ def code_values(kind: Codes, codes: torch.Tensor) -> torch.Tensor:
     nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
     if kind == "int4":
         return nibbles.float() - INT4_OFFSET
-    return torch.tensor(E2M1_VALUES, device=codes.device)[nibbles.int()]
+    return torch.tensor(E2M1_VALUES, device=codes.device, dtype=torch.float32)[nibbles.int()]
 
 
 def dequantise(weight: QuantisedWeight) -> torch.Tensor:

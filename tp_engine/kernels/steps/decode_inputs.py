@@ -81,7 +81,7 @@ class DecodeInputs(InputTensors):
     def allocate(max_requests: int, tables: RowTables) -> DecodeInputs:
         """Room for ``max_requests``, or a few more with several groups (``padded_room``); all are padding."""
         device, room = tables.block_table.device, padded_room(max_requests, len(tables.block_table))
-        starts = torch.arange(room + 1, dtype=torch.int32)  # on the meta device this would import sympy
+        starts = torch.arange(room + 1, dtype=torch.int32, device="cpu")  # on the meta device this would import sympy
         return DecodeInputs(
             rows=torch.full((room,), PAD_ROW, dtype=torch.int32, device=device),
             query_start=starts.to(device),

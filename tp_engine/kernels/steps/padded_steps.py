@@ -68,7 +68,7 @@ class PaddedInputs(InputTensors):
 def prepare_steps(tables: RowTables, requests: PaddedRequests, inputs: PaddedInputs) -> None:
     """Fill ``inputs`` for ``requests``."""
     rows, starts = requests.rows, requests.query_start
-    tokens = torch.arange(len(inputs.input_ids), device=rows.device)
+    tokens = torch.arange(len(inputs.input_ids), device=rows.device, dtype=torch.int64)
     owners = torch.searchsorted(starts[1:], tokens, right=True).clamp_(max=len(rows) - 1)
     is_padding = (rows[owners] < 0) | (tokens >= starts[owners + 1])
     computed = tables.num_computed[rows.clamp(min=0)]

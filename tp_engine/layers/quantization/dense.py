@@ -296,8 +296,8 @@ def _agrees(packed: PackedLinear, weight: torch.Tensor) -> bool:
     """Whether the packed product equals the plain one to within rounding, with a bias, for two rows."""
     out_size, in_size = weight.shape
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, in_size, generator=generator).to(weight.dtype)
-    bias = torch.randn(out_size, generator=generator).to(weight.dtype)
+    x = torch.randn(2, in_size, generator=generator, dtype=torch.float32, device="cpu").to(weight.dtype)
+    bias = torch.randn(out_size, generator=generator, dtype=torch.float32, device="cpu").to(weight.dtype)
     expected = F.linear(x, weight, bias)
     found = packed(x, bias)
     scale = expected.abs().max().item() + 1.0

@@ -63,7 +63,7 @@ class Int8Linear:
         self._packed: torch.Tensor = torch.ops.onednn.qlinear_prepack(codes, None)
         self._scales = scales
         self._offset = codes.sum(1, dtype=torch.int32) * scales * -CODE_OFFSET
-        self._zeros = torch.zeros(len(codes), dtype=torch.int8)
+        self._zeros = torch.zeros(len(codes), dtype=torch.int8, device="cpu")
         self._rows = int8_rows()
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -123,9 +123,9 @@ def check_int8(device_type: str) -> None:
 @cache
 def _problem() -> str | None:
     """What is wrong with this machine's products of the largest codes; without VNNI their sums saturate 16 bits."""
-    codes = torch.full((32, 64), LARGEST_CODE, dtype=torch.int8)
+    codes = torch.full((32, 64), LARGEST_CODE, dtype=torch.int8, device="cpu")
     codes[::2] *= -1
-    scales = torch.ones(32)
+    scales = torch.ones(32, dtype=torch.float32, device="cpu")
     try:
         agrees = _agrees(Int8Linear(codes, scales), codes, scales)
     except (AttributeError, RuntimeError) as error:
@@ -135,11 +135,17 @@ def _problem() -> str | None:
 
 def _agrees(product: Int8Linear, codes: torch.Tensor, scales: torch.Tensor) -> bool:
     """Whether the products of a row of largest codes and of a random row equal float64's up to float32's rounding."""
-    x = torch.randint(1, 256, (2, codes.shape[1]), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    x = torch.randint(
+        1, 256, (2, codes.shape[1]), dtype=torch.uint8, generator=torch.Generator().manual_seed(0), device="cpu"
+    )
     x[0] = 255
     wide = x.double() - CODE_OFFSET
     expected = torch.stack([(codes * row).sum(1, dtype=torch.float64) for row in wide]) * scales
-    size = (x.double() @ torch.ones(codes.shape[1]).double()).max() * LARGEST_CODE * scales.max()
+    size = (
+        (x.double() @ torch.ones(codes.shape[1], dtype=torch.float32, device="cpu").double()).max()
+        * LARGEST_CODE
+        * scales.max()
+    )
     return bool((product.products(x) - expected).abs().max() <= 4 * torch.finfo(torch.float32).eps * size)
 
 

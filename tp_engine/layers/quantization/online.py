@@ -90,7 +90,10 @@ def quantise_int4(weight: torch.Tensor) -> QuantisedWeight:
         return quantise_int8(weight)
     num_groups, rows = ceil_div(num_columns, INT4_GROUP), weight.reshape(-1, num_columns)
     size = max(min(_GROUPS_AT_A_TIME // num_groups, len(rows)), 1), num_groups, INT4_GROUP
-    room = torch.zeros((6, *size), device=weight.device), torch.empty(size, dtype=torch.float64, device=weight.device)
+    room = (
+        torch.zeros((6, *size), device=weight.device, dtype=torch.float32),
+        torch.empty(size, dtype=torch.float64, device=weight.device),
+    )
     parts = (_int4_rows(some, *room) for some in rows.split(size[0]))
     codes, scales, zeros, factors = (torch.cat(part) for part in zip(*parts, strict=True))
     outer = weight.shape[:-1]

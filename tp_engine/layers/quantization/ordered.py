@@ -158,7 +158,7 @@ class SortedColumns(NamedTuple):
     @property
     def is_sorted(self) -> bool:
         """Whether each column is at its own place."""
-        return torch.equal(self.columns, torch.arange(len(self.columns), device=self.columns.device))
+        return torch.equal(self.columns, torch.arange(len(self.columns), device=self.columns.device, dtype=torch.int64))
 
 
 def sort_columns(order: torch.Tensor, group: int, bits: int) -> SortedColumns:
@@ -183,8 +183,10 @@ def sort_columns(order: torch.Tensor, group: int, bits: int) -> SortedColumns:
     by_group = order.argsort(stable=True)
     groups = order[by_group]
     index = order.new_full((int(sizes.sum()),), len(order))
-    index[first_places[groups] + torch.arange(len(order), device=order.device) - first_columns[groups]] = by_group
-    names = torch.arange(len(counts), device=order.device)
+    index[
+        first_places[groups] + torch.arange(len(order), device=order.device, dtype=torch.int64) - first_columns[groups]
+    ] = by_group
+    names = torch.arange(len(counts), device=order.device, dtype=torch.int64)
     return SortedColumns(index, names.repeat_interleave(sizes // unit), unit)
 
 

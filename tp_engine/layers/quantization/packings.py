@@ -237,7 +237,7 @@ def _unpack_rows(words: torch.Tensor, bits: int, order: tuple[int, ...] | None =
     found = _as_bytes(words.transpose(0, 1))
     found = _split_nibbles(found) if bits == 4 else found
     if order is not None:
-        places = torch.tensor(order).argsort()
+        places = torch.tensor(order, dtype=torch.int64, device="cpu").argsort()
         found = found.view(len(found), -1, len(order))[:, :, places].flatten(1)
     return found.transpose(0, 1)
 
@@ -253,4 +253,8 @@ def _int4_as_int8(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _e2m1_as_e4m3(codes: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(E2M1_VALUES).to(torch.float8_e4m3fn).view(torch.uint8)[codes.int()]
+    return (
+        torch.tensor(E2M1_VALUES, dtype=torch.float32, device="cpu")
+        .to(torch.float8_e4m3fn)
+        .view(torch.uint8)[codes.int()]
+    )

@@ -22,7 +22,7 @@ class MirroredTable:
     """
 
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
-        on_host = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+        on_host = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda", device="cpu")
         self.host: IntArray = on_host.numpy()
         self.device = on_host if device.type == "cpu" else torch.zeros(shape, dtype=torch.int32, device=device)
         self.is_shared = device.type == "cpu"

@@ -148,7 +148,9 @@ class HeadDrafter(RunnerFeature):
         """For each request (m,) int64 the place in ``sampled`` of its last token that counts."""
         chains, num_right = right_draft_rows(plan, sampled)
         last = chains.gather(1, num_right)[:, 0]
-        return torch.cat((last, torch.arange(len(plan.decode_rows), len(sampled), device=last.device)))
+        return torch.cat(
+            (last, torch.arange(len(plan.decode_rows), len(sampled), device=last.device, dtype=torch.int64))
+        )
 
     def _draft(self, step: PendingStep, first: torch.Tensor, fed: torch.Tensor, position: torch.Tensor) -> None:
         """Draft from what ``HeadPasses.draft`` needs, and send rank 0's host the drafts."""

@@ -61,7 +61,12 @@ class TapeRecorder:
         if objection is not None and objection not in self._known_objections:
             self._known_objections.add(objection)
             _logger.warning("decode steps are not recorded, so they are slower: %s", objection)
-        return self._communicator.all_reduce(torch.tensor([float(objection is not None)])).item() == 0.0
+        return (
+            self._communicator.all_reduce(
+                torch.tensor([float(objection is not None)], dtype=torch.float32, device="cpu")
+            ).item()
+            == 0.0
+        )
 
 
 class TapeRecording:

@@ -61,7 +61,7 @@ def largest_image_bytes(tower: VisionTower) -> int:
     spec = tower.spec
     side = int(min(spec.most_rows, _ROWS) ** 0.5) * spec.cell
     with tower.shortened(), LiveBytes() as live:
-        tower(torch.zeros((side, side, 3), dtype=torch.uint8))
+        tower(torch.zeros((side, side, 3), dtype=torch.uint8, device="cpu"))
     return ceil_div(live.peak * spec.most_rows * spec.cell**2, side * side)
 
 

@@ -134,7 +134,7 @@ def _layout_of(linear: LocalLinear) -> dict[str, Any]:
     """Which row of which stored module each row of the product is, -1 for none, and which columns it has."""
     parts = []
     for part in linear.shape.parts:
-        stored = torch.arange(part.taken.start, part.taken.start + part.taken.size)
+        stored = torch.arange(part.taken.start, part.taken.start + part.taken.size, dtype=torch.int64, device="cpu")
         rows = part.decode(stored).tolist()
         parts.append({"name": part.name, "stored_rows": part.stored_rows, "rows": rows, "room": part.room})
     columns = linear.shape.columns

@@ -32,7 +32,9 @@ class OutputWatch(RunnerFeature):
 
     def __init__(self, device: torch.device, *, is_first: bool = True) -> None:
         self._is_first = is_first
-        self._target = torch.zeros(2, dtype=torch.bool, pin_memory=True) if device.type == "cuda" else None
+        self._target = (
+            torch.zeros(2, dtype=torch.bool, pin_memory=True, device="cpu") if device.type == "cuda" else None
+        )
         self._arriving: tuple[int, torch.Tensor, Callable[[], bool]] | None = None
         self._has_looked = self._has_said = False
 

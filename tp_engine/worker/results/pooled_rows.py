@@ -101,7 +101,7 @@ class PooledRows(ModelReader):
         token_ids = np.concatenate(wanted)
         row, column = np.repeat(np.arange(len(wanted)), lengths), np.concatenate([np.arange(n) for n in lengths])
         held = self._vocab.holds(token_ids)
-        table = torch.zeros((len(wanted), int(lengths.max())), device=logits.device)
+        table = torch.zeros((len(wanted), int(lengths.max())), device=logits.device, dtype=torch.float32)
         source = (np.array(places)[row[held]], token_ids[held] - self._vocab.first)
         axes = (axis.astype(np.int64) for axis in (*source, row[held], column[held]))
         rows, columns, *targets = upload_all(tuple(axes), logits.device)

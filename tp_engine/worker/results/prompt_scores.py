@@ -106,6 +106,6 @@ def empty_scores(num_positions: int, vocab_size: int, k: int, device: torch.devi
     shape = (num_positions, 1 + min(k, vocab_size))
     return LogprobTensors(
         token_ids=torch.zeros(shape, dtype=torch.int32, device=device),
-        logprobs=torch.zeros(shape, device=device),
+        logprobs=torch.zeros(shape, device=device, dtype=torch.float32),
         ranks=torch.zeros(num_positions, dtype=torch.int32, device=device),
     )

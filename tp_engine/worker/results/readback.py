@@ -92,7 +92,7 @@ class Readback:
         self._check = check
         num_buffers = num_in_flight if self._is_cuda else 0
         self._buffers = cycle(
-            [torch.empty(max_num_ids, dtype=torch.int32, pin_memory=True) for _ in range(num_buffers)]
+            [torch.empty(max_num_ids, dtype=torch.int32, pin_memory=True, device="cpu") for _ in range(num_buffers)]
         )
         self._seen: tuple[torch.Tensor | None, IntArray] = (None, NO_IDS)
 
@@ -121,7 +121,7 @@ class Readback:
         """Begin to copy ``tensors`` of any shapes; the returned function waits for them only, and gives arrays."""
         if not self._is_cuda:
             return lambda: [tensor.cpu().numpy() for tensor in tensors]
-        targets = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in tensors]
+        targets = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True, device="cpu") for one in tensors]
         for target, source in zip(targets, tensors, strict=True):
             target.copy_(source, non_blocking=True)
         arrived = record_event()
