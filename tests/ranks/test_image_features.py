@@ -25,6 +25,7 @@ from tests.services import stepping
 from tp_engine import LLM, SamplingParams
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError, RankError
+from tp_engine.features.images.feature import COUNTERS
 from tp_engine.worker.effective_config import resolve
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_children")]
@@ -154,7 +155,7 @@ def test_tiers_change_no_token(name: str, world_size: int, image_model: Callable
 
 def encoded(llm: LLM) -> int:
     """Images that were encoded since the start."""
-    images = llm.engine.stats().images
+    images = COUNTERS.get(llm.engine.stats())
     assert images is not None
     return images.num_encoded
 
