@@ -1,6 +1,7 @@
 """The body of a request, read within its limits, and prepared in a thread if it is large."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -32,9 +33,16 @@ async def read_body(kind: type[Body], request: Request, state: ServerState) -> B
 async def parsed(kind: type[Body], data: bytearray, request: Request, state: ServerState) -> Body:
     """``parse_body`` of ``data``, in a thread if it is large."""
     request.scope["state"][_NUM_BYTES] = len(data)
+    return await parsed_by(partial(parse_body, kind), data, request, state)
+
+
+async def parsed_by(
+    parse: Callable[[bytearray], Result], data: bytearray, request: Request, state: ServerState
+) -> Result:
+    """What ``parse`` makes of ``data``, in a thread if it is large."""
     if len(data) <= LARGE:
-        return parse_body(kind, data)
-    return await until_disconnect(request.receive, state.preparing.parse(len(data), parse_body, kind, data))
+        return parse(data)
+    return await until_disconnect(request.receive, state.preparing.parse(len(data), parse, data))
 
 
 async def in_thread(

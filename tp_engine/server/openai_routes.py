@@ -4,7 +4,7 @@
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 import msgspec
@@ -31,7 +31,7 @@ from tp_engine.api.openai.protocol import ChatBody, CompletionBody
 from tp_engine.api.openai.rendering import input_tokens, rendered, tokenizer_info
 from tp_engine.api.openai.responses_api.protocol import ResponsesBody
 from tp_engine.errors import RequestError
-from tp_engine.server.bodies import in_thread, parsed, read_body, read_data
+from tp_engine.server.bodies import in_thread, parsed, parsed_by, read_body, read_data
 from tp_engine.server.generation import answer, answer_body
 from tp_engine.server.openapi import ANSWERS, takes
 from tp_engine.server.replies import json_reply
@@ -124,10 +124,7 @@ def _add_answered(app: FastAPI, state: ServerState) -> None:
         """A chat, a completion, embeddings, scores or a rank, by the fields of the body."""
         state.check_room()
         data = await read_data(request, state)
-        try:
-            names = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).keys()
-        except msgspec.DecodeError as error:
-            raise RequestError(f"the body is not a JSON object: {error}") from None
+        names = await parsed_by(_names, data, request, state)
         kinds = _KINDS | ({"input": ClassifyBody} if state.llm.model_info.convert == "classify" else {})
         for name, kind in kinds.items():
             if name in names:
@@ -135,6 +132,14 @@ def _add_answered(app: FastAPI, state: ServerState) -> None:
         raise RequestError(
             f"the body has none of the fields that tell what it asks for: {', '.join(_KINDS)}; give one of them"
         )
+
+
+def _names(data: bytearray) -> Collection[str]:
+    """The names of a body's fields."""
+    try:
+        return msgspec.json.decode(data, type=dict[str, msgspec.Raw]).keys()
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not a JSON object: {error}") from None
 
 
 def _add_tokens(app: FastAPI, state: ServerState) -> None:
