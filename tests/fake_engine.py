@@ -34,8 +34,8 @@ from tp_engine.errors import RequestError
 from tp_engine.features.kv_events.feature import KVEventCounters
 from tp_engine.features.lora.feature import AdapterStats
 from tp_engine.features.lora.scheduling import LoRASlots
+from tp_engine.features.registry import Half
 from tp_engine.features.tiers.feature import TierStats
-from tp_engine.hooks import Feature
 from tp_engine.model_config.kv_layout import DiskCounters, MoveCounters
 from tp_engine.plan import FloatArray, TokenLogprobs
 from tp_engine.requests.request import EngineRequest, FinishReason, SequenceDelta, StepOutput
@@ -344,7 +344,7 @@ class FakeEngine:
     def weights_changed(self, version: str | None) -> None:
         self.weight_version = version or "1"
 
-    def feature(self, kind: type[Feature]) -> Feature | None:
+    def feature(self, kind: type[Half]) -> Half | None:
         """The slots of adapters, the one feature that commands ask for."""
         return self.adapters if isinstance(self.adapters, kind) else None
 

@@ -26,7 +26,7 @@ from typing import Protocol
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-_DEMO_MODEL = ROOT / "tp_engine" / "demo_model"
+_DEMO_MODEL = ROOT / "tp_engine" / "models" / "demo_model"
 MARKER = "TP_ENGINE_TEST_JOB"
 STRUCK = "injected by TP_ENGINE_FAULT"
 SOFT_LIMIT_S, HARD_LIMIT_S, STARTUP_LIMIT_S = 1.0, 3.0, 30.0

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tp_engine.apps.batch.run import run_batch
     from tp_engine.apps.batch.summary import BatchSummary
     from tp_engine.errors import ConfigError, EngineDeadError, RequestError
-    from tp_engine.lora import LoRARequest
+    from tp_engine.features.lora.options import LoRARequest
     from tp_engine.requests.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
@@ -65,7 +65,7 @@ _PLACES = {
     "tp_engine.api.pooling": ("PoolingParams",),
     "tp_engine.apps.advice.recommend": ("recommend",),
     "tp_engine.errors": ("ConfigError", "EngineDeadError", "RequestError"),
-    "tp_engine.lora": ("LoRARequest",),
+    "tp_engine.features.lora.options": ("LoRARequest",),
     "tp_engine.requests.outputs": (
         "BeamSearchOutput", "BeamSearchSequence", "ClassificationRequestOutput", "CompletionOutput",
         "EmbeddingRequestOutput", "PoolingRequestOutput", "RequestOutput", "ScoringRequestOutput",

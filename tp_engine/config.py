@@ -13,15 +13,15 @@ from typing import Any
 
 from tp_engine.errors import ConfigError
 from tp_engine.features.kv_events.options import KVEventsConfig
+from tp_engine.features.lora.options import AdapterSource, parse_modules
 from tp_engine.features.registry import take_feature_options
 from tp_engine.features.tiers.options import check_codec
 from tp_engine.job.device_map import check_devices
-from tp_engine.lora import AdapterSource, parse_modules
 from tp_engine.options.fields import checked, json_object, option
 from tp_engine.options.hf_overrides import parse_overrides
 from tp_engine.options.prompt_images import PromptImages
+from tp_engine.options.speculation import SpeculativeConfig
 from tp_engine.requests.structured_outputs import StructuredOutputsDefaults
-from tp_engine.speculative import SpeculativeConfig
 from tp_engine.system.log import LOG_FORMATS
 from tp_engine.system.units import GIB
 
@@ -39,7 +39,7 @@ MEASURED_LOGPROBS = 20
 ATTENTION_BACKENDS = ("auto", "torch", "native", "triton", "flash_attn")
 ALL_REDUCES = ("auto", "nccl", "symm_mem", "gloo", "shm")
 _DEFAULT_BATCHED_TOKENS = 2048
-DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
+DEMO_MODEL = Path(__file__).resolve().parent / "models" / "demo_model"
 
 
 def _processor_sizes(given: Mapping[str, Any] | str) -> dict[str, Any]:

@@ -172,7 +172,7 @@ def test_the_wheel_has_the_package_and_nothing_else(release: Release, installed:
     about, expected = f"{NAME}.dist-info", package_files()
     for name in ("tp_engine/py.typed", "tp_engine/server/page/index.html", "tp_engine/cpu/attention.c"):
         assert name in expected
-    assert (ROOT / "tp_engine" / "demo_model" / "model.safetensors").read_bytes() in expected.values()
+    assert (ROOT / "tp_engine" / "models" / "demo_model" / "model.safetensors").read_bytes() in expected.values()
     others = {f"{about}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt")}
     with zipfile.ZipFile(release.wheel) as wheel:
         found = {name: wheel.read(name) for name in wheel.namelist()}

@@ -14,10 +14,10 @@ from tests.unit.kernels.kernel_harness import needs_triton
 from tp_engine.features.tiers.codecs import make_codec
 from tp_engine.features.tiers.codecs.pca import TOKENS_PER_DIM
 from tp_engine.features.tiers.rank_host import HostTierWorker
+from tp_engine.job.tier_progress import CHANNEL_WORDS, TierProgress, TierProgressReader, TierReport
 from tp_engine.model_config.kv_layout import KvKind, MoveCounters, lay_out
 from tp_engine.plan import NO_PAIRS, IntArray, StepPlan
 from tp_engine.system.units import ceil_div
-from tp_engine.tier_progress import CHANNEL_WORDS, TierProgress, TierProgressReader, TierReport
 from tp_engine.worker.memory.kv_cache import KvCacheShape
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), needs_triton]

@@ -30,8 +30,8 @@ from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.report import EngineReport
 from tp_engine.engine.service_process import Service, spawn_service
 from tp_engine.errors import ConfigError, RankError, RequestError, shown
+from tp_engine.features.lora.options import LoRARequest, load_for
 from tp_engine.images.sources import has_image_part
-from tp_engine.lora import LoRARequest, load_for
 from tp_engine.requests.outputs import (
     BeamSearchOutput,
     ClassificationRequestOutput,

@@ -26,7 +26,7 @@ from tp_engine.api.team import EXTERNAL_LAUNCHER, Team, join_team, together
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.engine.service_process import Service, spawn_service
 from tp_engine.errors import EngineDeadError, RequestError, again
-from tp_engine.lora import LoRARequest, load_for
+from tp_engine.features.lora.options import LoRARequest, load_for
 from tp_engine.requests.outputs import (
     BeamSearchOutput,
     ClassificationRequestOutput,

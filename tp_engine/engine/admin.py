@@ -10,7 +10,7 @@ import msgspec
 from tp_engine.engine.grammar_queue import GrammarQueue
 from tp_engine.engine.job import Job
 from tp_engine.errors import RequestError, shown
-from tp_engine.hooks import Feature
+from tp_engine.features.registry import Half
 from tp_engine.plan import Order, StepPlan
 from tp_engine.requests.request import StepOutput
 from tp_engine.sched.scheduler import Scheduler
@@ -51,7 +51,7 @@ class EngineAdmin:
         """Whether a request waits or runs, also while the engine is paused."""
         return self._scheduler.has_unfinished
 
-    def feature(self, kind: type[Feature]) -> Feature | None:
+    def feature(self, kind: type[Half]) -> Half | None:
         """Return the scheduler's half of a feature; None if it is switched off."""
         return self._scheduler.feature(kind)
 

@@ -20,13 +20,13 @@ in ``tests/unit/project/test_features.py`` counts the fields that are left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from tp_engine.errors import ConfigError, shown
 from tp_engine.features.extension import Extensible, Extension
@@ -38,6 +38,8 @@ NAMES = ("lora", "images", "tiers", "speculation", "kv_events")
 before others see them; loads that are brought forward come before draft tokens."""
 
 _FEATURE_OPTIONS = "feature_options"
+
+Half = TypeVar("Half")
 
 ENTRY_POINTS = "tp_engine.features"
 """The group of entry points in which another distribution offers a ``Feature``."""
@@ -101,6 +103,11 @@ def added(feature: Feature) -> Iterator[None]:
         yield
     finally:
         _added.remove(feature)
+
+
+def find_half(halves_made: Iterable[object], kind: type[Half]) -> Half | None:
+    """Return the half of this kind; None if its feature is switched off."""
+    return next((one for one in halves_made if isinstance(one, kind)), None)
 
 
 def load(name: str) -> Callable[..., Any]:

@@ -46,8 +46,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tp_engine.job.progress import RankPhase, split_phase
+from tp_engine.job.tier_progress import CHANNEL_WORDS, TIER_CHANNELS, TierProgress
 from tp_engine.plan import StepPlan
-from tp_engine.tier_progress import CHANNEL_WORDS, TIER_CHANNELS, TierProgress
 
 NUM_RECORDS: Final = 512
 RECORD_FIELDS = (

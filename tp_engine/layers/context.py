@@ -12,9 +12,18 @@ from torch import nn
 from tp_engine.distributed.collectives import Communicator, SingleRank
 from tp_engine.kernels.ops import is_recordable, op
 from tp_engine.layers.quantization.base import LinearFormat
-from tp_engine.lora import AdapterLimits
 from tp_engine.model_config.tp_invariant import NUM_SHARDS
 from tp_engine.weights.source import Source, set_sources
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterLimits:
+    """``max_loras`` adapters have a slot on the devices at once, of ranks up to ``max_rank``.  If ``of_experts``, the
+    slots have room for matrices of routed experts too."""
+
+    max_loras: int
+    max_rank: int
+    of_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from tp_engine.errors import ConfigError
 from tp_engine.model_config.assistant import serves_assistants
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.options.fields import as_json
-from tp_engine.speculative import CONFIG_NAME, SpeculativeConfig
+from tp_engine.options.speculation import CONFIG_NAME, SpeculativeConfig
 
 
 def with_own_head(

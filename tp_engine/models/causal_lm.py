@@ -12,7 +12,7 @@ from torch import nn
 from tp_engine.attention.base import Backends
 from tp_engine.distributed.collectives import Communicator
 from tp_engine.layers.attention import Attention, only
-from tp_engine.layers.context import Layer, LayerContext
+from tp_engine.layers.context import AdapterLimits, Layer, LayerContext
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from tp_engine.layers.experts import Experts
 from tp_engine.layers.image_rows import images_of_step
@@ -24,7 +24,6 @@ from tp_engine.layers.recurrent import RecurrentMixer
 from tp_engine.layers.residual import Join
 from tp_engine.layers.rotary import RotaryEmbedding
 from tp_engine.layers.score_head import ScoreHead
-from tp_engine.lora import AdapterLimits
 from tp_engine.model_config.spec import AttentionSpec, ModelSpec
 from tp_engine.models.decoder import DecoderLayer, SelfAttention
 from tp_engine.models.layer_embeddings import LayerEmbeddings

@@ -6,8 +6,8 @@ from functools import lru_cache
 from typing import Any
 
 from tp_engine.model_config.kv_layout import TILE_TOKENS
+from tp_engine.options.speculation import SpeculativeConfig
 from tp_engine.sched.blocks.kv_windows import KvWindows
-from tp_engine.speculative import SpeculativeConfig
 from tp_engine.system.units import ceil_div
 
 _CHUNKS_PER_POOL = 4

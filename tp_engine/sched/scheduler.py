@@ -30,8 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tp_engine.errors import RequestError
-from tp_engine.features.registry import halves
-from tp_engine.hooks import Feature, find_feature
+from tp_engine.features.registry import Half, find_half, halves
 from tp_engine.plan import IntArray, StepPlan, StepResult
 from tp_engine.requests.request import EngineRequest, SequenceDelta, StepOutput
 from tp_engine.sched.admission import Admitter
@@ -107,9 +106,9 @@ class Scheduler:
         """The id that the next plan will carry; the first is 1."""
         return self._step_id + 1
 
-    def feature(self, kind: type[Feature]) -> Feature | None:
+    def feature(self, kind: type[Half]) -> Half | None:
         """Return the feature of this kind; None if it is switched off."""
-        return find_feature(self._features, kind)
+        return find_half(self._features, kind)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request; one with a grammar waits for ``constrain`` first.  Raises ``RequestError``, and changes

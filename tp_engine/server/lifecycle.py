@@ -30,9 +30,9 @@ from tp_engine.config import EngineConfig
 from tp_engine.engine.processes import die_with_launcher
 from tp_engine.engine.service import EngineService
 from tp_engine.engine.service_socket import new_address, remove_address
+from tp_engine.features.lora.options import adapter_names
 from tp_engine.ipc.pulse import Pulse
 from tp_engine.job.progress import hearing_progress
-from tp_engine.lora import adapter_names
 from tp_engine.server.access import warn_of_exposure
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.frontend_process import FrontendSettings, check_frontend, end_frontend, start_frontend

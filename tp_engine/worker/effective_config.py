@@ -16,8 +16,8 @@ from tp_engine.features.registry import check_features
 from tp_engine.images.rules import PROCESSOR_FILES, has_processor
 from tp_engine.images.settings import image_settings
 from tp_engine.job.device_map import DeviceMap, map_devices, parse_devices
+from tp_engine.layers.context import AdapterLimits
 from tp_engine.layers.quantization import check_quantization
-from tp_engine.lora import AdapterLimits
 from tp_engine.model_config import (
     check_quantization_options,
     check_tensor_parallel,
@@ -34,7 +34,7 @@ from tp_engine.model_config.pooling import TEXT, PoolingSpec, pooled, read_pooli
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.model_config.tp_invariant import check_tp_invariant
 from tp_engine.options.fields import as_json
-from tp_engine.speculative import CONFIG_NAME, SpeculativeConfig
+from tp_engine.options.speculation import CONFIG_NAME, SpeculativeConfig
 from tp_engine.worker.gpu_host import choose_device_type
 from tp_engine.worker.graphs.graph_plan import capture_sizes, prefill_sizes
 from tp_engine.worker.profiling import parse_steps

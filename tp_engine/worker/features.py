@@ -10,13 +10,13 @@ from tp_engine.attention.base import Backends
 from tp_engine.distributed.groups import RankGroups
 from tp_engine.features.registry import halves
 from tp_engine.job.progress import RankProgress
+from tp_engine.job.tier_progress import TierProgress
 from tp_engine.layers.attention import Attention
 from tp_engine.model_config.kv_layout import KvCapacity, KvLayout
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.draft_head import DraftHead
 from tp_engine.sampling.state import SamplingState
 from tp_engine.system.units import ceil_div
-from tp_engine.tier_progress import TierProgress
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.batch.recurrent_states import RecurrentStatePool
 from tp_engine.worker.drafters.head_drafter import HeadDrafter

@@ -8,7 +8,7 @@ import torch
 
 from tp_engine.attention.base import Backends, prepare_groups
 from tp_engine.distributed.collectives import Communicator
-from tp_engine.hooks import Feature, find_feature
+from tp_engine.features.registry import Half, find_half
 from tp_engine.job.progress import RankPhase, RankProgress
 from tp_engine.layers.attention import forward_context
 from tp_engine.models.causal_lm import CausalLM
@@ -79,11 +79,11 @@ class ModelRunner:
         """The model that the next step runs."""
         return self._model
 
-    def feature(self, kind: type[Feature]) -> Feature | None:
+    def feature(self, kind: type[Half]) -> Half | None:
         """Return the feature of this kind; None if it is switched off."""
-        return find_feature(self._features, kind)
+        return find_half(self._features, kind)
 
-    def required(self, kind: type[Feature]) -> Feature:
+    def required(self, kind: type[Half]) -> Half:
         """Return the feature of this kind, of which it is known that there is one."""
         found = self.feature(kind)
         assert found is not None, f"{kind.__name__} is switched off"

@@ -16,6 +16,7 @@ from tp_engine.distributed import all_reduce
 from tp_engine.distributed.groups import RankGroups
 from tp_engine.features.registry import named_halves
 from tp_engine.job.progress import RankPhase, RankProgress
+from tp_engine.job.tier_progress import TierProgress
 from tp_engine.job.topology import RankInfo
 from tp_engine.kernels.ops import has_triton
 from tp_engine.model_config.kv_layout import KvCapacity, KvLayout
@@ -24,7 +25,6 @@ from tp_engine.models.draft_head import DraftHead
 from tp_engine.models.weight_sizes import layer_parameters
 from tp_engine.plan import StepPlan
 from tp_engine.sampling.state import SamplingState
-from tp_engine.tier_progress import TierProgress
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.device import Device, check_devices, make_device
 from tp_engine.worker.effective_config import EffectiveConfig

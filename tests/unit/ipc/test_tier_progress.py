@@ -7,7 +7,7 @@ import threading
 import time
 
 from tp_engine.ipc.job_board import JobBoard
-from tp_engine.tier_progress import CHANNEL_WORDS, TIER_CHANNELS, TierProgress, TierProgressReader, TierReport
+from tp_engine.job.tier_progress import CHANNEL_WORDS, TIER_CHANNELS, TierProgress, TierProgressReader, TierReport
 
 
 def channels(num_ranks: int) -> tuple[list[TierProgress], TierProgressReader]:

@@ -12,12 +12,11 @@ import torch
 from tp_engine.cpu.library import native_library
 from tp_engine.distributed.collectives import SingleRank
 from tp_engine.kernels import ops
-from tp_engine.layers.context import LayerContext
+from tp_engine.layers.context import AdapterLimits, LayerContext
 from tp_engine.layers.linear import GatedColumnParallelLinear, LocalLinear
 from tp_engine.layers.lora import LocalPair, StepAdapters, adapting, group_step
 from tp_engine.layers.quantization import choose_formats, dense, quantised_products
 from tp_engine.layers.quantization.base import Product
-from tp_engine.lora import AdapterLimits
 from tp_engine.model_config.mlp import SILU, Activation, MlpSpec
 from tp_engine.models import mlp
 

@@ -14,7 +14,7 @@ import torch
 
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError, RequestError, WeightError
-from tp_engine.lora import AdapterSource, LoRARequest, adapter_names, load_for, parse_modules
+from tp_engine.features.lora.options import AdapterSource, LoRARequest, adapter_names, load_for, parse_modules
 from tp_engine.model_config import load_model_config
 from tp_engine.model_config.lora import check_expert_adapters, read_adapter_config
 from tp_engine.weights.lora import check_all_used, read_adapter

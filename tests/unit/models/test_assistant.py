@@ -23,7 +23,7 @@ from tp_engine.model_config.assistant import AssistantSpec
 from tp_engine.model_config.draft_head import load_draft_head
 from tp_engine.models.assistant_head import AssistantHead
 from tp_engine.models.causal_lm import build_model
-from tp_engine.speculative import SpeculativeConfig
+from tp_engine.options.speculation import SpeculativeConfig
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.effective_config import resolve
 

@@ -19,9 +19,9 @@ from tp_engine.options import Options, parse_options
 from tp_engine.options.flags import make_parser
 from tp_engine.options.foreign import foreign_options, foreign_values
 from tp_engine.options.intake import flag_of, take_options
+from tp_engine.options.speculation import SpeculativeConfig
 from tp_engine.requests.structured_outputs import StructuredOutputsDefaults
 from tp_engine.server.config import ServerConfig
-from tp_engine.speculative import SpeculativeConfig
 
 OPTIONS, VALUES = foreign_options(), foreign_values()
 SERVE: dict[str, type[Any]] = {"engine": EngineConfig, "server": ServerConfig}

@@ -21,8 +21,8 @@ from tp_engine.errors import ConfigError
 from tp_engine.options import dump_table, parse_options
 from tp_engine.options.fields import as_json
 from tp_engine.options.intake import take_options
+from tp_engine.options.speculation import SpeculativeConfig
 from tp_engine.server.config import ServerConfig
-from tp_engine.speculative import SpeculativeConfig
 
 PACKAGE = Path(__file__).parents[3] / "tp_engine"
 OBJECTS: dict[str, Any] = {
@@ -36,7 +36,7 @@ OBJECTS: dict[str, Any] = {
 """A value of each option that is a JSON object."""
 # Where values of users come in: their parsers (those of features are in options.py), and what takes them.
 DOORS = {
-    "options", "config.py", "features/registry.py", "speculative.py", "lora.py", "requests/structured_outputs.py",
+    "options", "config.py", "features/registry.py", "requests/structured_outputs.py",
     "api/sampling_defaults.py", "apps/advice/recommend.py", "apps/advice/command.py", "apps/check/engine_check.py",
 }  # fmt: skip
 
@@ -71,7 +71,7 @@ def test_options_are_parsed_at_the_door_alone() -> None:
 
 def test_no_options_are_patched() -> None:
     """Oracle: the names; a frozen record is changed by making another one."""
-    for place in ("options", "features", "config.py", "speculative.py", "lora.py", "server", "api", "apps"):
+    for place in ("options", "features", "config.py", "server", "api", "apps"):
         for path in [PACKAGE / place] if place.endswith(".py") else (PACKAGE / place).rglob("*.py"):
             assert [line for name, line in calls(path) if name == "object.__setattr__"] == [], path
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-DEMO = ROOT / "tp_engine" / "demo_model"
+DEMO = ROOT / "tp_engine" / "models" / "demo_model"
 COMPILERS = ("torch._dynamo", "torch._inductor", "sympy", "torch.onnx")
 HTTP = ("fastapi", "pydantic", "uvicorn")
 MODELLING = ("transformers.modeling_utils", "transformers.activations", "transformers.generation.utils")

@@ -203,6 +203,25 @@ def test_every_folder_has_its_place() -> None:
     assert folders - FOUNDATION_FOLDERS - {"cpu"} == set(DIRECTIONS) - {"foundation", "launch"}
 
 
+def test_the_root_of_the_package_is_short() -> None:
+    """Oracle: the house's rule; who opens the package learns from its list what the engine is."""
+    entries = sorted(path.name for path in PACKAGE.iterdir() if path.name != "__pycache__")
+    assert len(entries) <= 30, f"{len(entries)} entries at the root of the package, of at most 30: {entries}"
+
+
+def test_nothing_below_imports_what_is_beside_the_engine() -> None:
+    """Oracle: the imports; the package's front page names the Python API, lazily."""
+    above = {"apps", "cli", "launch"}
+    report(
+        [
+            f"{use.path}:{use.line}: {use.name} is beside the engine: only the command starts it"
+            for use in all_uses()
+            if use.names("tp_engine.apps") and part_of_path(use.path) not in above
+            if use.path != "tp_engine/__init__.py"
+        ]
+    )
+
+
 def test_imports_point_one_way() -> None:
     """Oracle: the directions above.  The package's front page names the Python API, lazily; no other module may."""
     broken = []

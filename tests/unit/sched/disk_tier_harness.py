@@ -19,9 +19,9 @@ from tp_engine.features.tiers.disk_journal import DiskContents, JournalHeader, r
 from tp_engine.features.tiers.disk_tier import TierLinks
 from tp_engine.features.tiers.feature import DISK_READS, DISK_WRITES
 from tp_engine.features.tiers.tier_waits import DiskWaits
+from tp_engine.job.tier_progress import CHANNEL_WORDS, TIER_CHANNELS, TierProgress, TierProgressReader
 from tp_engine.plan import NO_IDS, StepPlan, StepResult
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
-from tp_engine.tier_progress import CHANNEL_WORDS, TIER_CHANNELS, TierProgress, TierProgressReader
 
 
 class Journal:

@@ -19,9 +19,9 @@ from tests.unit.sched.test_scheduler_grammar import MaskedWorker
 from tp_engine.features.kv_events.scheduling import KVEventSink
 from tp_engine.features.tiers.disk_tier import TierLinks
 from tp_engine.features.tiers.feature import LOADS, STORES, WAIT_LOAD
+from tp_engine.job.tier_progress import CHANNEL_WORDS, TierProgress, TierProgressReader
 from tp_engine.plan import StepPlan, StepResult
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
-from tp_engine.tier_progress import CHANNEL_WORDS, TierProgress, TierProgressReader
 
 
 class Lag(enum.Enum):

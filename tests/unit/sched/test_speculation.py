@@ -18,13 +18,13 @@ from tp_engine.api.openai.answer_shape import Usage
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
 from tp_engine.features.speculation.feature import COUNTERS
+from tp_engine.options.speculation import METHODS, SpeculativeConfig
 from tp_engine.plan import IntArray, StepResult
 from tp_engine.requests.request import FinishReason
 from tp_engine.sched.sequence import Sequence
 from tp_engine.sched.spec_decode.proposer import Proposal, Proposer
 from tp_engine.sched.spec_decode.proposers import Acceptance, DraftPart, Proposers, make_source
 from tp_engine.sched.spec_decode.speculation import SpeculationCounters
-from tp_engine.speculative import METHODS, SpeculativeConfig
 from tp_engine.worker.effective_config import resolve
 
 MOST = 6

@@ -12,7 +12,7 @@ from tests.unit.sched.test_host_tier_cases import POOL, one_after_the_other
 from tests.unit.sched.test_scheduler_properties import LAYOUTS, SCALE, SHAPES
 from tp_engine.features.tiers.feature import STATS
 from tp_engine.features.tiers.tier_channel import StoreChecks
-from tp_engine.tier_progress import TierReport
+from tp_engine.job.tier_progress import TierReport
 
 
 def pairs(*listed: tuple[int, int]) -> np.ndarray:

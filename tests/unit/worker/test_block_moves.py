@@ -16,10 +16,10 @@ import torch
 from tp_engine.cpu.library import native_library
 from tp_engine.features.tiers.block_moves import BlockMover, CudaMover, StoreReports, runs_of
 from tp_engine.features.tiers.codecs.base import BlockCopy, Codec
+from tp_engine.job.tier_progress import CHANNEL_WORDS, TierProgress, TierProgressReader
 from tp_engine.kernels.kv_cache.block_codes import pair_ids
 from tp_engine.model_config.kv_layout import KvKind, lay_out
 from tp_engine.plan import NO_PAIRS, IntArray
-from tp_engine.tier_progress import CHANNEL_WORDS, TierProgress, TierProgressReader
 from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
 
 MakeMover = Callable[[torch.Tensor, torch.Tensor, Codec], BlockMover]

@@ -24,9 +24,9 @@ from tp_engine.features.tiers.disk_files import Identity, SlotFiles, choose_disk
 from tp_engine.features.tiers.disk_start import make_identity
 from tp_engine.features.tiers.rank_disk import DiskTierWorker
 from tp_engine.ipc.job_board import JobBoard
+from tp_engine.job.tier_progress import TierProgressReader
 from tp_engine.job.topology import RankInfo
 from tp_engine.system.units import GIB
-from tp_engine.tier_progress import TierProgressReader
 from tp_engine.worker.effective_config import resolve
 from tp_engine.worker.memory.kv_cache import KvCacheShape
 

@@ -14,9 +14,9 @@ from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
 from tp_engine.features.tiers.block_moves import BlockGroups, BlockMover, StoreReports
 from tp_engine.features.tiers.codecs.pca import TOKENS_PER_DIM, Pca
+from tp_engine.job.tier_progress import CHANNEL_WORDS, TierProgress, TierProgressReader
 from tp_engine.kernels.kv_cache.block_codes import BlockForm
 from tp_engine.plan import NO_PAIRS, Admission, IntArray, RowSampling, StepPlan
-from tp_engine.tier_progress import CHANNEL_WORDS, TierProgress, TierProgressReader
 from tp_engine.worker.effective_config import resolve
 
 DIM, BLOCK_SIZE, PARTS, HEADS = 24, 8, 4, 2

@@ -15,7 +15,7 @@ from tp_engine.errors import ConfigError
 from tp_engine.options import parse_options
 from tp_engine.options.fields import checked, option
 from tp_engine.options.hf_overrides import parse_overrides
-from tp_engine.speculative import SpeculativeConfig
+from tp_engine.options.speculation import SpeculativeConfig
 
 DOES_NOT_FIT = 1
 # Options that are keywords of ``recommend`` too.

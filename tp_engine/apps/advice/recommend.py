@@ -18,7 +18,7 @@ from tp_engine.model_config.source import QUANTIZATION_FILES
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.options.fields import as_json
 from tp_engine.options.hf_overrides import parse_overrides
-from tp_engine.speculative import SpeculativeConfig
+from tp_engine.options.speculation import SpeculativeConfig
 from tp_engine.system.units import parse_bytes
 from tp_engine.worker.memory.host_memory import host_memory
 

@@ -38,7 +38,7 @@ from tp_engine.engine.start import (
 )
 from tp_engine.engine.tokenizer import load_tokenizer
 from tp_engine.errors import ConfigError
-from tp_engine.lora import adapter_names
+from tp_engine.features.lora.options import adapter_names
 from tp_engine.options import fields_of
 from tp_engine.options.intake import take_options
 from tp_engine.system import env

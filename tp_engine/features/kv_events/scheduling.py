@@ -26,8 +26,8 @@ import numpy.typing as npt
 
 from tp_engine.features.kv_events.feature import COUNTERS, KVEventCounters
 from tp_engine.features.lora.scheduling import LoRASlots
+from tp_engine.features.registry import find_half
 from tp_engine.features.tiers.feature import LIMITS, TierLimits
-from tp_engine.hooks import find_feature
 from tp_engine.plan import BoolArray
 from tp_engine.sched.blocks.cache_keys import CacheKey
 from tp_engine.sched.blocks.lru_queue import BlockIds
@@ -105,7 +105,7 @@ def make(parts: SchedulerParts) -> Iterator[KVEvents]:
     """Make the scheduler's half if the engine has a sink for its changes."""
     sink = parts.given.get(COUNTERS.name)
     if sink is not None:
-        yield KVEvents(parts.state.blocks.cache, parts.state.limits, sink, find_feature(parts.features, LoRASlots))
+        yield KVEvents(parts.state.blocks.cache, parts.state.limits, sink, find_half(parts.features, LoRASlots))
 
 
 class KVEvents(SchedulerFeature):

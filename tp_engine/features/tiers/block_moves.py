@@ -28,9 +28,9 @@ import torch
 
 from tp_engine.features.tiers.codecs.base import Codec
 from tp_engine.features.tiers.feature import LOADS, STORES
+from tp_engine.job.tier_progress import TierProgress
 from tp_engine.model_config.kv_layout import MoveCounters
 from tp_engine.plan import IntArray, StepPlan
-from tp_engine.tier_progress import TierProgress
 from tp_engine.worker.results.readback import SpanClock, mark
 
 UNKNOWN_GROUP = -1

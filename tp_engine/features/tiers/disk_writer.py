@@ -27,11 +27,11 @@ from tp_engine.features.tiers.ranks import TiersOfRank
 from tp_engine.features.tiers.tier_channel import TierReports
 from tp_engine.features.tiers.tier_waits import DiskWaits
 from tp_engine.ipc.job_board import JobBoard
+from tp_engine.job.tier_progress import TIER_CHANNELS, TierProgressReader
 from tp_engine.plan import NO_IDS, StepPlan
 from tp_engine.sched.scheduler import Scheduler
 from tp_engine.system.files import sync_folder
 from tp_engine.system.log import get_logger
-from tp_engine.tier_progress import TIER_CHANNELS, TierProgressReader
 from tp_engine.worker.worker import Worker
 
 logger = get_logger(__name__)

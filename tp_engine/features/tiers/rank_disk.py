@@ -23,10 +23,10 @@ import torch
 
 from tp_engine.distributed.device_threads import device_thread
 from tp_engine.features.tiers.disk_files import SlotFiles
+from tp_engine.job.tier_progress import TierProgress
 from tp_engine.model_config.kv_layout import DiskCounters
 from tp_engine.plan import IntArray
 from tp_engine.system.log import get_logger
-from tp_engine.tier_progress import TierProgress
 
 logger = get_logger(__name__)
 

@@ -28,12 +28,12 @@ from tp_engine.features.tiers.feature import DISK_READS, DISK_WRITES, LOADS, SEC
 from tp_engine.features.tiers.options import is_lossy
 from tp_engine.features.tiers.rank_disk import DiskTierWorker
 from tp_engine.job.progress import RankPhase, RankProgress
+from tp_engine.job.tier_progress import TierProgress
 from tp_engine.kernels.huge_pages import map_zeros
 from tp_engine.model_config.kv_layout import KvCapacity, MoveCounters
 from tp_engine.plan import StepPlan
 from tp_engine.system.log import get_logger
 from tp_engine.system.units import GIB, format_gib
-from tp_engine.tier_progress import TierProgress
 from tp_engine.worker.feature import RunnerFeature, RunnerHooks
 from tp_engine.worker.memory.host_memory import HostMemory, host_memory
 from tp_engine.worker.memory.meter import settle_slots

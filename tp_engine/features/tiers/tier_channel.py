@@ -20,9 +20,9 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from tp_engine.job.tier_progress import TierReport
 from tp_engine.plan import BoolArray, IntArray
 from tp_engine.sched.blocks.lru_queue import NO_BLOCKS, BlockIds
-from tp_engine.tier_progress import TierReport
 
 _PATIENCE_S = 3.0
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tp_engine.options.speculation import SpeculativeConfig
 from tp_engine.plan import IntArray, StepResult
 from tp_engine.sched.sequence import Sequence
-from tp_engine.speculative import SpeculativeConfig
 
 
 class Proposal(NamedTuple):

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import numpy as np
 
+from tp_engine.options.speculation import SpeculativeConfig
 from tp_engine.plan import NO_IDS, IntArray, StepPlan, StepResult, TokenLogprobs
 from tp_engine.requests.request import SequenceDelta, StepOutput
 from tp_engine.sched.constraint import FillMasks, TokenConstraint, follow, masks_of
@@ -42,7 +43,6 @@ from tp_engine.sched.spec_decode.proposer import Proposer
 from tp_engine.sched.spec_decode.proposers import DraftPart, Proposers, make_source
 from tp_engine.sched.spec_decode.step_costs import StepCosts
 from tp_engine.sched.step_scheduler import StepPlanBuilder
-from tp_engine.speculative import SpeculativeConfig
 
 
 @dataclass(slots=True)

@@ -10,16 +10,6 @@ from tp_engine.options.foreign_rows import accepted
 from tp_engine.options.intake import takes_names_of_others
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterLimits:
-    """``max_loras`` adapters have a slot on the devices at once, of ranks up to ``max_rank``.  If ``of_experts``, the
-    slots have room for matrices of routed experts too."""
-
-    max_loras: int
-    max_rank: int
-    of_experts: bool = False
-
-
 @takes_names_of_others(accepted("has no effect", "base_model_name load_inplace long_lora_max_len"))
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
