@@ -71,6 +71,7 @@ NOT_RUN = {
     r"pytest": "is a run of a stranger's tests; tests/e2e/test_pytest_plugin.py has their like",
     r"ip netns": "needs root and network namespaces; tests/faults makes them",
     r"tp-engine serve (Qwen/Qwen3\.5|google/gemma-4|Qwen/Qwen3-8B --spec)": "needs a draft model that fits the model",
+    r"torchrun .*-m tp_engine run-batch": "runs installed, in tests/e2e/test_wheel.py",
     r"tp-engine check \./(original|broken)": "needs wrong checkpoints; tests/e2e/test_check.py has their like",
     r"tp-engine check .*(-tp 8|--against|--url)|tp-engine check MODEL|.*-m tp_engine check":
         "takes long; test_check.py, test_check_url.py and test_check_machine.py try it",
