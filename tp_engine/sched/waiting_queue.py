@@ -112,6 +112,7 @@ class WaitingQueue:
         if sequence is not None:
             self._take(self._order[0][2])
             self.version += 1
+            self._drop_dead()
         return sequence
 
     def first(self, count: int) -> list[Sequence]:
@@ -131,8 +132,7 @@ class WaitingQueue:
         assert sequence.phase is SequencePhase.FINISHED
         self._num_dead += 1
         self.version += 1
-        if self._num_dead * 2 > self._num_queued:
-            self._drop_dead()
+        self._drop_dead()
 
     def check_integrity(self) -> None:
         """Assert that the counts are right, that nothing is queued twice, and that each client that waits is ranked."""
@@ -174,6 +174,9 @@ class WaitingQueue:
             heapq.heapify(self._order)
 
     def _drop_dead(self) -> None:
+        """Remove the dead if they are the most."""
+        if self._num_dead * 2 <= self._num_queued:
+            return
         self._num_queued = self._num_dead = 0
         self._order.clear()
         for name, client in list(self._clients.items()):

@@ -126,7 +126,7 @@ def test_no_client_goes_before_others_by_a_priority() -> None:
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("shape", ["tight", "few rows"])
 def test_random_loads_of_several_clients(shape: str, ahead: int) -> None:
-    """Oracle: the fake model on each sequence alone; all end, and the counts of the queue agree."""
+    """Oracle: the fake model on each sequence alone; all end, the counts of the queue agree, and no client is kept."""
     chosen = limits(num_blocks=14, max_num_batched_tokens=16) if shape == "tight" else limits(max_num_seqs=3)
     simulation = Simulation(chosen, ahead=ahead)
     load = RandomLoad(simulation, seed=5)
@@ -141,3 +141,4 @@ def test_random_loads_of_several_clients(shape: str, ahead: int) -> None:
     simulation.run()
     assert any(output.finish_reason is FinishReason.LENGTH for output in simulation.outputs.values())
     assert simulation.scheduler.stats().num_preemptions > 0
+    assert simulation.scheduler.state.waiting.num_clients == 0
