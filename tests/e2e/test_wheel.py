@@ -226,6 +226,14 @@ def test_the_command_of_the_wheel(installed: Installation) -> None:
     check_batch(target)
 
 
+def test_a_benchmark_without_the_checkout(installed: Installation) -> None:
+    """Oracle: the last line's JSON; every request got the tokens that it asked for, from an engine without a model."""
+    options = ("--num-prompts", "4", "--num-warmups", "1", "--input-len", "8", "--output-len", "4")
+    printed = installed.run("tp-engine", "bench", "frontend", *options)
+    (result,) = json.loads(printed.strip().splitlines()[-1])["results"]
+    assert (result["completed"], result["failed"], result["total_output_tokens"]) == (4, 0, 16)
+
+
 def test_torchrun_without_the_checkout(installed: Installation) -> None:
     """Oracle: arithmetic, through HTTP and in a batch job; torchrun itself ends with 1 after a signal."""
     with installed.serving(*TORCHRUN, "2", "-m", "tp_engine", "serve", exit_code=1) as client:
