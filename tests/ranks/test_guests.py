@@ -5,6 +5,7 @@ The hosts are scripts in processes of their own, with engines that start as a us
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -131,7 +132,77 @@ HOSTS = {
         nbclient.NotebookClient(notebook, timeout={limit_s}, kernel_name="python3").execute()
         print(next(one.text for one in cell.outputs if one.get("name") == "stdout").strip())
     """,
+    "nothing global is changed": """
+        import asyncio, decimal, faulthandler, glob, locale, logging, multiprocessing, random, resource, socket
+        import numpy, transformers, warnings
+        transformers.PreTrainedTokenizerFast  # libraries set filters of warnings, and more, when they are loaded
+        def told(path):
+            try:
+                return open(path).read()
+            except OSError:
+                return ""
+        def snapshot():
+            mask = os.umask(0); os.umask(mask)
+            hooks = sys.excepthook, sys.unraisablehook, sys.displayhook, threading.excepthook, sys.gettrace()
+            logs = logging.root.level, logging.root.handlers[:], logging.root.manager.disable, logging.getLoggerClass()
+            limits = sys.getrecursionlimit(), sys.getswitchinterval(), socket.getdefaulttimeout()
+            rules = [repr(resource.getrlimit(number)) for number in range(16)], os.sched_getaffinity(0), os.nice(0)
+            dice = random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().tolist()
+            handled = [signal.getsignal(number) for number in range(1, signal.NSIG)]
+            sets = signal.pthread_sigmask(signal.SIG_BLOCK, []), signal.set_wakeup_fd(-1), signal.getitimer(0)
+            torches = torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()
+            collector = gc.isenabled(), gc.get_threshold(), gc.get_freeze_count(), gc.callbacks[:]
+            places = dict(os.environ), os.getcwd(), mask, locale.setlocale(locale.LC_ALL), sys.path[:], sys.meta_path[:]
+            ways = multiprocessing.get_start_method(allow_none=True), asyncio.get_event_loop_policy().__class__
+            numbers = str(decimal.getcontext()), str(numpy.geterr()), faulthandler.is_enabled()
+            streams = sys.stdin, sys.stdout, sys.stderr, [os.get_blocking(number) for number in range(3)]
+            return [hooks, logs, limits, rules, dice, handled, sets, torches, collector, places, ways, numbers, streams,
+                    warnings.filters[:], warnings.showwarning]
+        def kept():
+            stats = [told(path).rsplit(")", 1)[-1].split() for path in glob.glob("/proc/[0-9]*/stat")]
+            children = sum(len(one) > 1 and one[1] == str(os.getpid()) for one in stats)
+            names = [name for name in os.listdir("/dev/shm") if str(os.getpid()) in name]
+            return children, threading.active_count(), names, len(os.listdir("/proc/self/fd"))
+        before, held = snapshot(), kept()
+        with LLM({model!r}, **OPTIONS) as llm:
+            assert snapshot() == before
+            print(answer(llm))
+            assert snapshot() == before
+            children, threads, names, files = kept()
+            assert children == held[0] + 1 and threads <= held[1] + 1 and files <= held[3] + 8 and not names
+        assert snapshot() == before and kept() == held, (held, kept())
+    """,
+    "pytest with xdist and timeout": """
+        import pathlib, subprocess, textwrap
+        pathlib.Path("test_guest.py").write_text({common!r} + textwrap.dedent('''
+            import pathlib, pytest
+            @pytest.fixture(scope="module")
+            def llm():
+                with LLM({model!r}, **OPTIONS) as llm:
+                    yield llm
+            def test_before(llm):
+                pathlib.Path("before").write_text(str(answer(llm)))
+            @pytest.mark.timeout(2)
+            @pytest.mark.xfail(strict=True)
+            def test_that_takes_too_long(llm):
+                while True:
+                    llm.generate([[5, 9]] * 20, PARAMS, use_tqdm=False)
+            def test_after(llm):
+                assert str(answer(llm)) == pathlib.Path("before").read_text()
+        '''))
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "1", "-p", "no:cacheprovider", "--timeout-method=signal"]
+        done = subprocess.run([*command, "test_guest.py"], capture_output=True, text=True)
+        assert "2 passed, 1 xfailed" in done.stdout, done.stdout + done.stderr
+        print(pathlib.Path("before").read_text())
+    """,
+    "a Ray task": """
+        import ray
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        print(ray.get(ray.remote(num_cpus=2)(ask).remote()))
+        ray.shutdown()
+    """,
 }
+NEEDS = {"a Ray task": ("ray", "Ray is not installed (extra: ray); run scripts/test_ray")}
 DTYPES = {1: "bfloat16", 2: "float64"}
 QUICK = {("nothing of the process is touched", 2), ("hostile defaults", 1)}
 
@@ -161,6 +232,9 @@ def test_a_host_has_its_answer_and_all_that_it_had(
     host: str, ranks: int, folder: Path, expected: list[int], tmp_path: Path
 ) -> None:
     """Oracle: the tokens of an engine in this process; what the host itself asserts."""
+    package, reason = NEEDS.get(host, ("torch", ""))
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(reason)
     limit_s = on_this_machine(150)
     common = COMMON.format(ranks=ranks, model=str(folder))
     body = textwrap.dedent(HOSTS[host]).format(

@@ -409,6 +409,8 @@ class AsyncLLM:
             await self._outputs.close()
         if self._watching is not None:
             await asyncio.gather(self._watching, return_exceptions=True)
+        if self._input is not None:
+            self._input.chat.close()
         if self._service is not None:
             service, self._service = self._service, None
             await in_thread(service.close)

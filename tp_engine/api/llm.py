@@ -60,6 +60,15 @@ Prompts: TypeAlias = Prompt | Iterable[Prompt]
 _Result = TypeVar("_Result")
 
 
+_NEW_WEIGHTS = "the model is in processes of its own; new weights are given with update_weights(named tensors)"
+_OF_OTHERS = {
+    "llm_engine": _NEW_WEIGHTS,
+    "collective_rpc": f"no code of yours runs on the ranks: {_NEW_WEIGHTS}, and engine.report() tells of the ranks",
+    "apply_model": f"no code of yours runs on the ranks: {_NEW_WEIGHTS}",
+}
+"""Names of vLLM's class that are not here, and what does it here."""
+
+
 class LLM(Closing):
     """A model on one or more ranks, for threads that wait for their calls; calls of several threads run together.
 
@@ -109,6 +118,13 @@ class LLM(Closing):
         self.engine = EngineView(self._async, self._ask)
         self.allocation_monitor = AllocationMonitor(interval_s=_MONITOR_S)
         self._num_requests = itertools.count()
+
+    if not TYPE_CHECKING:  # checkers should go on to refuse unknown names
+
+        def __getattr__(self, name: str) -> NoReturn:
+            remedy = _OF_OTHERS.get(name)
+            told = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(told if remedy is None else f"{told}: {remedy}", name=name, obj=self)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -96,7 +96,9 @@ def sleep(engine: EngineAdmin, level: int = 1) -> dict[str, Any]:
     """``pause`` with ``keep``; at ``level`` 1 also forget all cached prefixes, and free the KV cache on all ranks."""
     was_paused = engine.is_paused
     if level not in SLEEP_LEVELS:
-        raise RequestError(f"level is {level!r}; it must be 0 or 1: the weights stay", param="level")
+        raise RequestError(
+            f"level is {level!r}; it must be 0 or 1: the weights stay, and update_weights replaces them", param="level"
+        )
     engine.pause(abort_running=False)
     if level == 1 and not engine.is_asleep:
         try:

@@ -412,3 +412,16 @@ def test_an_engine_that_fails_ends_calls_with_its_error() -> None:
                 use()
     with pytest.raises(EngineDeadError, match="closed"):
         llm.generate("a")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("llm_engine", "update_weights"), ("collective_rpc", "no code of yours"), ("apply_model", "no code of yours")],
+)
+def test_names_of_other_engines_say_what_does_it_here(llm: FakeLLM, name: str, words: str) -> None:
+    """Oracle: an ``AttributeError``, so that ``hasattr`` is right, with the remedy; an unknown name has none."""
+    assert not hasattr(llm, name)
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'.*{words}"):
+        getattr(llm, name)
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing_at_all'$"):
+        _ = llm.nothing_at_all  # type: ignore[attr-defined]

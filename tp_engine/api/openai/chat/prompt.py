@@ -67,6 +67,10 @@ class ChatFormat:
         self._served_text = self.options.template_text
         self._probed = lru_cache(_MAX_TEMPLATES)(self._probe)
 
+    def close(self) -> None:
+        """End the processes that render; another call starts them again."""
+        self._probed.cache_clear()
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
