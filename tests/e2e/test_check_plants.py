@@ -1,7 +1,7 @@
-"""``tp-engine check`` finds faults that only sampling, decodes or a resumed answer have, and places them; a right model
-with an odd tokenizer raises no alarm.
+"""``tp-engine check`` finds faults that only sampling, decodes, hits, forks or resumed answers have, and places them; a
+right model with an odd tokenizer raises no alarm.
 
-The faults are planted in this process, whose engine has one rank.
+The faults of ``tests.planted`` are planted in this process, whose engine has one rank, or in the second rank of two.
 """
 
 from __future__ import annotations
@@ -12,32 +12,94 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
 from tests.e2e.test_check import OPTIONS, VOCAB_SIZE, check, wrong
+from tests.planted import PLANT, plant
+from tests.tiers import slow_but
 from tp_engine.apps.check import observed
 from tp_engine.apps.check.engine_check import EngineCheck
 from tp_engine.apps.check.report import CheckStatus
-from tp_engine.apps.check.set_ups import OTHERS, PREEMPTED_ANSWERS
+from tp_engine.apps.check.set_ups import CACHED, OTHERS, PREEMPTED_ANSWERS, SEVERAL
 from tp_engine.layers.experts import Experts
-from tp_engine.sampling.state import SamplingState
-from tp_engine.sched.scheduler_state import SchedulerState
 
 pytestmark = pytest.mark.usefixtures("warm_children")
 
 
-def test_doubled_temperatures_are_found(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: transformers' logits, and binomial counts; nothing else is wrong."""
-    admit = SamplingState.admit
+# Plant -> set-ups with an engine of its own that are tried, what is wrong, and words of its place.  Whatever else is
+# wrong follows from it.
+ALL_RANKS: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "rope theta": ((), "hidden states", "layer 0, attention, rank 0, position 1 "),
+    "norm eps": ((), "hidden states", "layer 0, attention, rank 0, position 0 "),
+    "scale of q": ((), "hidden states", "layer 0, attention, rank 0"),
+    "heads rolled": ((), "hidden states", "layer 0, attention, rank 0"),
+    "positions of decodes": ((), "alone", "(answer)"),
+    "decodes attend otherwise": (
+        (),
+        "hidden states",
+        "layer 0, attention, rank 0, position 96 of prompt 'long' (answer)",
+    ),
+    "logits rolled": ((), "norm and output head", "output head"),
+    "positions of later chunks": (("in chunks",), "in chunks", "prompt"),
+    "positions behind a hit": ((), CACHED, "prompt"),
+    "hit's second block is the first": ((), CACHED, "prompt"),
+    "hit without parent": ((), CACHED, "prompt 'crossed'"),
+    "copies are lost": ((), SEVERAL, "prompt"),
+    "resumes with another token": ((PREEMPTED_ANSWERS,), PREEMPTED_ANSWERS, "(answer)"),
+    "stale after preemption": ((PREEMPTED_ANSWERS,), PREEMPTED_ANSWERS, ""),
+    "temperature ignored": ((), "sampling", ""),
+    "temperature doubled": ((), "sampling", ""),
+    "top_p ignored": ((), "sampling", "top_p"),
+    "top_p one short": ((), "sampling", "top_p 0.55 of few"),
+    "top_p of the other side": ((), "sampling", "top_p"),
+    "top_k one more": ((), "sampling", "top_k"),
+    "min_p ignored": ((), "sampling", "min_p"),
+    "repetition penalty ignored": ((), "sampling", "penalt"),
+    "presence penalty turned": ((), "sampling", "penalties"),
+    "seeds alike": ((), "sampling", ""),
+}
+FAST = ("hit without parent", "copies are lost", "top_p one short", "presence penalty turned")
+ALONE_WRONG = ("hit without parent", "copies are lost", "resumes with another token")
+RANK_1 = {
+    "rope theta": ("hidden states", "rank 1 (what self_attn.o_proj reads), position 1 "),
+    "norm eps": ("hidden states", "rank 1 "),
+    "scale of q": ("hidden states", "rank 1 (what self_attn.o_proj reads)"),
+    "heads rolled": ("hidden states", "rank 1 (what self_attn.o_proj reads)"),
+    "decodes attend otherwise": ("hidden states", "rank 1"),
+    "rank's part missing in decodes": ("hidden states", "(answer)"),
+    "positions of later chunks": (SEVERAL, "prompt"),
+    "positions behind a hit": (CACHED, "prompt"),
+    "logits rolled": ("norm and output head", "rank 1's slice of the vocabulary"),
+}
 
-    def hotter(self: SamplingState, row: int, sampling: Any, *known: Any) -> None:
-        admit(self, row, msgspec.structs.replace(sampling, temperature=2 * sampling.temperature), *known)
 
-    monkeypatch.setattr(SamplingState, "admit", hotter)
-    report = check(checkpoint("llama", vocab_size=VOCAB_SIZE))
-    assert report.exit_code == 1 and set(wrong(report)) == {"sampling"}, report.as_text()
+@pytest.mark.parametrize("name", slow_but(FAST, ALL_RANKS))
+def test_a_plant_is_told(name: str, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: transformers; the finding, and its place, are those of what was planted."""
+    others, finding, words = ALL_RANKS[name]
+    folder = checkpoint("llama", vocab_size=VOCAB_SIZE)
+    monkeypatch.setattr(observed, "OTHERS", {one: OTHERS[one] for one in others})
+    plant(name, lambda owner, what, new: monkeypatch.setattr(owner, what, new(getattr(owner, what))))
+    options = {"model": str(folder), **OPTIONS, "enforce_eager": True}
+    report, _ = EngineCheck(options=options, quick=not others).run()
+    found = wrong(report)
+    assert report.exit_code == 1 and finding in found and words in found[finding].place, report.as_text()
+    if name in ALONE_WRONG or finding == "sampling":
+        assert set(found) == {finding}, report.as_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RANK_1)
+def test_a_plant_in_the_second_rank_is_told(
+    name: str, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: transformers; the rank is named where only its own part of a sum, or of the logits, is wrong."""
+    finding, words = RANK_1[name]
+    monkeypatch.setenv(PLANT, name)
+    report = check(checkpoint("llama", vocab_size=VOCAB_SIZE), tensor_parallel_size=2, enforce_eager=True)
+    found = wrong(report)
+    assert report.exit_code == 1 and finding in found and words in found[finding].place, report.as_text()
 
 
 @pytest.mark.parametrize("only_decodes", [True, False])
@@ -66,27 +128,17 @@ def test_exchanged_experts_name_layer_and_part(
     assert found.place.endswith("(answer)") is only_decodes
 
 
-@pytest.mark.parametrize("is_planted", [False, True])
-def test_an_answer_that_resumes_wrongly_is_found(
-    is_planted: bool, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+def test_an_answer_that_resumes_rightly_raises_no_alarm(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: transformers; only sequences that were preempted while decoding resume with another token."""
-    preempt = SchedulerState.preempt
-
-    def spoilt(self: SchedulerState, sequence: Any, *why: str) -> None:
-        preempt(self, sequence, *why)
-        if is_planted and len(sequence.token_ids) - sequence.num_prompt_tokens > 1:
-            sequence.token_ids = sequence.token_ids.copy()
-            sequence.token_ids[-1] = (sequence.token_ids[-1] + 1) % VOCAB_SIZE
-
-    monkeypatch.setattr(SchedulerState, "preempt", spoilt)
+    """Oracle: transformers; sequences were preempted while decoding."""
     monkeypatch.setattr(observed, "OTHERS", {PREEMPTED_ANSWERS: OTHERS[PREEMPTED_ANSWERS]})
     options = {"model": str(checkpoint("llama", vocab_size=VOCAB_SIZE)), **OPTIONS}
     report, _ = EngineCheck(options=options).run()
     found = {one.name: one.status for one in report.findings}
-    assert found[PREEMPTED_ANSWERS] is (CheckStatus.WRONG if is_planted else CheckStatus.RIGHT), report.as_text()
+    assert found[PREEMPTED_ANSWERS] is CheckStatus.RIGHT, report.as_text()
     assert found["processed logprobs"] is CheckStatus.RIGHT, report.as_text()
-    assert report.exit_code == int(is_planted)
+    assert report.exit_code == 0
 
 
 @pytest.mark.parametrize("kind", ["no tokens", "words"])

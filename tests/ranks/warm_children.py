@@ -25,6 +25,8 @@ from unittest.mock import patch
 from tests.ranks.warm_ranks import FORKS
 
 _FREE = 500
+PLANT = "TP_ENGINE_TEST_PLANT"
+"""The variable that names what children plant in themselves (``tests.planted``)."""
 _CALLERS = ("tp_engine.engine.processes", "tp_engine.server.frontend_process")
 
 
@@ -113,6 +115,10 @@ def _run(module: str, settings: bytes, environment: dict[str, str], own_session:
         os.close(received)
     sys.stdin = io.TextIOWrapper(io.BytesIO(settings))
     _end_with_parent()
+    if (name := environment.get(PLANT)) is not None:
+        from tests.planted import plant
+
+        plant(name)
     sys.argv[:] = ["-c"]
     sys.exit(import_module(module).main())
 

@@ -26,6 +26,8 @@ class Answer:
         sequence (n,)               prompt, then answer
         alternatives (n, m)         token ids after each position; rows without any are -1
         logprobs (n, m)             theirs by the engine
+
+    ``is_drawn``: its tokens need not be the likeliest.
     """
 
     prompt: CheckPrompt
@@ -33,6 +35,7 @@ class Answer:
     alternatives: Ids
     logprobs: Floats
     num_cached_tokens: int = 0
+    is_drawn: bool = False
 
     @property
     def sequence(self) -> tuple[int, ...]:
@@ -45,9 +48,9 @@ class Answer:
         return self.logprobs[len(self.prompt.token_ids) - 1 : -1, 0]
 
 
-def answer_of_output(prompt: CheckPrompt, output: RequestOutput) -> Answer:
-    """Return a prompt's answer by an engine here."""
-    sample = output.outputs[0]
+def answer_of_output(prompt: CheckPrompt, output: RequestOutput, index: int = 0) -> Answer:
+    """Return a prompt's answer by an engine here, the one of an ``index``."""
+    sample = output.outputs[index]
     tokens = tuple(sample.token_ids)
     of_prompt: list[dict[int, Logprob] | None] = list((output.prompt_logprobs or [None] * len(prompt.token_ids))[1:])
     of_answer: list[dict[int, Logprob] | None] = list(sample.logprobs or [])

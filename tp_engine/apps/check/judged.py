@@ -31,7 +31,7 @@ from tp_engine.apps.check.ranks import rank_apart, rank_of_slice
 from tp_engine.apps.check.report import CheckFinding
 from tp_engine.apps.check.rounding import Rounding
 from tp_engine.apps.check.sampling import PROCESSED, check_draws, check_processed
-from tp_engine.apps.check.set_ups import ALONE, BATCH, CACHED, OTHERS
+from tp_engine.apps.check.set_ups import ALONE, BATCH, CACHED, OTHERS, SEVERAL
 from tp_engine.apps.check.watched import Watched
 from tp_engine.model_config import padded_vocab_size
 
@@ -45,6 +45,7 @@ _EVERY_ANSWER = "answers differ from the model's own, for every request"
 _REMEDIES = {
     BATCH: "--max-num-seqs 1, then --enforce-eager",
     CACHED: "--no-enable-prefix-caching",
+    SEVERAL: "several requests instead of n above 1",
     **{name: one.remedy for name, one in OTHERS.items()},
 }
 _FIRST_REMEDIES = "--enforce-eager, --attention-backend torch, --dtype float32; --bisect tries them"
@@ -204,6 +205,8 @@ class Judge:
         """How much likelier the oracle's best token is than each chosen one."""
         scores, first = self.exact.scores[answer.sequence], len(answer.prompt.token_ids) - 1
         chosen = scores.next_logprobs[first:]
+        if answer.is_drawn:
+            return np.zeros(len(chosen), np.float32)
         return np.asarray(scores.best_logprobs[first : first + len(chosen)] - chosen)
 
     @cached_property
@@ -343,7 +346,8 @@ class Judge:
         draws, processed = self.observed.draws, self.observed.processed
         assert draws is not None and self.exact.logits is not None, "engines that run here draw"
         logits = self.exact.logits.astype(np.float64)
-        yield check_draws(draws, logits, self.allowed)
+        of_few = None if self.exact.of_few is None else self.exact.of_few.astype(np.float64)
+        yield check_draws(draws, logits, self.allowed, of_few)
         if isinstance(processed, str):
             yield CheckFinding.skipped(PROCESSED, processed)
         else:

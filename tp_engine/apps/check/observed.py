@@ -6,19 +6,21 @@ A *set-up* is a way in which one request can run (``set_ups.py``).  All must giv
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from tp_engine.api.llm import LLM
 from tp_engine.apps.check.answers import ALTERNATIVES, Answer, answer_of_output
 from tp_engine.apps.check.prompts import CheckPrompt
 from tp_engine.apps.check.sampling import Draws, Processed, draw, prompt_of, show_processed
-from tp_engine.apps.check.set_ups import ALONE, BATCH, CACHED, OTHERS, Other, Sizes, was_cached
+from tp_engine.apps.check.set_ups import ALONE, BATCH, CACHED, OTHERS, SEVERAL, Other, Sizes, was_cached
 from tp_engine.apps.check.watched import Watched, watch
 from tp_engine.errors import ConfigError, EngineDeadError, MemoryBudgetError, RequestError
 from tp_engine.requests.sampling_params import SamplingParams
 
 _QUICK_DRAWS, _DRAWS = 128, 512
+_NUM_SEVERAL, _SEVERAL_TOKENS, _SEED = 3, 12, 46
 _PROCESSED_MODE = "processed_logprobs"
 
 
@@ -76,8 +78,10 @@ def observe(
         observed.set_ups[BATCH] = _ask(llm, prompts, max_tokens)
         if observed.configuration["enable_prefix_caching"]:
             note(CACHED)
-            again = _ask(llm, prompts, max_tokens)
+            again = _ask(llm, [*prompts, *_crossed(prompts, sizes.block_size)], max_tokens)
             observed.set_ups[CACHED] = again if was_cached(llm, again) else "nothing was found in the prefix cache"
+        note(SEVERAL)
+        observed.set_ups[SEVERAL] = _ask_several(llm, prompt_of(prompts))
         note("draws")
         observed.draws = draw(llm.generate, prompt_of(prompts), _QUICK_DRAWS if quick else _DRAWS)
         if observed.configuration["logprobs_mode"] == _PROCESSED_MODE:
@@ -150,6 +154,23 @@ def _params(max_tokens: int, **more: Any) -> SamplingParams:
     return SamplingParams(
         temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=ALTERNATIVES, detokenize=False, **more
     )
+
+
+def _crossed(prompts: Sequence[CheckPrompt], block_size: int) -> list[CheckPrompt]:
+    """A prompt whose first block is one prompt's, and what follows another's: each is cached, not behind the other."""
+    long = [one.token_ids for one in prompts if len(one.token_ids) > 2 * block_size]
+    pairs = [(one, other) for one, other in pairwise(long) if one[:block_size] != other[:block_size]]
+    return [CheckPrompt("crossed", (*one[:block_size], *other[block_size:])) for one, other in pairs[:1]]
+
+
+def _ask_several(llm: LLM, prompt: CheckPrompt) -> list[Answer]:
+    """Several answers of one request, which part from each other: they share what they do not write."""
+    params = SamplingParams(
+        n=_NUM_SEVERAL, temperature=1.0, seed=_SEED, max_tokens=_SEVERAL_TOKENS, ignore_eos=True,
+        logprobs=ALTERNATIVES, detokenize=False,
+    )  # fmt: skip
+    [output] = llm.generate([list(prompt.token_ids)], params, use_tqdm=False)
+    return [replace(answer_of_output(prompt, output, number), is_drawn=True) for number in range(_NUM_SEVERAL)]
 
 
 def _ask(llm: LLM, prompts: Sequence[CheckPrompt], max_tokens: int) -> list[Answer]:

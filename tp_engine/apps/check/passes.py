@@ -40,6 +40,7 @@ class Passed:
         reads       of the watched answer: linear layer -> what it reads (n, in), at ``Watched.linear_positions``
         experts     of the watched answer: layer -> of each rank its part of the experts' output (n, hidden), likewise
         logits      after the prompt of the draws, and after each token of their greedy answer (n, vocabulary)
+        of_few      the same with the answer of few tokens
         wide        last names of modules whose outputs are float32 in any type, such as routers
 
     ``quantization`` is the checkpoint's, ``activation`` that of the gate in the model's MLPs.
@@ -52,6 +53,7 @@ class Passed:
     reads: dict[str, Floats] = field(default_factory=dict)
     experts: dict[int, list[Floats]] = field(default_factory=dict)
     logits: Floats | None = None
+    of_few: Floats | None = None
     wide: set[str] = field(default_factory=set)
     quantization: Mapping[str, Any] | None = None
     activation: Callable[[torch.Tensor], torch.Tensor] = torch.nn.functional.silu
@@ -183,7 +185,7 @@ def run_pass(oracle: Oracle, observed: Observed, note_layer: Callable[[], None])
     passed = Passed(quantization=oracle.quantization, activation=oracle.activation)
     queries = [Query(sequence, wanted) for sequence, wanted in asked.items()]
     if draws is not None:
-        queries.append(Query(draws.sequence, logits_from=len(draws.prompt.token_ids) - 1))
+        queries += [Query(one, logits_from=len(draws.prompt.token_ids) - 1) for one in draws.sequences]
     recorder = _Recorder(passed, watched, len(queries))
     if watched is not None:
         queries.append(Query(watched.sequence, np.maximum(watched.answer.alternatives[: len(watched.sequence)], 0)))
@@ -194,6 +196,7 @@ def run_pass(oracle: Oracle, observed: Observed, note_layer: Callable[[], None])
         for hook in hooks:
             hook.remove()
     passed.scores = dict(zip(asked, scores, strict=False))
-    passed.logits = None if draws is None else scores[len(asked)].logits
+    if draws is not None:
+        passed.logits, passed.of_few = (scores[len(asked) + place].logits for place in range(2))
     passed.head = None if watched is None else scores[-1]
     return passed

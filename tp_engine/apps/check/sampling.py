@@ -2,8 +2,9 @@
 
 ::
 
-    draws        seeded ones of a prompt's next token: how many fall among the likeliest 1, 2, 4, ... tokens
-    penalties    a greedy answer: each token is the likeliest after penalties for those before it
+    draws        seeded ones of a prompt's next token: how many fall among the likeliest 1, 2, 4, ... tokens; also
+                 where a bias leaves a few tokens, since one more or less at a filter's limit shows only there
+    penalties    greedy answers: each token is the likeliest after penalties for those before it
     processed    log-probabilities as the engine shows them after temperature and filters
 
 All are compared with the logits of the oracle, of which temperature and filters are computed here, in float64.  Where
@@ -17,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -39,11 +40,22 @@ SETTINGS: Mapping[str, Mapping[str, float]] = {
     "min_p 0.2": {"temperature": 0.8, "min_p": 0.2},
     "repetition_penalty 2": {"temperature": 0.6, "repetition_penalty": 2.0},
 }
+# Filters where a bias gives the likeliest tokens these shares: each limit lies between two of them.
+FEW: Mapping[str, Mapping[str, float]] = {
+    "top_k 3 of few": {"temperature": 1.0, "top_k": 3},
+    "top_p 0.55 of few": {"temperature": 1.0, "top_p": 0.55},
+    "min_p 0.4 of few": {"temperature": 1.0, "min_p": 0.4},
+}
+FEW_SHARES = (0.4, 0.27, 0.21, 0.12)
+FEW_BIAS, _MOST_BIAS = 30.0, 100.0
+# Of all tokens, and of few: without the repetition penalty, which outweighs the others.
+FEW_PENALTIES: Mapping[str, float] = {"presence_penalty": 0.9, "frequency_penalty": 0.4}
 PENALTIES: Mapping[str, float] = {"presence_penalty": 0.9, "frequency_penalty": 0.4, "repetition_penalty": 1.2}
 PENALISED, PROCESSED = "penalties", "processed logprobs"
 _LIKELIEST = "the likeliest token"
 _NUM_PENALISED = 12
 _MOST_PROMPT = 64
+_BLOCK = 16  # KV blocks have multiples of so many tokens
 _SEED = 46
 
 Reals: TypeAlias = npt.NDArray[np.float64]
@@ -53,17 +65,25 @@ Generate: TypeAlias = Callable[..., list[RequestOutput]]
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What an engine drew after ``prompt``: by setting how often each token came, and a greedy answer with
-    ``PENALTIES``."""
+    """What an engine drew after ``prompt``: by setting how often each token came; a greedy answer with ``PENALTIES``,
+    and one of ``few`` tokens, empty without a ``bias``, which is theirs (by token)."""
 
     prompt: CheckPrompt
     counts: Mapping[str, Mapping[int, int]]
     penalised: tuple[int, ...]
+    few: tuple[int, ...] = ()
+    bias: Mapping[int, float] = field(default_factory=dict)
 
     @property
-    def sequence(self) -> tuple[int, ...]:
-        """What the oracle scores."""
-        return (*self.prompt.token_ids, *self.penalised)
+    def sequences(self) -> list[tuple[int, ...]]:
+        """What the oracle scores: both answers."""
+        return [(*self.prompt.token_ids, *one) for one in (self.penalised, self.few)]
+
+    def biased(self, logits: Reals) -> Reals:
+        """Return ``logits`` (V,) with the bias."""
+        found = logits.copy()
+        found[list(self.bias)] += list(self.bias.values())
+        return found
 
 
 Processed: TypeAlias = Mapping[str, Mapping[int, float]]
@@ -71,21 +91,40 @@ Processed: TypeAlias = Mapping[str, Mapping[int, float]]
 
 
 def prompt_of(prompts: Sequence[CheckPrompt]) -> CheckPrompt:
-    """Return the prompt that is drawn after: the beginning of the first one."""
-    first = prompts[0]
-    return CheckPrompt(first.name, first.token_ids[:_MOST_PROMPT])
+    """Return the prompt that is drawn after: the beginning of the first one, whose end lies within a KV block, so that
+    each of several answers needs a copy of it."""
+    first = prompts[0].token_ids[:_MOST_PROMPT]
+    behind_middle = (len(first) - 1 - _BLOCK // 2) % _BLOCK
+    return CheckPrompt(prompts[0].name, first[: max(2, len(first) - behind_middle)])
 
 
 def draw(generate: Generate, prompt: CheckPrompt, num_draws: int) -> Draws:
     """Draw so often in each of ``SETTINGS``, with seeds, and answer greedily with penalties; no request finds a cached
     prefix, whose faults other set-ups show."""
     given = {"max_tokens": 1, "ignore_eos": True, "detokenize": False, "seed": _SEED, "n": num_draws}
-    asked = [{**given, **setting, "cache_salt": f"check {name}"} for name, setting in SETTINGS.items()]
+    bias = _bias(generate, prompt)
+    settings = {**SETTINGS, **{name: {**one, "logit_bias": bias} for name, one in FEW.items() if bias}}
+    asked = [{**given, **setting, "cache_salt": f"check {name}"} for name, setting in settings.items()]
     greedy = {"temperature": 0.0, "n": 1, "max_tokens": _NUM_PENALISED, "cache_salt": f"check {PENALISED}"}
-    asked.append({**given, **PENALTIES, **greedy})
-    *drawn, penalised = generate([list(prompt.token_ids)] * len(asked), asked, use_tqdm=False)
+    asked += [{**given, **PENALTIES, **greedy}, {**given, **FEW_PENALTIES, **greedy, "logit_bias": bias}]
+    *drawn, penalised, of_few = generate([list(prompt.token_ids)] * len(asked), asked, use_tqdm=False)
     counts = [Counter(one.token_ids[0] for one in output.outputs) for output in drawn]
-    return Draws(prompt, dict(zip(SETTINGS, counts, strict=True)), tuple(penalised.outputs[0].token_ids))
+    few = tuple(of_few.outputs[0].token_ids) if bias else ()
+    return Draws(prompt, dict(zip(settings, counts, strict=True)), tuple(penalised.outputs[0].token_ids), few, bias)
+
+
+def _bias(generate: Generate, prompt: CheckPrompt) -> dict[int, float]:
+    """The bias with which the likeliest tokens have ``FEW_SHARES``, by the engine's own log-probabilities; none if
+    these are not numbers.  The oracle's logits tell what it really makes."""
+    given = {"max_tokens": 1, "ignore_eos": True, "detokenize": False, "temperature": 0.0, "logprobs": ALTERNATIVES}
+    [output] = generate([list(prompt.token_ids)], [{**given, "cache_salt": "check few"}], use_tqdm=False)
+    row = (output.outputs[0].logprobs or [{}])[0]
+    known = sorted(((one.logprob, token) for token, one in row.items()), reverse=True)[: len(FEW_SHARES)]
+    found = {
+        token: FEW_BIAS + math.log(share) - value for share, (value, token) in zip(FEW_SHARES, known, strict=False)
+    }
+    is_usable = len(found) == len(FEW_SHARES) and all(abs(one) <= _MOST_BIAS for one in found.values())
+    return found if is_usable else {}
 
 
 def show_processed(generate: Generate, prompt: CheckPrompt) -> Processed:
@@ -127,7 +166,7 @@ def distribution(logits: Reals, setting: Mapping[str, float], slack: float = 0.0
     weights = np.exp(ranked - ranked[0])
     if "top_p" in setting:
         sums = np.concatenate(([0.0], np.cumsum(weights))) / weights.sum()
-        num_before = np.searchsorted(-ranked, -(ranked + slack)) if slack else np.arange(len(ranked))
+        num_before = np.searchsorted(-ranked, -(ranked + slack)) - (slack < 0) if slack else np.arange(len(ranked))
         before = sums[num_before]  # of the tokens that are likelier in any case, or that may be
         keep &= before / (before + (1 - before) * math.exp(slack)) < setting["top_p"]
     if "min_p" in setting:
@@ -138,9 +177,9 @@ def distribution(logits: Reals, setting: Mapping[str, float], slack: float = 0.0
     return found
 
 
-def check_draws(draws: Draws, logits: Reals, error: float) -> CheckFinding:
+def check_draws(draws: Draws, logits: Reals, error: float, of_few: Reals | None = None) -> CheckFinding:
     """Return the finding on draws and penalties.  ``logits`` (n, V) are the oracle's after the prompt and each token of
-    the greedy answer; those of the engine may be off by ``error``."""
+    the greedy answer, and ``of_few`` of that of few tokens; those of the engine may be off by ``error``."""
     worst, compared, num_draws, outside = (1.0, "", ""), 0, 0, ""
     sets = list(_sets(draws, logits[0], error))
     for setting, what, count, total, low, high in sets:
@@ -154,8 +193,11 @@ def check_draws(draws: Draws, logits: Reals, error: float) -> CheckFinding:
                 f"{setting}: {what} came in {count} of {total} draws, {low * total:.1f} to {high * total:.1f} expected"
             )
             worst = chance, setting, told
-    late = _penalty_lapse(draws, logits, error)
-    detail = f"{num_draws} draws in {len(draws.counts)} settings, {compared} counts, and a greedy answer with penalties"
+    late = _penalty_lapse(draws, logits, error, draws.penalised, PENALTIES)
+    if late is None and of_few is not None:
+        biased = np.stack([draws.biased(row) for row in of_few])
+        late = _penalty_lapse(draws, biased, error, draws.few, FEW_PENALTIES)
+    detail = f"{num_draws} draws in {len(draws.counts)} settings, {compared} counts, and greedy answers with penalties"
     limit = FALSE_ALARM / max(1, compared)
     numbers = {"draws": float(num_draws), "chance": worst[0]}
     meaning = "requests are not drawn from the distribution that they ask for, though logits may be right"
@@ -176,8 +218,10 @@ def _sets(draws: Draws, logits: Reals, error: float) -> Iterator[tuple[str, str,
     """For each setting and set of tokens: how many draws of how many fell into it, and the least and most likely
     share."""
     for name, counts in draws.counts.items():
-        setting = SETTINGS[name]
+        setting = SETTINGS.get(name) or FEW[name]
         own = penalised_logits(logits, draws.prompt.token_ids, (), setting)
+        if name in FEW:
+            own = draws.biased(own)
         off = error * max(1.0, float(setting.get("repetition_penalty", 1.0)))
         shares = [distribution(own, setting, slack) for slack in (0.0, 2 * off, -2 * off)]
         total, shift = sum(counts.values()), 2 * off / setting["temperature"]
@@ -219,14 +263,14 @@ def _tail(count: int, total: int, low: float, high: float) -> float:
     return float(np.exp(logs[far]).sum())
 
 
-def _penalty_lapse(draws: Draws, logits: Reals, error: float) -> str | None:
-    """Which token of the greedy answer is not the likeliest after penalties, if one is not."""
-    for place, token in enumerate(draws.penalised):
-        own = penalised_logits(
-            logits[place].astype(np.float64), draws.prompt.token_ids, draws.penalised[:place], PENALTIES
-        )
+def _penalty_lapse(
+    draws: Draws, logits: Reals, error: float, answer: Sequence[int], setting: Mapping[str, float]
+) -> str | None:
+    """Which token of a greedy answer is not the likeliest after penalties, if one is not."""
+    for place, token in enumerate(answer):
+        own = penalised_logits(logits[place].astype(np.float64), draws.prompt.token_ids, answer[:place], setting)
         lapse = float(own.max() - own[token])
-        if lapse > 2 * error * PENALTIES["repetition_penalty"]:
+        if lapse > 2 * error * setting.get("repetition_penalty", 1.0):
             return f"token {place} of the penalised answer is {lapse:.2g} below the likeliest one"
     return None
 

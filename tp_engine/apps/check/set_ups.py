@@ -17,7 +17,7 @@ _TIER_GIB = 0.05
 CHUNK = 32
 _LEFT_IN_BLOCK = 6  # answer tokens that a sequence has when it needs its second block
 
-ALONE, BATCH, CACHED = "alone", "in a batch", "cached prefix"
+ALONE, BATCH, CACHED, SEVERAL = "alone", "in a batch", "cached prefix", "several answers"
 PREEMPTED_ANSWERS = "preempted decodes"
 
 
