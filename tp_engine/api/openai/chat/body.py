@@ -13,7 +13,7 @@ from tp_engine.api.openai.reasoning import Beginning, ReasoningFormat
 from tp_engine.api.openai.sampling import max_output_tokens
 from tp_engine.api.openai.tools.forced_constraint import forced_grammar
 from tp_engine.api.openai.tools.request import ToolRequest
-from tp_engine.api.openai.tools.token_writing import TokenWriting
+from tp_engine.api.openai.tools.token_writing import TokenWriting, writing_of
 from tp_engine.errors import RequestError
 from tp_engine.grammar.vocabulary import check_tokenizer
 from tp_engine.requests.sampling_params import SamplingParams
@@ -92,7 +92,7 @@ def chat_parsing(
         return None
     begins, form, forced = _beginning(prompt, reasoning), message or tool_format, None
     if tools is not None and form is not None:
-        writing, like = TokenWriting.of(processor.tokenizer), processor.structured_defaults.probe()
+        writing, like = writing_of(processor.tokenizer), processor.structured_defaults.probe()
         forced = forced_grammar(tools, form, writing, like, thinks=begins is not Beginning.ANSWER)
     return ChatParsing(
         tools=tools,
@@ -117,7 +117,7 @@ def _budget(body: ChatBody, processor: InputProcessor) -> int | None:
         return None
     if reasoning is None:
         why = "no format of this model's reasoning is known"
-    elif not reasoning.limits(TokenWriting.of(processor.tokenizer)):
+    elif not reasoning.limits(writing_of(processor.tokenizer)):
         why = "its marks are not one token each"
     else:
         try:
@@ -139,7 +139,7 @@ def parsed_params(params: SamplingParams, parsing: ChatParsing | None, processor
     """``params`` for a text that will be parsed: it shows marks, and a constraint begins behind reasoning."""
     if parsing is None:
         return params
-    writing = TokenWriting.of(processor.tokenizer)
+    writing = writing_of(processor.tokenizer)
     if any(map(writing.is_special, _marks(parsing))):
         params = replace(params, skip_special_tokens=False)
     if parsing.message is not None and not params.ignore_eos:  # not all models name them as their ends

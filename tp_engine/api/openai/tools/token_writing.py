@@ -23,7 +23,8 @@ class TokenWriting:
         """Return how a tokenizer writes marks; without one, they are text."""
         if tokenizer is None:
             return cls({}, {})
-        return cls(_special_ids(tokenizer), _grammar_tokens(tokenizer), tokenizer)
+        special = _special_ids(tokenizer)
+        return cls(special, _grammar_tokens(tokenizer, special), tokenizer)
 
     def special_id(self, mark: str) -> int | None:
         """Return the special token that is ``mark``, None if there is none."""
@@ -70,16 +71,21 @@ class TokenWriting:
 
 
 @lru_cache(maxsize=4)
+def writing_of(tokenizer: Any | None) -> TokenWriting:
+    """Return ``TokenWriting.of`` a tokenizer that serves many requests."""
+    return TokenWriting.of(tokenizer)
+
+
 def _special_ids(tokenizer: Any) -> Mapping[str, int]:
-    """The special tokens, by their text."""
+    """The special tokens, by their text; none for a tokenizer that does not tell."""
     added = getattr(tokenizer, "added_tokens_decoder", None)
     if added is None:
-        return dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+        texts = getattr(tokenizer, "all_special_tokens", ())
+        return dict(zip(texts, getattr(tokenizer, "all_special_ids", ()), strict=True))
     return {token.content: token_id for token_id, token in added.items() if token.special}
 
 
-@lru_cache(maxsize=4)
-def _grammar_tokens(tokenizer: Any) -> Mapping[str, int]:
+def _grammar_tokens(tokenizer: Any, special: Mapping[str, int]) -> Mapping[str, int]:
     """The tokens that the grammar library keeps apart from text: special ones, and added ones in angle brackets.
 
     Of the second kind are the ``</think>`` and ``<tool_call>`` of Qwen3, DeepSeek and GLM.
@@ -90,4 +96,4 @@ def _grammar_tokens(tokenizer: Any) -> Mapping[str, int]:
         for token_id, token in added.items()
         if token.content.startswith("<") and token.content.endswith(">")
     }
-    return {**bracketed, **_special_ids(tokenizer)}
+    return {**bracketed, **special}
