@@ -35,12 +35,12 @@ from tp_engine.features.kv_events.feature import KVEventCounters
 from tp_engine.features.lora.feature import AdapterStats
 from tp_engine.features.lora.scheduling import LoRASlots
 from tp_engine.features.registry import Half
+from tp_engine.features.speculation.feature import SpeculationCounters
 from tp_engine.features.tiers.feature import TierStats
 from tp_engine.model_config.kv_layout import DiskCounters, MoveCounters
 from tp_engine.plan import FloatArray, TokenLogprobs
 from tp_engine.requests.request import EngineRequest, FinishReason, SequenceDelta, StepOutput
 from tp_engine.sched.images import ImageCounters
-from tp_engine.sched.spec_decode.speculation import SpeculationCounters
 from tp_engine.sched.view import PoolGrid, RunningSequence, SchedulerStats, SchedulerView, ViewLimits
 
 THREAD_DEADLINE_S = 100.0

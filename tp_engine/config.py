@@ -15,12 +15,12 @@ from tp_engine.errors import ConfigError
 from tp_engine.features.kv_events.options import KVEventsConfig
 from tp_engine.features.lora.options import AdapterSource, parse_modules
 from tp_engine.features.registry import take_feature_options
+from tp_engine.features.speculation.options import SpeculativeConfig
 from tp_engine.features.tiers.options import check_codec
 from tp_engine.job.device_map import check_devices
 from tp_engine.options.fields import checked, json_object, option
 from tp_engine.options.hf_overrides import parse_overrides
 from tp_engine.options.prompt_images import PromptImages
-from tp_engine.options.speculation import SpeculativeConfig
 from tp_engine.requests.structured_outputs import StructuredOutputsDefaults
 from tp_engine.system.log import LOG_FORMATS
 from tp_engine.system.units import GIB
@@ -317,15 +317,15 @@ class EngineConfig:
         self._check_ranges()
 
     @property
-    def num_draft_rows(self) -> int:
-        """Rows behind those of the sequences, for draft tokens."""
+    def num_spare_rows(self) -> int:
+        """Rows behind those of the sequences, in which a step computes draft tokens."""
         drafting = self.speculative_config
         return 0 if drafting is None else drafting.num_draft_rows(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
     def max_step_decodes(self) -> int:
         """Most decodes of a step: one of each sequence, or of fewer sequences with draft tokens."""
-        return max(self.max_num_seqs, 1 + self.num_draft_rows)
+        return max(self.max_num_seqs, 1 + self.num_spare_rows)
 
     def _check_adapters(self) -> None:
         if self.lora_modules and not self.enable_lora:

@@ -20,10 +20,10 @@ from tests.interpreted.engines import MODEL, gpu_path
 from tests.unit.attention.test_kv_groups import WINDOWED
 from tests.unit.kernels.kernel_harness import triton_ops_on_cpus
 from tp_engine import LLM, SamplingParams
+from tp_engine.features.speculation.proposer import Proposal
+from tp_engine.features.speculation.suffix_proposer import SuffixProposer
 from tp_engine.plan import IntArray, StepPlan
 from tp_engine.sched.sequence import Sequence
-from tp_engine.sched.spec_decode.proposer import Proposal
-from tp_engine.sched.spec_decode.suffix_proposer import SuffixProposer
 from tp_engine.worker.batch.padded_batch import StepSize, StepSizes
 from tp_engine.worker.graphs.recorder import Keep, Recording, Step, keep_nothing
 from tp_engine.worker.graphs.step_runner import Captured, GraphPlan, StepRunner

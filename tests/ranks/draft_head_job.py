@@ -8,11 +8,11 @@ from typing import Any
 from tests.ranks.speculation_job import run_once
 from tests.services import engine_of
 from tp_engine import LLM
-from tp_engine.options.speculation import SpeculativeConfig
+from tp_engine.features.speculation.options import SpeculativeConfig
+from tp_engine.features.speculation.proposer import DraftHeadProposer, Proposal
+from tp_engine.features.speculation.scheduling import Speculation
 from tp_engine.plan import IntArray
 from tp_engine.sched.sequence import Sequence
-from tp_engine.sched.spec_decode.proposer import DraftHeadProposer, Proposal
-from tp_engine.sched.spec_decode.speculation import Speculation
 
 
 class Watched(DraftHeadProposer):

@@ -13,11 +13,11 @@ import numpy as np
 from tests.services import engine_of
 from tp_engine import LLM, SamplingParams, StructuredOutputsParams
 from tp_engine.features.speculation.feature import COUNTERS
+from tp_engine.features.speculation.proposer import Proposal, Proposer
+from tp_engine.features.speculation.proposers import Proposers
+from tp_engine.features.speculation.scheduling import Speculation
 from tp_engine.plan import IntArray
 from tp_engine.sched.sequence import Sequence
-from tp_engine.sched.spec_decode.proposer import Proposal, Proposer
-from tp_engine.sched.spec_decode.proposers import Proposers
-from tp_engine.sched.spec_decode.speculation import Speculation
 
 OWN = ("own", "own again")  # those of the engine's method; at the second time it knows the answers
 KINDS = (*OWN, "right", "wrong", "random", "longest", "partly right")

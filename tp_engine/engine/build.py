@@ -122,11 +122,9 @@ def _limits(
         enable_prefix_caching=config.enable_prefix_caching,
         seed=config.seed,
         windows=layout.windows,
+        num_spare_rows=effective.num_spare_rows,
         has_states=layout.states is not None,
         num_snapshots=effective.num_snapshots,
-        speculation=effective.speculation,
-        decode_seconds=tuple(worker.decode_seconds.items()),
-        draft_seconds=tuple(worker.draft_seconds.items()),
         images=_image_limits(effective, worker),
         extensions=of_features,
     )

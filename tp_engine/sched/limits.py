@@ -6,7 +6,6 @@ from functools import lru_cache
 from typing import Any
 
 from tp_engine.model_config.kv_layout import TILE_TOKENS
-from tp_engine.options.speculation import SpeculativeConfig
 from tp_engine.sched.blocks.kv_windows import KvWindows
 from tp_engine.system.units import ceil_div
 
@@ -49,11 +48,11 @@ class SchedulerLimits:
     each of them for every ``block_size`` tokens.  Kernels may read from the start of the tile of ``tile_tokens`` on
     that the first visible key is in.
 
-    ``has_states``: each row has a recurrent state too, that behind the row's last computed token; so has each draft
-    row.  ``num_snapshots`` more can be kept for the prefix cache.
+    ``num_spare_rows``: rows behind those of the batch, each of which may stand for one of these at a later position of
+    the same step.
 
-    ``speculation``: how tokens are drafted.  ``decode_seconds``: numbers of decodes in a step, and the time that it
-    takes, and ``draft_seconds``, that of one more draft of a head for each, if these decide how many draft tokens pay.
+    ``has_states``: each row has a recurrent state too, that behind the row's last computed token; so has each spare
+    row.  ``num_snapshots`` more can be kept for the prefix cache.
 
     ``images``: how those of prompts are encoded; None: there are none.
     ``extensions`` has the sizes of features.
@@ -68,11 +67,9 @@ class SchedulerLimits:
     seed: int = 0
     windows: tuple[int | None, ...] = (None,)
     tile_tokens: int = TILE_TOKENS
+    num_spare_rows: int = 0
     has_states: bool = False
     num_snapshots: int = 0
-    speculation: SpeculativeConfig | None = None
-    decode_seconds: tuple[tuple[int, float], ...] = ()
-    draft_seconds: tuple[tuple[int, float], ...] = ()
     images: ImageLimits | None = None
     extensions: dict[str, Any] = field(default_factory=dict, hash=False)
 
@@ -87,16 +84,9 @@ class SchedulerLimits:
         return len(self.windows)
 
     @property
-    def num_draft_rows(self) -> int:
-        """Rows behind those of the batch, for draft tokens."""
-        if self.speculation is None:
-            return 0
-        return self.speculation.num_draft_rows(self.max_num_seqs, self.max_num_batched_tokens)
-
-    @property
     def max_step_decodes(self) -> int:
-        """Most rows that a step samples: those of all sequences, or of fewer with draft rows."""
-        return max(self.max_num_seqs, 1 + self.num_draft_rows)
+        """Most rows that a step samples: those of all sequences, or of fewer with spare rows."""
+        return max(self.max_num_seqs, 1 + self.num_spare_rows)
 
     @property
     def kv_windows(self) -> KvWindows:

@@ -26,11 +26,10 @@ class FinishDetails:
     error: str | None = None
     error_code: str | None = None
 
-    def enter(self, delta: SequenceDelta, sequence: Sequence) -> None:
-        """``delta`` is the last one of ``sequence``."""
+    def enter(self, delta: SequenceDelta) -> None:
+        """``delta`` is the last one of its sequence."""
         delta.finish_reason, delta.stop_reason = self.reason, self.stop_reason
         delta.ends_with_text, delta.error, delta.error_code = self.by_grammar, self.error, self.error_code
-        delta.num_draft_tokens, delta.num_accepted_tokens = sequence.num_draft_tokens, sequence.num_accepted_tokens
 
 
 class StepOutcome(msgspec.Struct, gc=False):
@@ -86,7 +85,7 @@ class StepOutcome(msgspec.Struct, gc=False):
             first_scheduled_s=sequence.first_scheduled_s,
         )
         if (end := self.endings.get(position)) is not None:
-            end.enter(delta, sequence)
+            end.enter(delta)
         if position in self.dropped:
             delta.new_token_ids, delta.logprobs = [], None
         if position in self.first:

@@ -51,8 +51,6 @@ class StepPlanBuilder(msgspec.Struct):
     copies: list[tuple[int, int]] = []
     state_copies: list[tuple[int, int]] = []
     snapshots: list[tuple[int, int]] = []
-    draft_base_rows: IntArray = NO_IDS
-    draft_tokens: IntArray = NO_IDS
     extensions: dict[str, Any] = {}
 
     def add_blocks(self, rows: IntArray, block_ids: IntArray) -> None:
@@ -102,20 +100,16 @@ class StepPlanBuilder(msgspec.Struct):
         if rows.readiness.num_constrained:
             sampled: IntArray = np.concatenate((decodes.rows, prefill_rows[samples]))
             mask_rows, masks = _masks(sampled, rows, fill_masks)
-        num_draft_rows = len(self.draft_base_rows)
-        draft_rows = (np.arange(num_draft_rows) + state.limits.max_num_seqs).astype(np.int32)
         return StepPlan(
             step_id=self.step_id,
-            rows_epoch=0 if num_draft_rows else decodes.epoch,
+            rows_epoch=decodes.epoch,
             released=np.array(released, dtype=np.int32) if released else NO_IDS,
             admitted=tuple(self.admitted),
             block_rows=self.block_rows,
             block_ids=self.block_ids,
             copies=np.array(self.copies, dtype=np.int32) if self.copies else NO_PAIRS,
             state_copies=np.array(self.state_copies, dtype=np.int32) if self.state_copies else NO_PAIRS,
-            decode_rows=np.concatenate((decodes.rows, draft_rows)) if num_draft_rows else decodes.rows,
-            draft_base_rows=self.draft_base_rows,
-            draft_tokens=self.draft_tokens,
+            decode_rows=decodes.rows,
             prefill_rows=prefill_rows,
             prefill_tokens=prefill_tokens,
             prefill_samples=samples,

@@ -13,9 +13,8 @@ from tp_engine.api.openai.errors import HttpError
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.report import Distribution, EngineReport, RankReport
 from tp_engine.errors import RequestError
-from tp_engine.features.speculation.feature import COUNTERS
+from tp_engine.features.speculation.feature import COUNTERS, SpeculationCounters
 from tp_engine.features.tiers.feature import STATS, TierStats
-from tp_engine.sched.spec_decode.speculation import SpeculationCounters
 from tp_engine.sched.view import PoolGrid, RunningSequence, SchedulerStats
 from tp_engine.server.access import current_caller
 from tp_engine.server.engine_watch import INTERVAL_S, MAX_SAMPLES, EngineWatch

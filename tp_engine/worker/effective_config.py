@@ -25,16 +25,12 @@ from tp_engine.model_config import (
     resolve_dtype,
     resolve_max_model_len,
 )
-from tp_engine.model_config.assistant import AssistantSpec
-from tp_engine.model_config.draft_head import DraftHeadSpec, load_draft_head
-from tp_engine.model_config.drafting import has_assistant, with_own_head
+from tp_engine.model_config.drafting import LocalHead, check_drafting, find_head, with_own_head
 from tp_engine.model_config.kv_layout import default_snapshots
 from tp_engine.model_config.lora import check_expert_adapters, read_adapter_config
 from tp_engine.model_config.pooling import TEXT, PoolingSpec, pooled, read_pooling
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.model_config.tp_invariant import check_tp_invariant
-from tp_engine.options.fields import as_json
-from tp_engine.options.speculation import CONFIG_NAME, SpeculativeConfig
 from tp_engine.worker.gpu_host import choose_device_type
 from tp_engine.worker.graphs.graph_plan import capture_sizes, prefill_sizes
 from tp_engine.worker.profiling import parse_steps
@@ -44,14 +40,6 @@ _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 _KV_CACHE_DTYPES = _TORCH_DTYPES | {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _MIN_BFLOAT16_CAPABILITY = (8, 0)
 _MIN_FP8_CAPABILITY = (8, 9)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalHead:
-    """A draft head, and the local folder that it comes from."""
-
-    spec: DraftHeadSpec | AssistantSpec
-    path: Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,14 +71,9 @@ class EffectiveConfig:
         return self.config.num_state_snapshots
 
     @property
-    def speculation(self) -> SpeculativeConfig | None:
-        """How tokens are drafted, if they are."""
-        return self.config.speculative_config
-
-    @property
     def most_drafting_rows(self) -> int:
         """Most decodes of a step with draft tokens; 0 without speculation."""
-        return 0 if self.speculation is None else 1 + self.num_draft_rows
+        return 0 if self.config.speculative_config is None else 1 + self.num_spare_rows
 
     @property
     def adapters(self) -> AdapterLimits | None:
@@ -112,9 +95,9 @@ class EffectiveConfig:
         return self.model.kv_layout_on(self.config.tensor_parallel_size).place_of(self.model.num_layers)[0]
 
     @property
-    def num_draft_rows(self) -> int:
-        """Rows behind those of the batch, for draft tokens."""
-        return self.config.num_draft_rows
+    def num_spare_rows(self) -> int:
+        """Rows behind those of the batch, which stand for these at later positions."""
+        return self.config.num_spare_rows
 
     @property
     def gpu_memory_utilization(self) -> float:
@@ -176,8 +159,9 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
     check_expert_adapters(model, effective)
     model = _with_images(effective, model, path, num_hosts)
     model = with_own_head(model, config.speculative_config, name=config.model, folder=path)
-    head = _resolve_head(config, model, path)
+    head = find_head(model, config.speculative_config, name=config.model, folder=path)
     if head is not None:
+        check_tensor_parallel(head.spec.model, config.tensor_parallel_size)
         model = dataclasses.replace(model, beside=head.spec.kv_kind)
     capture_sizes(config.cudagraph_capture_sizes, config.max_step_decodes)  # raises for wrong sizes
     prefill_sizes(config.cudagraph_prefill_capture_sizes, config.max_num_batched_tokens)
@@ -229,24 +213,6 @@ def _with_images(config: EngineConfig, model: ModelSpec, path: Path, num_hosts: 
     return dataclasses.replace(model, vision=vision)
 
 
-def _resolve_head(config: EngineConfig, model: ModelSpec, folder: Path) -> LocalHead | None:
-    """The draft head of its own, if there is to be one.  Raises ``ConfigError`` if it does not suit the model."""
-    speculation = config.speculative_config
-    if speculation is None or not (
-        speculation.method == "eagle3" or has_assistant(model, speculation, config.model, folder)
-    ):
-        return None
-    assert speculation.model is not None, "the option has been checked"
-    if any(one.latent is not None for one in model.attentions):
-        raise ConfigError(
-            f"{CONFIG_NAME} is {as_json(speculation)!r}, but this {model.architecture} keeps latents, and a draft "
-            "head keeps keys and values beside the model's: set the method ngram or suffix"
-        )
-    spec, path = load_draft_head(speculation.model, model)
-    check_tensor_parallel(spec.model, config.tensor_parallel_size)
-    return LocalHead(spec=spec, path=path)
-
-
 def _check_adapters(config: EngineConfig, pooling: PoolingSpec) -> None:
     for source in config.lora_modules:
         read_adapter_config(Path(source.path).expanduser())
@@ -255,12 +221,7 @@ def _check_adapters(config: EngineConfig, pooling: PoolingSpec) -> None:
             f"enable_lora is set, and the model is for {pooling.convert}; adapters are served for text only: leave "
             "enable_lora out"
         )
-    speculation = config.speculative_config
-    if config.enable_lora and speculation is not None and speculation.has_head:
-        raise ConfigError(
-            f"enable_lora is set, and {CONFIG_NAME} has a draft head, which does not know of adapters: leave one of "
-            "them out, or set the method to suffix"
-        )
+    check_drafting(config.speculative_config, has_adapters=config.enable_lora)
 
 
 def _resolve_snapshots(config: EngineConfig, model: ModelSpec) -> int:

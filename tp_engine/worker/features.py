@@ -1,8 +1,10 @@
 """A model runner's optional features, how each is made, and the memory that is set aside for it."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -76,6 +78,10 @@ class RunnerParts:
     is_trial: bool = False
 
 
+TrialRunner: TypeAlias = Callable[[int], AbstractContextManager[ModelRunner]]
+"""Opens a runner with a cache of one block that has recorded decodes of up to so many rows, as steps will be."""
+
+
 class RankFeature:
     """A feature's half of a rank, from the loaded weights to the end; its halves of runners come and go with these.
     It keeps none of the ``parts``, because the model may be replaced."""
@@ -91,6 +97,9 @@ class RankFeature:
 
     def settle(self, parts: RankParts, num_blocks: int) -> None:
         """Agree on sizes, once the ranks have agreed on the number of blocks; a collective."""
+
+    def measure(self, parts: RankParts, trial: TrialRunner) -> None:
+        """Measure steps before the cache is allocated; a collective."""
 
     def runner(self, parts: RunnerParts) -> Iterator[RunnerFeature]:
         """Yield what a runner has of the feature."""
@@ -145,7 +154,7 @@ def make_features(own: RunnerParts, of_rank: Iterable[RankFeature]) -> Iterator[
 
 def _num_states(effective: EffectiveConfig) -> int:
     """Recurrent states: one for each row, then one for each draft row, then the snapshots."""
-    return effective.config.max_num_seqs + effective.num_draft_rows + effective.num_snapshots
+    return effective.config.max_num_seqs + effective.num_spare_rows + effective.num_snapshots
 
 
 def count_bytes(parts: RankParts, of_rank: Iterable[RankFeature]) -> Counter[str]:

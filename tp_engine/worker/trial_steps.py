@@ -129,21 +129,6 @@ def _decodes(
     return found
 
 
-def time_speculation(runner: ModelRunner, effective: EffectiveConfig) -> tuple[dict[int, float], dict[int, float]]:
-    """Return by the number of rows the seconds of a decode step, with the draft rows that a model with recurrent states
-    has, and those of one more draft for each row, with a draft head.  A collective."""
-    config, most_rows, speculation = effective.config, effective.most_drafting_rows, effective.speculation
-    assert speculation is not None
-    num_drafts, of_drafts = speculation.num_speculative_tokens, {}
-    decodes = time_decodes(runner, config, most_rows)
-    if speculation.has_head:
-        drafting = time_decodes(runner, config, most_rows, num_drafts=num_drafts)
-        of_drafts = {rows: max(0.0, seconds - decodes[rows]) / num_drafts for rows, seconds in drafting.items()}
-    if effective.model.kv_layout.states is not None:
-        decodes = time_decodes(runner, config, most_rows, run_length=1 + num_drafts)
-    return decodes, of_drafts
-
-
 def _steps_of_every_kind(config: EngineConfig, num_groups: int, adapter: int) -> Iterator[StepPlan]:
     """The plans that the limits on rows and tokens allow; all rows have the ``adapter`` in this slot."""
     steps: list[tuple[Sequence[RowSampling], Sequence[int]]] = [((), (1,)), ((), (_LENGTH,)), ((_GREEDY,), (_LENGTH,))]

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,6 @@ from tp_engine.worker.trial_steps import (
     encode_largest_image,
     run_largest_decodes,
     run_largest_step,
-    time_speculation,
     warm_up,
     warms_up,
 )
@@ -95,8 +95,6 @@ class Worker:
         self._closing = ExitStack()
         self.memory: dict[str, int] = {}
         self.features: dict[str, RankFeature] = {}
-        self.decode_seconds: dict[int, float] = {}  # by the number of rows, with speculation
-        self.draft_seconds: dict[int, float] = {}  # of one more draft for each row, with a draft head
         self._profiler = make_step_profiler(config, groups.info.rank)
         if self._profiler is not None:
             self._closing.callback(self._profiler.close)
@@ -133,8 +131,8 @@ class Worker:
         num_blocks = self._settle(ledger)
         for feature in self.features.values():
             feature.settle(self._parts, num_blocks)
-        if effective.speculation is not None and effective.speculation.max_step_rows is None:
-            start_up.run("timing decodes", lambda: self._time_decodes(graphs))
+        for feature in self.features.values():
+            feature.measure(self._parts, partial(self._recording_runner, graphs))
         runner = self._runner = start_up.run_agreed_phase(
             "allocating the KV cache",
             lambda: self._make_runner(num_blocks, self.groups.progress),
@@ -366,13 +364,14 @@ class Worker:
                 lambda: measure_graph_bytes(graphs, self._device, runner.graphs, most_drafting_rows),
             )
 
-    def _time_decodes(self, graphs: GraphPlan | None) -> None:
-        """Measure how much longer steps with draft tokens take, and what a head's drafts take; a collective."""
+    @contextmanager
+    def _recording_runner(self, graphs: GraphPlan | None, most_rows: int) -> Iterator[ModelRunner]:
+        """A trial runner that has recorded decodes of up to so many rows, if steps are to be recorded; a collective."""
         with self._trial_runner() as runner:
             if graphs is not None:
-                runner.graphs.capture(graphs, self.effective.most_drafting_rows)
+                runner.graphs.capture(graphs, most_rows)
             try:
-                self.decode_seconds, self.draft_seconds = time_speculation(runner, self.effective)
+                yield runner
             finally:
                 runner.graphs.forget()
 
@@ -434,7 +433,7 @@ def make_batch(effective: EffectiveConfig, layout: KvLayout, device: torch.devic
         block_size=config.block_size,
         num_groups=len(layout.groups),
         device=device,
-        num_draft_rows=effective.num_draft_rows,
+        num_spare_rows=effective.num_spare_rows,
         has_states=layout.states is not None,
         turns_by_place=effective.model.turns_by_place,
     )
@@ -443,7 +442,7 @@ def make_batch(effective: EffectiveConfig, layout: KvLayout, device: torch.devic
 def make_sampling(effective: EffectiveConfig, info: RankInfo, device: torch.device, **options: bool) -> SamplingState:
     """Return the sampling parameters of a rank's rows; ``options`` are further ones of ``SamplingState``."""
     return SamplingState(
-        max_num_seqs=effective.config.max_num_seqs + effective.num_draft_rows,
+        max_num_seqs=effective.config.max_num_seqs + effective.num_spare_rows,
         vocab_size=effective.model.vocab_size,
         device=device,
         info=info,

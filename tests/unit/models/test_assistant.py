@@ -16,6 +16,7 @@ from tp_engine import recommend
 from tp_engine.config import EngineConfig
 from tp_engine.distributed.collectives import SingleRank
 from tp_engine.errors import ConfigError, WeightError
+from tp_engine.features.speculation.options import SpeculativeConfig
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.quantization import choose_formats
 from tp_engine.model_config import load_model_config
@@ -23,7 +24,6 @@ from tp_engine.model_config.assistant import AssistantSpec
 from tp_engine.model_config.draft_head import load_draft_head
 from tp_engine.models.assistant_head import AssistantHead
 from tp_engine.models.causal_lm import build_model
-from tp_engine.options.speculation import SpeculativeConfig
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.effective_config import resolve
 

@@ -25,11 +25,11 @@ from tp_engine.apps.advice.question import Workload
 from tp_engine.config import EngineConfig
 from tp_engine.distributed.collectives import Communicator, SingleRank
 from tp_engine.errors import ConfigError, WeightError
+from tp_engine.features.speculation.options import SpeculativeConfig
 from tp_engine.layers.attention import forward_context
 from tp_engine.model_config import load_model_config
 from tp_engine.model_config.kv_layout import MAX_GROUPS
 from tp_engine.models.causal_lm import CausalLM, build_model
-from tp_engine.options.speculation import SpeculativeConfig
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.effective_config import resolve
 

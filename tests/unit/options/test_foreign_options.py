@@ -15,11 +15,11 @@ import pytest
 from tp_engine.apps.batch.config import BatchConfig
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
+from tp_engine.features.speculation.options import SpeculativeConfig
 from tp_engine.options import Options, parse_options
 from tp_engine.options.flags import make_parser
 from tp_engine.options.foreign import foreign_options, foreign_values
 from tp_engine.options.intake import flag_of, take_options
-from tp_engine.options.speculation import SpeculativeConfig
 from tp_engine.requests.structured_outputs import StructuredOutputsDefaults
 from tp_engine.server.config import ServerConfig
 

@@ -18,10 +18,10 @@ from tp_engine.apps.batch.config import BatchConfig
 from tp_engine.config import EngineConfig
 from tp_engine.engine.rank_process import RankSpec
 from tp_engine.errors import ConfigError
+from tp_engine.features.speculation.options import SpeculativeConfig
 from tp_engine.options import dump_table, parse_options
 from tp_engine.options.fields import as_json
 from tp_engine.options.intake import take_options
-from tp_engine.options.speculation import SpeculativeConfig
 from tp_engine.server.config import ServerConfig
 
 PACKAGE = Path(__file__).parents[3] / "tp_engine"

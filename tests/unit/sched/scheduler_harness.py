@@ -22,12 +22,14 @@ import numpy.typing as npt
 
 from tp_engine.features.kv_events.scheduling import KVEventSink
 from tp_engine.features.lora.feature import AdapterSlots
+from tp_engine.features.speculation.feature import SpeculationLimits
+from tp_engine.features.speculation.options import SpeculativeConfig
+from tp_engine.features.speculation.proposer import Proposer
 from tp_engine.features.tiers.feature import LIMITS, TierLimits
 from tp_engine.plan import StepPlan, StepResult
 from tp_engine.requests.request import EngineRequest, FinishReason, SequenceDelta
 from tp_engine.requests.sampling_params import SamplingParams
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
-from tp_engine.sched.spec_decode.proposer import Proposer
 
 VOCABULARY = 50
 EOS = 7
@@ -198,7 +200,7 @@ class FakeWorker:
         )
         assert self.limits.has_states or not len(plan.state_copies)
         copied = {target: self.states[source] for source, target in plan.state_copies.tolist()}
-        first, behind = self.limits.max_num_seqs, self.limits.max_num_seqs + self.limits.num_draft_rows
+        first, behind = self.limits.max_num_seqs, self.limits.max_num_seqs + self.limits.num_spare_rows
         assert not any(first <= target < behind for target in copied), "a state is copied to a draft row"
         self.states |= copied
         for cache in (self.kv_token, self.kv_chain, self.kv_group):
@@ -475,7 +477,15 @@ def changed(given: SchedulerLimits, **changes: Any) -> SchedulerLimits:
     tiers = {name: changes.pop(name) for name in _OF_TIERS & changes.keys()}
     if tiers:
         changes["extensions"] = {**given.extensions, LIMITS.name: replace(tiers_of(given), **tiers)}
-    return replace(given, **changes)
+    speculation: SpeculativeConfig | None = changes.pop("speculation", None)
+    given = replace(given, **changes)
+    if speculation is None:
+        return given
+    return replace(
+        given,
+        num_spare_rows=speculation.num_draft_rows(given.max_num_seqs, given.max_num_batched_tokens),
+        extensions={**given.extensions, "speculation": SpeculationLimits(config=speculation)},
+    )
 
 
 def tiers_of(given: SchedulerLimits) -> TierLimits:

@@ -30,12 +30,12 @@ from tests.unit.sched.scheduler_harness import (
 from tests.unit.sched.test_speculation import PROPOSERS, ScriptedSource
 from tp_engine.errors import INVALID_GRAMMAR
 from tp_engine.features.speculation.feature import COUNTERS
-from tp_engine.options.speculation import SpeculativeConfig
+from tp_engine.features.speculation.options import SpeculativeConfig
+from tp_engine.features.speculation.proposer import Proposer
 from tp_engine.plan import IntArray, StepPlan
 from tp_engine.requests.request import EngineRequest, FinishReason
 from tp_engine.requests.structured_outputs import StructuredOutputsParams
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
-from tp_engine.sched.spec_decode.proposer import Proposer
 
 NUM_WORDS = 2
 CONSTRAINED_SEEDS = 10_000  # seeds from here on belong to sequences with a grammar

@@ -17,14 +17,13 @@ from tests.unit.sched.scheduler_harness import VOCABULARY, RandomLoad, Simulatio
 from tp_engine.api.openai.answer_shape import Usage
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
-from tp_engine.features.speculation.feature import COUNTERS
-from tp_engine.options.speculation import METHODS, SpeculativeConfig
+from tp_engine.features.speculation.feature import COUNTERS, SpeculationCounters
+from tp_engine.features.speculation.options import METHODS, SpeculativeConfig
+from tp_engine.features.speculation.proposer import Proposal, Proposer
+from tp_engine.features.speculation.proposers import Acceptance, DraftPart, Proposers, make_source
 from tp_engine.plan import IntArray, StepResult
 from tp_engine.requests.request import FinishReason
 from tp_engine.sched.sequence import Sequence
-from tp_engine.sched.spec_decode.proposer import Proposal, Proposer
-from tp_engine.sched.spec_decode.proposers import Acceptance, DraftPart, Proposers, make_source
-from tp_engine.sched.spec_decode.speculation import SpeculationCounters
 from tp_engine.worker.effective_config import resolve
 
 MOST = 6
@@ -352,7 +351,7 @@ def test_options() -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_num_seqs", "max_num_batched_tokens", "text", "num_draft_rows", "max_step_decodes"),
+    ("max_num_seqs", "max_num_batched_tokens", "text", "num_spare_rows", "max_step_decodes"),
     [
         (1, None, '{"num_speculative_tokens": 3}', 3, 4),
         (2, None, '{"num_speculative_tokens": 3}', 7, 8),
@@ -364,7 +363,7 @@ def test_options() -> None:
     ],
 )
 def test_rows_of_draft_tokens(
-    max_num_seqs: int, max_num_batched_tokens: int | None, text: str | None, num_draft_rows: int, max_step_decodes: int
+    max_num_seqs: int, max_num_batched_tokens: int | None, text: str | None, num_spare_rows: int, max_step_decodes: int
 ) -> None:
     """By hand: all draft tokens that sequences may have in a step, as far as its rows and tokens go, but for one row
     that is a sequence's own."""
@@ -372,7 +371,7 @@ def test_rows_of_draft_tokens(
         {} if max_num_batched_tokens is None else {"max_num_batched_tokens": max_num_batched_tokens}
     )
     config = EngineConfig(speculative_config=SpeculativeConfig.of(text), max_num_seqs=max_num_seqs, **budget)
-    assert (config.num_draft_rows, config.max_step_decodes) == (num_draft_rows, max_step_decodes)
+    assert (config.num_spare_rows, config.max_step_decodes) == (num_spare_rows, max_step_decodes)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2])

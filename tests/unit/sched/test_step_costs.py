@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tp_engine.sched.spec_decode.step_costs import StepCosts
+from tp_engine.features.speculation.step_costs import StepCosts
 
 
 def costs(seconds: dict[int, float]) -> StepCosts:

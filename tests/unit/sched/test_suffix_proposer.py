@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from tp_engine.options.speculation import SpeculativeConfig
-from tp_engine.sched.spec_decode.proposer import Proposal
-from tp_engine.sched.spec_decode.suffix_proposer import SuffixProposer
+from tp_engine.features.speculation.options import SpeculativeConfig
+from tp_engine.features.speculation.proposer import Proposal
+from tp_engine.features.speculation.suffix_proposer import SuffixProposer
 
 DEPTH = 10
 

@@ -21,19 +21,19 @@ INPUTS = ROWS * (4 + 4 + 8 + 8 + 4 + 4 * 7) + 4 * (ROWS + 1)  # of decodes, a bl
 ALIKE = [KvKind(window=None, num_kv_heads=1, head_dim=8)] * 3
 
 
-def config(num_draft_rows: int = 0) -> Any:
+def config(num_spare_rows: int = 0) -> Any:
     return SimpleNamespace(
         config=SimpleNamespace(max_num_seqs=ROWS, block_size=BLOCK_SIZE, scores_processed=False),
         max_model_len=MAX_LEN,
         model=SimpleNamespace(vocab_size=VOCAB, turns_by_place=False),
-        num_draft_rows=num_draft_rows,
+        num_spare_rows=num_spare_rows,
     )
 
 
-def counted(device_type: str, world_size: int = 1, kinds: Sequence[KvKind] = ALIKE, num_draft_rows: int = 0) -> int:
+def counted(device_type: str, world_size: int = 1, kinds: Sequence[KvKind] = ALIKE, num_spare_rows: int = 0) -> int:
     """The bytes of a rank's tables."""
     info = RankInfo(rank=0, world_size=world_size, local_world_size=world_size)
-    return worker.table_bytes(config(num_draft_rows), lay_out(kinds), info, device_type)
+    return worker.table_bytes(config(num_spare_rows), lay_out(kinds), info, device_type)
 
 
 @pytest.mark.parametrize(("world_size", "width"), [(1, 203), (2, 112)])
@@ -47,7 +47,7 @@ def test_on_a_cpu(world_size: int, width: int) -> None:
 def test_draft_rows_are_rows_but_no_inputs_of_their_own() -> None:
     """Oracle: by hand: as above, two rows more."""
     rows = 4 * (MAX_LEN + 1) + 4 * 7 + 4
-    assert counted("cpu", num_draft_rows=2) == (ROWS + 2) * (rows + 5 * VOCAB) + INPUTS
+    assert counted("cpu", num_spare_rows=2) == (ROWS + 2) * (rows + 5 * VOCAB) + INPUTS
 
 
 def test_of_three_groups() -> None:

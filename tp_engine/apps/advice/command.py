@@ -12,10 +12,10 @@ from tp_engine.apps.advice.question import GPU_GIB, WORKLOADS, Workload, find_wo
 from tp_engine.apps.advice.recommend import recommend
 from tp_engine.config import DEMO_MODEL, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS
 from tp_engine.errors import ConfigError
+from tp_engine.features.speculation.options import SpeculativeConfig
 from tp_engine.options import parse_options
 from tp_engine.options.fields import checked, option
 from tp_engine.options.hf_overrides import parse_overrides
-from tp_engine.options.speculation import SpeculativeConfig
 
 DOES_NOT_FIT = 1
 # Options that are keywords of ``recommend`` too.

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tp_engine.errors import ConfigError, did_you_mean
+from tp_engine.features.speculation.options import SpeculativeConfig
 from tp_engine.model_config.block_size import Lengths
 from tp_engine.model_config.spec import ModelSpec
-from tp_engine.options.speculation import SpeculativeConfig
 from tp_engine.system.units import GIB
 
 # GiB as torch.cuda.mem_get_info reports them; less than the number in the name.

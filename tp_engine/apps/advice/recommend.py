@@ -10,6 +10,7 @@ from tp_engine.apps.advice.question import Hardware, Question, Workload, find_gp
 from tp_engine.apps.advice.recommendation import Recommendation
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.errors import ConfigError
+from tp_engine.features.speculation.options import SpeculativeConfig
 from tp_engine.images.rules import PROCESSOR_FILES, has_processor
 from tp_engine.images.settings import image_settings
 from tp_engine.model_config import load_model_config
@@ -18,7 +19,6 @@ from tp_engine.model_config.source import QUANTIZATION_FILES
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.options.fields import as_json
 from tp_engine.options.hf_overrides import parse_overrides
-from tp_engine.options.speculation import SpeculativeConfig
 from tp_engine.system.units import parse_bytes
 from tp_engine.worker.memory.host_memory import host_memory
 

@@ -65,7 +65,7 @@ class AdaptersOfRank(RankFeature):
             parts.rank.model.adapted_layers,
             effective.model.names,
             max_rank=self._max_rank,
-            num_rows=effective.config.max_num_seqs + effective.num_draft_rows,
+            num_rows=effective.config.max_num_seqs + effective.num_spare_rows,
             device=parts.rank.device,
         )
 

@@ -1,13 +1,52 @@
 """Speculation: draft tokens, of which one step verifies several (docs/speculation.md)."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from tp_engine.features.extension import Extension
 from tp_engine.features.metric import FeatureMetric, MetricFamily, Samples, counter
 from tp_engine.features.registry import Feature
-from tp_engine.sched.spec_decode.speculation import SpeculationCounters
+from tp_engine.features.speculation.options import SpeculativeConfig
+from tp_engine.requests.request import SequenceDelta
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationLimits:
+    """How tokens are drafted.  ``decode_seconds``: numbers of decodes in a step, and the time that it takes, and
+    ``draft_seconds``, that of one more draft of a head for each, if these decide how many draft tokens pay."""
+
+    config: SpeculativeConfig
+    decode_seconds: tuple[tuple[int, float], ...] = ()
+    draft_seconds: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class DraftTally:
+    """Of a sequence, the draft tokens that were verified for it, and those that were right."""
+
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def enter(self, delta: SequenceDelta) -> None:
+        """Tell it with a record of the sequence."""
+        delta.num_draft_tokens, delta.num_accepted_tokens = self.num_draft_tokens, self.num_accepted_tokens
+
+
+@dataclass(slots=True)
+class SpeculationCounters:
+    """Totals since the start: verified runs, their tokens, those that were right, and these by their place in the run;
+    and tokens and right ones of each source."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+    by_source: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+LIMITS = Extension("speculation", SpeculationLimits)
+TALLY = Extension("speculation", DraftTally)
 COUNTERS = Extension("speculation", SpeculationCounters)
 
 
@@ -22,7 +61,9 @@ def _of_sources(which: int) -> Callable[[SpeculationCounters, Any], Samples]:
 
 FEATURE = Feature(
     name="speculation",
-    scheduler="tp_engine.sched.spec_decode.speculation:make",
+    engine="tp_engine.features.speculation.ranks:open_speculation",
+    scheduler="tp_engine.features.speculation.scheduling:make",
+    rank="tp_engine.features.speculation.ranks:make",
     stats=COUNTERS,
     metrics=(
         counter("spec_decode_num_drafts", "runs of draft tokens that a step verified", "num_drafts"),

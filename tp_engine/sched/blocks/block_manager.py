@@ -77,7 +77,7 @@ class BlockManager:
         self.tier = LowerTier(self.pool, self.cache)
         self.snapshots = None
         if limits.has_states and self._caching:
-            first_slot = limits.max_num_seqs + limits.num_draft_rows
+            first_slot = limits.max_num_seqs + limits.num_spare_rows
             self.snapshots = Snapshots(first_slot, limits.num_snapshots, rows)
         self._max_chunk = limits.max_chunk_tokens
         self._rows = rows

@@ -40,7 +40,7 @@ class InputBatch:
         block_size: int,
         num_groups: int,
         device: torch.device,
-        num_draft_rows: int = 0,
+        num_spare_rows: int = 0,
         has_states: bool = False,
         turns_by_place: bool = False,
     ) -> None:
@@ -49,8 +49,8 @@ class InputBatch:
         self._device = device
         self._row_stride = max_model_len + 1  # room for a token sampled at the very end, which is never read
         self.max_num_seqs = max_num_seqs
-        self.max_decodes = max(max_num_seqs, 1 + num_draft_rows)
-        num_rows = max_num_seqs + num_draft_rows
+        self.max_decodes = max(max_num_seqs, 1 + num_spare_rows)
+        num_rows = max_num_seqs + num_spare_rows
         self._token_ids = torch.zeros((num_rows, self._row_stride), dtype=torch.int32, device=device)
         self._flat_token_ids = self._token_ids.view(-1)
         self._last_decodes: BatchLayout | None = None
@@ -62,7 +62,7 @@ class InputBatch:
         self._rope_deltas = MirroredTable((num_rows,), device) if turns_by_place else None
         self._draft_rows = DraftRows(self._token_ids, self._block_table, self._computed)
         self.decodes = DecodeBatch(
-            self.row_tables(), self.max_decodes, has_draft_runs=has_states and num_draft_rows > 0
+            self.row_tables(), self.max_decodes, has_draft_runs=has_states and num_spare_rows > 0
         )
 
     @property

@@ -30,10 +30,10 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-from tp_engine.options.speculation import SpeculativeConfig
+from tp_engine.features.speculation.options import SpeculativeConfig
+from tp_engine.features.speculation.proposer import Proposal, Proposer
 from tp_engine.plan import IntArray
 from tp_engine.sched.sequence import Sequence
-from tp_engine.sched.spec_decode.proposer import Proposal, Proposer
 
 _ANCHORS = (3, 8)
 _MOST_PLACES, _MOST_STEPS = 16, 64  # of one look-up: the last places that fit, among so many

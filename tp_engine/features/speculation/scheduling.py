@@ -25,12 +25,22 @@ speculation.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import msgspec
 import numpy as np
 
-from tp_engine.options.speculation import SpeculativeConfig
+from tp_engine.features.speculation.feature import (
+    COUNTERS,
+    LIMITS,
+    TALLY,
+    DraftTally,
+    SpeculationCounters,
+    SpeculationLimits,
+)
+from tp_engine.features.speculation.proposer import Proposer
+from tp_engine.features.speculation.proposers import DraftPart, Proposers, make_source
+from tp_engine.features.speculation.step_costs import StepCosts
 from tp_engine.plan import NO_IDS, IntArray, StepPlan, StepResult, TokenLogprobs
 from tp_engine.requests.request import SequenceDelta, StepOutput
 from tp_engine.sched.constraint import FillMasks, TokenConstraint, follow, masks_of
@@ -39,22 +49,7 @@ from tp_engine.sched.outcome import FinishDetails, StopChecker, accept, ending, 
 from tp_engine.sched.running_batch import RunningBatch
 from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import Sequence
-from tp_engine.sched.spec_decode.proposer import Proposer
-from tp_engine.sched.spec_decode.proposers import DraftPart, Proposers, make_source
-from tp_engine.sched.spec_decode.step_costs import StepCosts
 from tp_engine.sched.step_scheduler import StepPlanBuilder
-
-
-@dataclass(slots=True)
-class SpeculationCounters:
-    """Totals since the start: verified runs, their tokens, those that were right, and these by their place in the run;
-    and tokens and right ones of each source."""
-
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    accepted_at: list[int] = field(default_factory=list)
-    by_source: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 class DraftRun(msgspec.Struct, gc=False):
@@ -77,16 +72,16 @@ class Speculation(SchedulerFeature):
 
     def __init__(
         self,
-        config: SpeculativeConfig,
+        sizes: SpeculationLimits,
         state: SchedulerState,
         stops: StopChecker,
         fill_masks: FillMasks | None = None,
         sources: Iterable[Proposer] | None = None,
     ) -> None:
+        config = sizes.config
         self.most_tokens = config.num_speculative_tokens
-        measured = state.limits.decode_seconds
-        self._costs = StepCosts(measured, state.limits.draft_seconds) if measured else None
-        self._most_rows = 1 + state.limits.num_draft_rows
+        self._costs = StepCosts(sizes.decode_seconds, sizes.draft_seconds) if sizes.decode_seconds else None
+        self._most_rows = 1 + state.limits.num_spare_rows
         self._most_decodes = self._most_rows // 2
         if self._costs is not None:
             self._most_decodes = min(self._most_decodes, self._costs.most_decodes)
@@ -99,6 +94,7 @@ class Speculation(SchedulerFeature):
         self._verifying: list[DraftRun] = []
         self._kept: list[DraftRun] = []
         self._judged: list[DraftRun] = []
+        self._ended: dict[tuple[str, int], DraftTally] = {}  # by the step's result, with the row's own token
         self.counters = SpeculationCounters(accepted_at=[0] * self.most_tokens)
 
     def attach(self, hooks: SchedulerHooks) -> None:
@@ -115,7 +111,7 @@ class Speculation(SchedulerFeature):
         """Return a copy of the counters."""
         own = self.counters
         copy = replace(own, accepted_at=own.accepted_at.copy(), by_source=self.sources.counts.copy())
-        return {"speculation": copy}
+        return {COUNTERS.name: copy}
 
     def must_wait(self) -> bool:
         """Return whether the next plan may have draft tokens, or a step in flight has some."""
@@ -185,7 +181,7 @@ class Speculation(SchedulerFeature):
             return
         decoding = set(builder.decodes.rows.tolist())
         limits = self._state.limits
-        num_left = min(limits.max_step_decodes - len(decoding) - len(builder.prefills), limits.num_draft_rows)
+        num_left = min(limits.max_step_decodes - len(decoding) - len(builder.prefills), limits.num_spare_rows)
         self._verifying, first = [], 0
         for run in self._found:
             room = min(self._room(builder, run), builder.budget, num_left - first) if run.row in decoding else 0
@@ -196,10 +192,6 @@ class Speculation(SchedulerFeature):
                 self._verifying.append(run)
         self._found.clear()
         self._rows.end_run()
-        if self._verifying:
-            owners = np.repeat([run.row for run in self._verifying], [len(run.tokens) for run in self._verifying])
-            builder.draft_base_rows = owners.astype(np.int32)
-            builder.draft_tokens = np.concatenate([run.tokens for run in self._verifying])
 
     def _room(self, builder: StepPlanBuilder, run: DraftRun) -> int:
         """Draft tokens for which the row has slots behind that of its own token; it gets free blocks for them, and for
@@ -214,6 +206,7 @@ class Speculation(SchedulerFeature):
 
     def on_result(self, plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepResult]:
         """Judge the draft tokens of a step; return its plan and result as if it had had none."""
+        self._ended.clear()
         self.sources.take(result)
         num_draft_rows = len(plan.draft_base_rows)
         if not num_draft_rows:
@@ -253,15 +246,20 @@ class Speculation(SchedulerFeature):
         for place in range(num_right):
             counters.accepted_at[place] += 1
         if (sequence := self._occupant(run)) is not None:
-            sequence.num_draft_tokens += num_tokens
-            sequence.num_accepted_tokens += num_right
+            tally = TALLY.of(sequence)
+            tally.num_draft_tokens += num_tokens
+            tally.num_accepted_tokens += num_right
 
     def _occupant(self, run: DraftRun) -> Sequence | None:
         """The sequence that ``run`` was for, if it still has its row."""
         return self._rows.sequences[run.row] if self._rows.since_step[run.row] <= run.step_id else None
 
     def extend_output(self, output: StepOutput) -> list[Sequence]:
-        """Enter the tokens behind the rows' own, with a record for each row."""
+        """Enter the tokens behind the rows' own, with a record for each row, and the tallies of those that have ended
+        with their own."""
+        for delta in output.deltas if self._ended else ():
+            if (tally := self._ended.get((delta.request_id, delta.index))) is not None:
+                tally.enter(delta)
         judged, self._judged = self._judged, []
         if not judged:
             return []
@@ -282,13 +280,12 @@ class Speculation(SchedulerFeature):
                 new_token_ids=run.kept.tolist(),
                 logprobs=logprobs,
                 first_scheduled_s=sequence.first_scheduled_s,
-                num_draft_tokens=sequence.num_draft_tokens,
-                num_accepted_tokens=sequence.num_accepted_tokens,
             )
+            TALLY.of(sequence).enter(delta)
             if end is None:
                 self._kept.append(run)
             else:
-                end.enter(delta, sequence)
+                end.enter(delta)
                 ended.append(sequence)
             output.deltas.append(delta)
         self._rows.end_run()
@@ -311,26 +308,22 @@ class Speculation(SchedulerFeature):
         return None
 
     def on_end(self, sequence: Sequence) -> None:
-        """Learn from the sequence, for drafts of later requests."""
+        """Learn from the sequence, for drafts of later requests; its last record is still to come."""
+        if (tally := TALLY.get(sequence)) is not None:
+            self._ended[sequence.request_id, sequence.index] = tally
         self.sources.learn(sequence)
 
     def finish_plan(self, plan: StepPlan) -> StepPlan:
-        """Return the next plan: it begins with the tokens that were kept since the last one, its draft rows have masks,
-        and it asks for drafts if the rows of the step after it may have draft tokens."""
+        """Return the next plan: it begins with the tokens that were kept since the last one, has the draft rows, and
+        asks for drafts if the rows of the step after it may have draft tokens."""
         if self._num_drafts:
-            num_sampled = len(plan.decode_rows) - len(plan.draft_base_rows) + int(plan.prefill_samples.sum())
+            num_sampled = len(plan.decode_rows) + int(plan.prefill_samples.sum())
             if 0 < num_sampled <= self._most_decodes:
                 likelihoods = self.sources.head_likelihoods()
                 count = len(likelihoods) if self._costs is None else self._costs.num_drafts(num_sampled, likelihoods)
                 plan = msgspec.structs.replace(plan, num_drafts=count)
-        masked = [run for run in self._verifying if run.masks is not None]
-        if masked:
-            draft_rows = [np.arange(run.first, run.first + len(run.tokens), dtype=np.int32) for run in masked]
-            rows = np.concatenate(draft_rows) + np.int32(self._state.limits.max_num_seqs)
-            masks = [run.masks[: len(run.tokens)] for run in masked if run.masks is not None]
-            plan = msgspec.structs.replace(
-                plan, mask_rows=np.concatenate((plan.mask_rows, rows)), masks=np.concatenate((plan.masks, *masks))
-            )
+        if self._verifying:
+            plan = self._with_draft_rows(plan)
         if not self._kept:
             return plan
         kept, self._kept = self._kept, []
@@ -339,6 +332,26 @@ class Speculation(SchedulerFeature):
             kept_rows=np.repeat([run.row for run in kept], [len(run.kept) for run in kept]).astype(np.int32),
             kept_tokens=np.concatenate([run.kept for run in kept]),
             state_copies=self._with_states(plan.state_copies, kept),
+        )
+
+    def _with_draft_rows(self, plan: StepPlan) -> StepPlan:
+        """The plan with the draft rows behind its decodes, and their masks.  No later plan decodes the same rows."""
+        runs, first = self._verifying, np.int32(self._state.limits.max_num_seqs)
+        base_rows = np.repeat([run.row for run in runs], [len(run.tokens) for run in runs]).astype(np.int32)
+        draft_rows = np.arange(len(base_rows), dtype=np.int32) + first
+        mask_rows, masks = [plan.mask_rows], [plan.masks]
+        for run in runs:
+            if run.masks is not None:
+                mask_rows.append(draft_rows[run.first : run.first + len(run.tokens)])
+                masks.append(run.masks[: len(run.tokens)])
+        if len(masks) > 1:
+            plan = msgspec.structs.replace(plan, mask_rows=np.concatenate(mask_rows), masks=np.concatenate(masks))
+        return msgspec.structs.replace(
+            plan,
+            rows_epoch=0,
+            decode_rows=np.concatenate((plan.decode_rows, draft_rows)),
+            draft_base_rows=base_rows,
+            draft_tokens=np.concatenate([run.tokens for run in runs]),
         )
 
     def _with_states(self, copies: IntArray, kept: list[DraftRun]) -> IntArray:
@@ -357,6 +370,6 @@ class Speculation(SchedulerFeature):
 
 def make(parts: SchedulerParts) -> Iterator[Speculation]:
     """Make the scheduler's half if there is a way to draft; proposers that are ``given`` replace its own."""
-    config = parts.state.limits.speculation
-    if config is not None:
-        yield Speculation(config, parts.state, parts.stops, parts.fill_masks, parts.given.get("speculation"))
+    sizes = LIMITS.get(parts.state.limits)
+    if sizes is not None:
+        yield Speculation(sizes, parts.state, parts.stops, parts.fill_masks, parts.given.get("speculation"))

@@ -11,7 +11,7 @@ Of all proposals for a row the one is verified of which most is likely to be kep
 and the others draft what follows it.
 
 *A new source* is a ``Proposer`` in a file of its own, and its method in ``_SOURCES`` and in
-``tp_engine.options.speculation.METHODS``.  One whose draft tokens are made by the ranks, and come with a step's result,
+``options.METHODS``.  One whose draft tokens are made by the ranks, and come with a step's result,
 overrides ``take``: it reads there what the ranks drafted behind each row's newest token, keeps it by row in place of
 all that it kept before, and ``proposals`` hands it out.  That is in time: a plan that may have draft tokens is made
 when no step is in flight (``Speculation.must_wait``), and a row's occupant only changes to one that must compute its
@@ -25,11 +25,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tp_engine.options.speculation import SpeculativeConfig
+from tp_engine.features.speculation.options import SpeculativeConfig
+from tp_engine.features.speculation.proposer import DraftHeadProposer, GrammarProposer, Proposer
+from tp_engine.features.speculation.suffix_proposer import SuffixProposer
 from tp_engine.plan import NO_IDS, IntArray, StepResult
 from tp_engine.sched.sequence import Sequence
-from tp_engine.sched.spec_decode.proposer import DraftHeadProposer, GrammarProposer, Proposer
-from tp_engine.sched.spec_decode.suffix_proposer import SuffixProposer
 
 _LEAST_LIKELIHOOD = 0.15
 """A draft token that is right less often pays in no step; ``StepCosts`` decides about the others."""

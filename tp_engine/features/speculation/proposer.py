@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tp_engine.options.speculation import SpeculativeConfig
+from tp_engine.features.speculation.options import SpeculativeConfig
 from tp_engine.plan import IntArray, StepResult
 from tp_engine.sched.sequence import Sequence
 
