@@ -28,9 +28,6 @@ come.  A row's recurrent state is then copied from the draft row of its last kep
 ``num_drafts`` asks the ranks' drafter for that many tokens behind each row that is sampled, or 0 for none; they come
 back with the step's result (``StepResult.drafts``).
 
-``mask_rows`` are those sampled rows whose next token a grammar restricts: row i of ``masks`` has one bit per token id,
-bit t % 32 of word t // 32, set where the token may come.  They hold for this step alone.
-
 New blocks: ``block_rows`` (n,) names the row that grows by a *logical block*, ``block_size`` tokens, which is one block
 of the pool in each of the model's G groups of layers (``kv_layout``).  All groups grow at once, so ``block_ids`` is
 (n * G,), logical block by logical block::
@@ -86,7 +83,6 @@ NO_IDS: IntArray = np.empty(0, dtype=np.int32)
 NO_FLOATS: FloatArray = np.empty(0, dtype=np.float32)
 NO_FLAGS: BoolArray = np.empty(0, dtype=np.bool_)
 NO_PAIRS: IntArray = np.empty((0, 2), dtype=np.int32)
-NO_MASKS: IntArray = np.empty((0, 0), dtype=np.int32)
 NO_IMAGES: IntArray = np.empty((0, 5), dtype=np.int32)
 NO_ENCODES: IntArray = np.empty((0, 12), dtype=np.int32)
 NO_IMAGE_ROWS: IntArray = np.empty((0, 3), dtype=np.int32)
@@ -177,8 +173,6 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     draft_tokens: IntArray = NO_IDS
     kept_rows: IntArray = NO_IDS
     kept_tokens: IntArray = NO_IDS
-    mask_rows: IntArray = NO_IDS
-    masks: IntArray = NO_MASKS
     order: bytes = b""  # an ``Order`` as JSON
     images: IntArray = NO_IMAGES
     encodes: IntArray = NO_ENCODES

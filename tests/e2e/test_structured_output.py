@@ -21,6 +21,7 @@ from tests.tiny_models import make_checkpoint
 from tests.unit.grammar.structured_cases import Case, cases, choice_case, regex_case, schema_case
 from tp_engine import LLM, SamplingParams, StructuredOutputsParams
 from tp_engine.engine.engine import Engine
+from tp_engine.features.structured_output.feature import MASKS
 from tp_engine.plan import StepPlan
 from tp_engine.requests.outputs import RequestOutput
 from tp_engine.requests.request import EngineRequest, FinishReason, SequenceDelta
@@ -176,7 +177,7 @@ def test_plans_too_large_for_the_ring_wait_for_the_step_in_flight(
     assert publisher is not None
     is_large = publisher.may_block
     monkeypatch.setattr(publisher, "_ample_bytes", 0)  # every plan is too large; only plans with a mask wait
-    monkeypatch.setattr(publisher, "may_block", lambda plan: plan.masks.size > 0 and is_large(plan))
+    monkeypatch.setattr(publisher, "may_block", lambda plan: MASKS.of(plan).size > 0 and is_large(plan))
     send = engine._send
 
     def watched(plan: StepPlan) -> None:

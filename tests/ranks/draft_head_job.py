@@ -11,6 +11,7 @@ from tp_engine import LLM
 from tp_engine.features.speculation.options import SpeculativeConfig
 from tp_engine.features.speculation.proposer import DraftHeadProposer, Proposal
 from tp_engine.features.speculation.scheduling import Speculation
+from tp_engine.features.structured_output.scheduling import constraint_of
 from tp_engine.plan import IntArray
 from tp_engine.sched.sequence import Sequence
 
@@ -25,7 +26,7 @@ class Watched(DraftHeadProposer):
 
     def proposals(self, sequence: Sequence, tokens: IntArray, count: int) -> Iterable[Proposal]:
         """See ``Proposer``."""
-        drafts = None if sequence.constraint is not None else self._drafts.get(sequence.row)
+        drafts = None if constraint_of(sequence) is not None else self._drafts.get(sequence.row)
         if drafts is not None and sequence.group.request.params.temperature == 0.0:
             self.seen.append((tokens.tolist(), drafts.tolist()))
             self.requests.append(sequence.request_id)

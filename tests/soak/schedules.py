@@ -13,6 +13,7 @@ from tests.unit.sched.host_tier_harness import Lag, MaskedTierWorker
 from tests.unit.sched.scheduler_harness import changed
 from tests.unit.sched.test_scheduler_grammar import GrammarSimulation, MixedLoad
 from tests.unit.sched.test_scheduler_properties import LAYOUTS, SHAPES
+from tp_engine.features.structured_output.feature import MASK_ROWS
 
 _ACTS = 400
 _POOLS = [one for one in (*SHAPES.values(), *LAYOUTS.values()) if one.max_model_len > 20]
@@ -45,6 +46,6 @@ def many_moves(least: int, seed: int) -> Counter[str]:
         count["loaded blocks"] += worker.num_loads
         count["waits for moves"] += worker.num_waits
         count["preemptions in schedules"] += stats.num_preemptions
-        count["masked rows"] += sum(len(plan.mask_rows) for plan in simulation.plans)
+        count["masked rows"] += sum(len(MASK_ROWS.of(plan)) for plan in simulation.plans)
         count["requests"] += len(simulation.requests)
     return count

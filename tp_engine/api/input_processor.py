@@ -14,6 +14,7 @@ from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.tokenizer import load_tokenizer, special_ids, tokenize
 from tp_engine.errors import ContextLengthError, RequestError, shown
 from tp_engine.features.lora.feature import ADAPTER, AskedAdapter
+from tp_engine.features.structured_output.feature import BANNED, BannedWords, check_first_token
 from tp_engine.grammar.vocabulary import check_tokenizer
 from tp_engine.images.image_input import ImageInput
 from tp_engine.requests.request import EngineRequest, Pooling
@@ -164,13 +165,12 @@ class InputProcessor:
             eos_token_ids=self.model.eos_token_ids,
             priority=priority,
             arrival_s=arrival_s,
-            banned_words=self._banned_words(params.bad_words),
             pooling=pooling,
-            extensions={ADAPTER.name: AskedAdapter(name=adapter)} if adapter else {},
+            extensions=self._extensions(params, adapter),
             prompt_field=prompt_field,
             images=images,
         )
-        request.check_first_token(self.model.vocab_size)
+        check_first_token(request, self.model.vocab_size)
         return request
 
     def chat_prompt(
@@ -346,6 +346,13 @@ class InputProcessor:
             )
         num_generated = (params.max_tokens or 1) if pooling is None else 0
         return asked if asked > 0 else max(1, longest - num_generated)
+
+    def _extensions(self, params: SamplingParams, adapter: str) -> dict[str, Any]:
+        """What features want to know of a request."""
+        found: dict[str, Any] = {ADAPTER.name: AskedAdapter(name=adapter)} if adapter else {}
+        if params.bad_words:
+            found[BANNED.name] = BannedWords(token_ids=self._banned_words(params.bad_words))
+        return found
 
     def _banned_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The tokens that the tokenizer makes of each word, at the beginning of a text and within it."""

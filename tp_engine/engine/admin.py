@@ -1,13 +1,12 @@
 """Rank 0's engine between two steps, for what an admin asks (``admin_commands.py``): orders, pauses, weights."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
 
-from tp_engine.engine.grammar_queue import GrammarQueue
 from tp_engine.engine.job import Job
 from tp_engine.errors import RequestError, shown
 from tp_engine.features.registry import Half
@@ -23,7 +22,7 @@ class EngineAdmin:
 
     ``standstill`` is a context in which no step is in flight; the output of those that were is appended to ``drained``,
     which ``Engine.step`` gives out unless ``take_drained`` has.  ``execute_command`` lets all ranks follow the order of
-    a plan.
+    a plan.  ``forget`` are told that all requests are aborted.
 
     ``is_paused``: no step runs.  ``is_asleep``: nor is there a KV cache.  ``weight_version`` names the weights; empty
     for those of the start.
@@ -33,7 +32,7 @@ class EngineAdmin:
         self,
         *,
         scheduler: Scheduler,
-        grammars: GrammarQueue,
+        forget: Iterable[Callable[[None], None]],
         worker: Worker,
         job: Job,
         standstill: Callable[[], AbstractContextManager[None]],
@@ -43,7 +42,7 @@ class EngineAdmin:
         self.is_paused = self.is_asleep = False
         self.weight_version = ""
         self._num_updates = 0
-        self._scheduler, self._grammars, self._worker, self._job = scheduler, grammars, worker, job
+        self._scheduler, self._forget, self._worker, self._job = scheduler, forget, worker, job
         self._standstill, self._execute_command = standstill, execute_command
 
     @property
@@ -79,7 +78,8 @@ class EngineAdmin:
         ``drained`` has what they end with.  New requests wait."""
         with self._standstill():
             if abort_running:
-                self._grammars.forget(None)
+                for forget in self._forget:
+                    forget(None)
                 self.drained.append(StepOutput(deltas=self._scheduler.abort(None)))
             self._scheduler.preempt_all()
         self.is_paused = True

@@ -7,7 +7,6 @@ from typing import Any
 from tp_engine.distributed.groups import RankGroups
 from tp_engine.engine.engine import Engine
 from tp_engine.engine.feature import EngineFeature
-from tp_engine.engine.grammar_queue import GrammarQueue, make_compiler
 from tp_engine.engine.job import Job
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.errors import ConfigError
@@ -45,7 +44,7 @@ def build_engine(
         for name, feature in open_parts(effective.config):
             features[name] = feature
             undo.callback(feature.close)
-        compiler = make_compiler(effective)  # holds the GIL for a while, so not between steps
+            feature.prepare(effective)
         note_inputs = job.slot.note_inputs if effective.config.debug_compare_rank_inputs else None
         worker = Worker(
             effective, groups, job.slot.tier_progress(), owns_process=job.owns_process, note_inputs=note_inputs
@@ -62,7 +61,6 @@ def build_engine(
         job.progress.reach(RankPhase.READY)
         job.ready()
         undo.pop_all()
-    grammars = GrammarQueue(compiler, effective.model.vocab_size)
     echoes = EchoCheck(job.board, checks_inputs=effective.config.debug_compare_rank_inputs)
     if job.links is not None:
         job.links.mirrored = echoes.compare_far
@@ -77,11 +75,10 @@ def build_engine(
             effective.max_model_len,
         )
     given = {name: feature.given for name, feature in features.items()}
-    scheduler = Scheduler(limits, grammars.fill_masks, given)
+    scheduler = Scheduler(limits, given)
     engine = Engine(
         worker=worker,
         scheduler=scheduler,
-        grammars=grammars,
         publisher=publisher,
         model_info=model_info(effective, num_blocks, longest=limits.max_sequence_tokens),
         plan_timeout_s=effective.config.collective_timeout_s,

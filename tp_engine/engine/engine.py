@@ -18,7 +18,6 @@ from contextlib import contextmanager
 
 from tp_engine.engine.admin import EngineAdmin
 from tp_engine.engine.feature import EngineFeature, EngineHooks
-from tp_engine.engine.grammar_queue import GrammarQueue
 from tp_engine.engine.job import Job
 from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.report import EngineReport, StepStatistics, expert_balance
@@ -35,8 +34,6 @@ from tp_engine.worker.orders import Outcome
 from tp_engine.worker.results.readback import PendingStep
 from tp_engine.worker.worker import Worker
 
-_COMPILING_SLICE_S = 0.005
-
 
 class Engine:
     """Rank 0's engine: owns the scheduler, the plan channel and the worker of its own device.
@@ -51,7 +48,6 @@ class Engine:
         *,
         worker: Worker,
         scheduler: Scheduler,
-        grammars: GrammarQueue,
         publisher: PlanPublisher | None,
         model_info: ModelInfo,
         plan_timeout_s: float,
@@ -61,7 +57,7 @@ class Engine:
         leave: Callable[[], None],
         features: Sequence[EngineFeature] = (),
     ) -> None:
-        self.model_info, self.worker, self.scheduler, self._grammars = model_info, worker, scheduler, grammars
+        self.model_info, self.worker, self.scheduler = model_info, worker, scheduler
         self._publisher, self._plan_timeout_s, self._num_ahead = publisher, plan_timeout_s, num_ahead
         self._held: StepPlan | None = None
         self._sent: deque[StepPlan] = deque()
@@ -77,7 +73,7 @@ class Engine:
         self._ending = Ending()
         self._admin = EngineAdmin(
             scheduler=scheduler,
-            grammars=grammars,
+            forget=self._hooks.forget,
             worker=worker,
             job=job,
             standstill=self._standing_still,
@@ -99,21 +95,20 @@ class Engine:
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request; a ``RequestError`` leaves the engine unchanged."""
         self._enter()
-        if not request.is_constrained:
+        if not any(add(request) for add in self._hooks.add):
             self.scheduler.add(request)
-        else:
-            self._grammars.add(request, self.scheduler)
 
     def compile_grammars(self) -> list[SequenceDelta]:
         """Wait until no request waits for its grammar; returns the last deltas of those whose grammars failed."""
         self._enter()
         with self._failing():
-            return self._grammars.settle_all(self.scheduler, self._job.check)
+            return [delta for settle_all in self._hooks.settle_all for delta in settle_all(self._job.check)]
 
     def abort(self, request_ids: Iterable[str]) -> list[SequenceDelta]:
         """End requests now; unknown ids are ignored."""
         request_ids = list(request_ids)
-        self._grammars.forget(request_ids)
+        for forget in self._hooks.forget:
+            forget(request_ids)
         return self.scheduler.abort(request_ids)
 
     def prefetch_session(self, session: str, salt: str) -> None:
@@ -126,11 +121,11 @@ class Engine:
         if self._admin.drained:
             return self._admin.drained.popleft()
         try:  # not ``_failing``, which costs a generator for each step
-            if failed := self._grammars.settle(self.scheduler):
-                return StepOutput(deltas=failed)
+            for settle in self._hooks.settle:
+                if failed := settle():
+                    return StepOutput(deltas=failed)
             self._send_plans()
             if self._num_in_flight == 0:
-                self._grammars.wait(_COMPILING_SLICE_S)
                 for idle in self._hooks.idle:
                     idle()
                 return StepOutput()
@@ -184,7 +179,6 @@ class Engine:
             if self._ending.failure is None:
                 self._stop_ranks()
         finally:
-            self._grammars.close()
             for feature in self._features:
                 feature.close()
             self.worker.close()

@@ -3,19 +3,23 @@
 ::
 
     build_engine    a function that the registry names is called with the configuration, before any rank has started
-                    start, once this rank's worker has; limits and ``given`` go to the scheduler; attach; started
-    Engine          no step in flight and nothing to run: idle;  no request: turn;  the end: flush, then close
+                    prepare;  start, once this rank's worker has; limits and ``given`` go to the scheduler; attach;
+                    started
+    Engine          add, forget;  before each step: settle;  no step in flight and nothing to run: idle;
+                    no request: turn;  the end: flush, then close
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from tp_engine.engine.admin import EngineAdmin
 from tp_engine.ipc.job_board import JobBoard
 from tp_engine.plan import StepPlan
+from tp_engine.requests.request import EngineRequest, SequenceDelta
 from tp_engine.sched.scheduler import Scheduler
 from tp_engine.system.closing import Closing
+from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.worker import Worker
 
 RunAlone: TypeAlias = Callable[[StepPlan], None]
@@ -25,6 +29,18 @@ RunAlone: TypeAlias = Callable[[StepPlan], None]
 @dataclass(slots=True)
 class EngineHooks:
     """What the engine calls, by hook: the functions of all features that are on, in the features' order."""
+
+    add: list[Callable[[EngineRequest], bool]] = field(default_factory=list)
+    """Gives a request to the scheduler itself, perhaps to hold it back there; whether it has."""
+
+    forget: list[Callable[[Iterable[str] | None], None]] = field(default_factory=list)
+    """These requests are aborted; all if None."""
+
+    settle: list[Callable[[], list[SequenceDelta]]] = field(default_factory=list)
+    """Lets requests run that were held back; the last deltas of those that can not.  Called before each step."""
+
+    settle_all: list[Callable[[Callable[[], object]], list[SequenceDelta]]] = field(default_factory=list)
+    """``check``: waits until no request is held back, and settles all; ``check`` raises if waiting is in vain."""
 
     idle: list[Callable[[], None]] = field(default_factory=list)
     """All requests wait for something: waits a moment if it is for this feature."""
@@ -43,6 +59,9 @@ class EngineFeature(Closing):
     def given(self) -> Any:
         """What the scheduler's half is given."""
         return self
+
+    def prepare(self, effective: EffectiveConfig) -> None:
+        """Do what takes a while and needs no worker, before this rank has one."""
 
     def start(self, worker: Worker, board: JobBoard) -> None:
         """Take in what has started."""

@@ -127,11 +127,11 @@ class WordRulesMaker:
         )
         self._lock = threading.Lock()
 
-    def rules(self, request: EngineRequest) -> SpelledWords | TokenWords:
-        """Return the rules of ``request``; with words this takes up to a second, and a second more at the first
-        call."""
-        if self._vocabulary is None or not request.banned_words:
-            return TokenWords(request.banned_words)
+    def rules(self, request: EngineRequest, banned: tuple[tuple[int, ...], ...]) -> SpelledWords | TokenWords:
+        """Return the rules of ``request``, whose words the tokenizer writes as ``banned``; with words this takes up to
+        a second, and a second more at the first call."""
+        if self._vocabulary is None or not banned:
+            return TokenWords(banned)
         with self._lock:
             return self._spelled(tuple(request.params.bad_words), not request.params.skip_special_tokens)
 

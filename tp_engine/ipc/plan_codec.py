@@ -32,7 +32,7 @@ from tp_engine.ipc.plan_sections import ALIGNMENT, INT, SECTIONS, ArraySection, 
 from tp_engine.plan import NO_IDS, Control, IntArray, StepPlan
 
 MAGIC = b"TPSP"
-VERSION = 16
+VERSION = 17
 
 _HEADER = struct.Struct("<4sIQIIqqI")
 _UNSUMMED = struct.Struct("<4sIQ")  # the header up to what the checksum is of

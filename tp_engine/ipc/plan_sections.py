@@ -245,8 +245,6 @@ SECTIONS: tuple[Section, ...] = (
     ArraySection("prefill_rows"),
     ArraySection("prefill_tokens", per="prefill_rows"),
     ArraySection("prefill_samples", BOOL, per="prefill_rows"),
-    ArraySection("mask_rows"),
-    ArraySection("masks", columns=ANY, per="mask_rows"),
     ADMISSIONS,
     ArraySection("state_copies", columns=2),
     ArraySection("draft_base_rows"),

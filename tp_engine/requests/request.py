@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from tp_engine.errors import NO_TOKEN_LEFT, RequestError, shown
 from tp_engine.images.image_input import ImageInput
 from tp_engine.plan import FloatArray, TokenLogprobs
 from tp_engine.requests.sampling_params import SamplingParams
@@ -46,7 +45,7 @@ class EngineRequest:
     first, equal priorities of one ``client`` run in order of arrival; clients take turns (``sched.waiting_queue``).
     ``place`` is the prompt's number in the body that it came with, where long prompts count more than once.
     ``will_continue``: prompts that begin with all its tokens will follow, so the K/V of its last, partly filled block
-    is kept too.  ``banned_words`` are the token ids of ``params.bad_words``, in every spelling.  A request with
+    is kept too.  A request with
     ``pooling`` ends with its prompt: its params are greedy and of one token, which means nothing.  ``prompt_field`` is
     the field of the client's request that the prompt comes from, for errors.  ``images`` stand in the order of their
     places; the ids at the places of their rows are the model's placeholder (``VisionSpec.image_token_id``), which means
@@ -60,7 +59,6 @@ class EngineRequest:
     priority: int = 0
     arrival_s: float = 0.0
     will_continue: bool = False
-    banned_words: tuple[tuple[int, ...], ...] = ()
     pooling: Pooling | None = None
     prompt_field: str = "prompt"
     images: tuple[ImageInput, ...] = ()
@@ -71,40 +69,12 @@ class EngineRequest:
     @property
     def is_constrained(self) -> bool:
         """Whether the allowed next tokens depend on the tokens before them."""
-        return self.params.structured_outputs is not None or bool(self.banned_words)
+        return self.params.structured_outputs is not None or bool(self.params.bad_words)
 
     @property
     def stop_ids(self) -> frozenset[int]:
         """The token ids that end a sequence."""
         return frozenset(self.params.stop_token_ids).union(() if self.params.ignore_eos else self.eos_token_ids)
-
-    def check_first_token(self, vocab_size: int) -> None:
-        """Raise ``RequestError`` if ``allowed_token_ids``, words of one token and ``min_tokens`` forbid every token.
-
-        What a grammar, or the spelling of words, leaves is known to the engine alone (``sched.constraint``)."""
-        params = self.params
-        banned = {word[0] for word in self.banned_words if len(word) == 1}
-        stops = self.stop_ids if params.min_tokens else frozenset()
-        if not (banned or stops):
-            return
-        allowed = range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
-        if any(token_id not in banned and token_id not in stops for token_id in allowed):
-            return
-        told = {
-            "allowed_token_ids": (params.allowed_token_ids is not None, shown(list(params.allowed_token_ids or ()))),
-            "bad_words": (not banned.isdisjoint(allowed), shown(list(params.bad_words))),
-            "min_tokens": (
-                not stops.isdisjoint(allowed),
-                f"{params.min_tokens}, before which no EOS and none of stop_token_ids comes",
-            ),
-        }
-        fields = {name: text for name, (takes_part, text) in told.items() if takes_part}
-        named = " and ".join(f"{name} ({text})" for name, text in fields.items())
-        raise RequestError(
-            f"{named} leave no token that may come first; allow more tokens, or leave one of them out",
-            param=next(iter(fields)),
-            code=NO_TOKEN_LEFT,
-        )
 
 
 class SequenceDelta(msgspec.Struct, kw_only=True):

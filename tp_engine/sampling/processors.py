@@ -25,35 +25,35 @@ import torch
 from tp_engine.kernels.sampling.tables import CountTables
 from tp_engine.layers.embedding import VocabSlice
 from tp_engine.layers.upload import upload, upload_all
-from tp_engine.plan import MASK_TOKENS, NO_IDS, NO_MASKS, IntArray, RowSampling
+from tp_engine.plan import MASK_TOKENS, NO_IDS, IntArray, RowSampling
 from tp_engine.sampling.ranking import row_chunks
 
 _BITS = 8
 
 
 class GrammarBitmasks:
-    """The masks of the next step that is sampled."""
+    """The masks of the next step that is sampled, which has some for ``rows``."""
 
     def __init__(self, max_num_seqs: int, vocab: VocabSlice, device: torch.device) -> None:
         assert vocab.first % _BITS == 0, f"a slice that begins at token {vocab.first}"
         self._vocab = vocab
         self._device = device
-        self._rows = NO_IDS
-        self._masks = NO_MASKS
+        self.rows = NO_IDS
+        self._masks: IntArray = np.empty((0, 0), dtype=np.int32)
         self._place = np.full(max_num_seqs, -1, dtype=np.int64)  # of a row among the masks
 
     def set(self, rows: IntArray, masks: IntArray) -> None:
         """Replace the last step's masks by the next step's: ``masks`` (m, words) of ``rows`` (m,)."""
-        if not (len(rows) or len(self._rows)):
+        if not (len(rows) or len(self.rows)):
             return
         assert len(rows) == 0 or masks.shape[1] * MASK_TOKENS >= self._vocab.vocab_size, f"masks {masks.shape}"
-        self._place[self._rows] = -1
+        self._place[self.rows] = -1
         self._place[rows] = np.arange(len(rows))
-        self._rows, self._masks = rows, masks
+        self.rows, self._masks = rows, masks
 
     def any_of(self, rows: IntArray) -> bool:
         """Return whether any of ``rows`` (n,) is masked in this step."""
-        return bool(len(self._rows)) and bool((self._place[rows] >= 0).any())
+        return bool(len(self.rows)) and bool((self._place[rows] >= 0).any())
 
     def apply(self, logits: torch.Tensor, rows: IntArray, *, in_place: bool) -> torch.Tensor:
         """Return the logits (n, width) of ``rows`` (n,) with -inf for forbidden tokens; a copy unless ``in_place``."""

@@ -77,8 +77,7 @@ class SamplingState:
         return self.penalties.num_bytes + (0 if self.tables is None else self.tables.num_bytes)
 
     def apply(self, plan: StepPlan) -> None:
-        """Take in a plan's changes, in its order: masks, what was kept, released rows, admissions, then draft rows."""
-        self.masks.set(plan.mask_rows, plan.masks)
+        """Take in a plan's changes, in its order: what was kept, released rows, admissions, then draft rows."""
         if len(plan.kept_rows):
             self.keep(plan.kept_rows, plan.kept_tokens)
         if len(plan.released):

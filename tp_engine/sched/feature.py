@@ -6,7 +6,7 @@
     Scheduler.schedule    poll -> must_wait -> wants_step -> begin_plan -> extend_plan -> must_send -> finish_plan
                           -> after_plan
     Admitter              begin_admission -> may_enter -> review_hits -> limit_chunk -> on_hits -> on_enter
-    Scheduler.update      on_result -> the tokens are entered -> extend_output
+    Scheduler.update      on_result -> the tokens are entered -> on_tokens -> extend_output
     a sequence            on_leave (it gives back its row) -> on_end -> on_request_end
 
 The registry of features (``features/registry.py``) makes them all.  Each appends its functions to the hooks that it
@@ -22,8 +22,7 @@ from tp_engine.plan import StepPlan, StepResult
 from tp_engine.requests.request import EngineRequest, StepOutput
 from tp_engine.sched.blocks.block_manager import Hits
 from tp_engine.sched.blocks.cache_keys import Variant
-from tp_engine.sched.constraint import FillMasks
-from tp_engine.sched.outcome import StopChecker
+from tp_engine.sched.outcome import StepOutcome, StopChecker
 from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import RequestGroup, Sequence
 from tp_engine.sched.step_scheduler import StepPlanBuilder, StepScheduler
@@ -98,6 +97,9 @@ class SchedulerHooks:
     on_result: list[Callable[[StepPlan, StepResult], tuple[StepPlan, StepResult]]] = field(default_factory=list)
     """A step's plan and result without what this feature had added to the step."""
 
+    on_tokens: list[Callable[[StepOutcome], None]] = field(default_factory=list)
+    """Sees the new tokens of a step that is not steady; sequences may end with them, or without them."""
+
     extend_output: list[Callable[[StepOutput], Iterable[Sequence]]] = field(default_factory=list)
     """Adds this feature's tokens of the step to the output; gives the sequences that end with them."""
 
@@ -122,13 +124,12 @@ class SchedulerHooks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerParts:
-    """What the scheduler's features are made of: its state, what puts steps together, what finds ends, and what fills
-    masks of grammars.  ``given`` is from the engine, by feature; ``features`` are those that were made before."""
+    """What the scheduler's features are made of: its state, what puts steps together, and what finds ends.  ``given``
+    is from the engine, by feature; ``features`` are those that were made before."""
 
     state: SchedulerState
     builder: StepScheduler
     stops: StopChecker
-    fill_masks: FillMasks | None
     given: Mapping[str, Any]
     features: Iterable[object]
 

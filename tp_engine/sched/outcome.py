@@ -7,9 +7,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tp_engine.plan import BoolArray, IntArray, StepResult, TokenLogprobs
+from tp_engine.plan import IntArray, StepResult, TokenLogprobs
 from tp_engine.requests.request import NOT_FINITE, FinishReason, SequenceDelta, StepOutput
-from tp_engine.sched.constraint import TokenConstraint
 from tp_engine.sched.decode_run import RowSet
 from tp_engine.sched.sequence import RequestGroup, Sequence
 
@@ -48,19 +47,6 @@ class StepOutcome(msgspec.Struct, gc=False):
     def sequences(self) -> list[Sequence]:
         """The sequences that got a token."""
         return self.rows.sequences
-
-    def advance_constraints(self, is_constrained: BoolArray) -> None:
-        """Give each constrained sequence's grammar its new token; ``is_constrained`` is over all rows.  Some sequences
-        end with the token, or without it, if the grammar refuses it."""
-        for position in np.flatnonzero(is_constrained[self.rows.rows]).tolist():
-            constraint = self.sequences[position].constraint
-            assert constraint is not None
-            token_id, end = int(self.token_ids[position]), self.endings.get(position)
-            is_accepted, end = accept(constraint, token_id, end)
-            if not is_accepted:
-                self.dropped.append(position)
-            if end is not None:
-                self.endings[position] = end
 
     def output(self) -> StepOutput:
         """Return what the step brought, for the engine's caller.  Call it once: prompt logprobs go out with it."""
@@ -147,20 +133,6 @@ def ending(sequence: Sequence, token_id: int, num_tokens: int, max_tokens: int) 
         if token_id in group.stop_token_ids:
             return FinishDetails(FinishReason.STOP, token_id)
     return FinishDetails(FinishReason.LENGTH) if num_tokens >= max_tokens else None
-
-
-def accept(constraint: TokenConstraint, token_id: int, end: FinishDetails | None) -> tuple[bool, FinishDetails | None]:
-    """Give a grammar its next token: whether it accepts it, and how the sequence ends; ``end``: how without a grammar.
-    A token that is refused, which happens only where no token may come, ends the sequence without it.  A stop token is
-    a better reason than the grammar's end."""
-    is_accepted = constraint.accept(token_id)
-    if is_accepted and (not constraint.is_over or (end is not None and end.reason is FinishReason.STOP)):
-        return True, end
-    if (error := constraint.error) is None:
-        return is_accepted, FinishDetails(FinishReason.STOP, by_grammar=True)
-    return is_accepted, FinishDetails(
-        FinishReason.ERROR, error=error, error_code=constraint.error_code, by_grammar=True
-    )
 
 
 def aborted(sequence: Sequence, error: str | None = None, error_code: str | None = None) -> SequenceDelta:

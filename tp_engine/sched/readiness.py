@@ -3,7 +3,7 @@
 ::
 
     reason     set when                                              cleared when
-    GRAMMAR    a request with a grammar comes in                     its grammar is compiled (``Scheduler.constrain``)
+    GRAMMAR    a request with a grammar comes in                     its grammar is compiled (``ConstrainedRows``)
     TOKEN      a row with a grammar is planned to be sampled         the result brings the token: the next mask needs it
     LOADING    a sequence enters whose K/V is in the host tier       the loads have gone out with a plan
     READING    a sequence could enter whose K/V is on disk           it is on the host, or time is up (``tier_waits``)

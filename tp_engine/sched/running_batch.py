@@ -61,7 +61,7 @@ class RunningBatch(RowArrays):
             sequence.phase = SequencePhase.PREFILL
             self.tokens[row, : len(sequence.token_ids)] = sequence.token_ids
             self.sequences[row] = self.prefilling_rows[row] = sequence
-            self.readiness.occupy(row, is_constrained=sequence.constraint is not None)
+            self.readiness.occupy(row, is_constrained=sequence.group.request.is_constrained)
         seated = [entry.sequence for entry in entries]
         rows = np.array([sequence.row for sequence in seated])
         self.num_tokens[rows] = [len(sequence.token_ids) for sequence in seated]
@@ -168,7 +168,7 @@ class RunningBatch(RowArrays):
         assert all(s.phase in (SequencePhase.PREFILL, SequencePhase.DECODE, SequencePhase.ENDING) for s in occupied)
         assert np.all(self.since_step[vacant] == _VACANT_STEP) and np.all(self.phase[vacant] == SequencePhase.WAITING)
         assert np.all(self.num_blocks[vacant] == 0)
-        self.readiness.check_integrity([s.row for s in occupied if s.constraint is not None], vacant)
+        self.readiness.check_integrity([s.row for s in occupied if s.group.request.is_constrained], vacant)
         assert self.num_ending == sum(s.phase is SequencePhase.ENDING for s in occupied)
         assert np.array_equal(self.capacity, self.num_blocks * block_size)
         assert np.all(self.num_computed <= self.num_scheduled) and np.all(self.num_scheduled <= self.capacity)

@@ -35,7 +35,6 @@ from tp_engine.plan import IntArray, StepPlan, StepResult
 from tp_engine.requests.request import EngineRequest, SequenceDelta, StepOutput
 from tp_engine.sched.admission import Admitter
 from tp_engine.sched.blocks.cache_keys import THE_MODEL, CacheKeys, Variant
-from tp_engine.sched.constraint import FillMasks, Grammar
 from tp_engine.sched.decode_run import RowSet
 from tp_engine.sched.fair_rows import FairRows
 from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks, SchedulerParts
@@ -60,11 +59,10 @@ class Scheduler:
     def __init__(
         self,
         limits: SchedulerLimits,
-        fill_masks: FillMasks | None = None,
         given: Mapping[str, Any] = NOTHING_GIVEN,
     ) -> None:
-        """``fill_masks`` is for requests with grammars; ``given`` has, by feature, what it needs of the world."""
-        self._limits, self._fill_masks = limits, fill_masks
+        """``given`` has, by feature, what it needs of the world."""
+        self._limits = limits
         self.state = SchedulerState(limits)
         self._builder = StepScheduler(self.state)
         self._stops = StopChecker()
@@ -75,7 +73,6 @@ class Scheduler:
             state=self.state,
             builder=self._builder,
             stops=self._stops,
-            fill_masks=fill_masks,
             given=given,
             features=self._features,
         )
@@ -111,7 +108,7 @@ class Scheduler:
         return find_half(self._features, kind)
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request; one with a grammar waits for ``constrain`` first.  Raises ``RequestError``, and changes
+        """Queue a request; one with a grammar waits for it first.  Raises ``RequestError``, and changes
         nothing, for one that can never be served."""
         if request.request_id in self._groups:
             raise RequestError(
@@ -139,14 +136,6 @@ class Scheduler:
         with is brought back from the host or the disk, as far as there is room."""
         for announce in self._hooks.announce:
             announce(session, self._cache_keys.of(salt, variant), self.next_step_id)
-
-    def constrain(self, request_id: str, grammar: Grammar) -> None:
-        """Let the sequences of a request run: its grammar is compiled.  A request that was aborted is ignored."""
-        group = self._groups.get(request_id)
-        for sequence in group.sequences if group is not None else ():
-            if sequence.phase is SequencePhase.WAITING and sequence.blocked & Blocked.GRAMMAR:
-                sequence.constraint = grammar.start(ignore_eos=sequence.group.request.params.ignore_eos)
-                self.state.unblock(sequence, Blocked.GRAMMAR)
 
     def abort(
         self, request_ids: Iterable[str] | None, error: str | None = None, error_code: str | None = None
@@ -213,7 +202,7 @@ class Scheduler:
             self._admitter.admit(builder)
         for extend in self._hooks.extend_plan:
             extend(builder)
-        plan = builder.advance(self.state, self._fill_masks)
+        plan = builder.advance(self.state)
         if plan is None and not self._departures and any(must_send() for must_send in self._hooks.must_send):
             plan = StepPlan(step_id=builder.step_id)
         return plan
@@ -335,9 +324,8 @@ class Scheduler:
                 end = ending(sequence, int(token_ids[position]), int(lengths[position]), max_tokens)
                 if end is not None:
                     outcome.endings[position] = end
-        if rows.readiness.num_constrained:
-            rows.readiness.clear(sampled.rows, Blocked.TOKEN)
-            outcome.advance_constraints(rows.readiness.is_constrained)
+        for on_tokens in self._hooks.on_tokens:
+            on_tokens(outcome)
         return outcome
 
     def _finish(self, sequence: Sequence) -> None:

@@ -31,7 +31,6 @@ from tp_engine.requests.request import EngineRequest
 from tp_engine.sched.blocks.kv_windows import Counts
 from tp_engine.sched.blocks.lru_queue import BlockIds
 from tp_engine.sched.blocks.prefix_cache import Place
-from tp_engine.sched.constraint import TokenConstraint
 from tp_engine.sched.readiness import Blocked
 
 NO_ROW = -1
@@ -83,7 +82,7 @@ class Sequence:
     It ends with ``length`` at ``max_tokens`` tokens, the prompt's included.
     ``num_published`` of its blocks have been offered to the prefix cache since it got its row; ``place`` is the place
     behind them there.
-    ``constraint`` is its place in the request's grammar; ``blocked`` says why it is not in the queue yet.
+    ``blocked`` says why it is not in the queue yet.
     ``body_place`` is its number among all sequences of its body; it ``has_displaced`` others that gave way to it.
     ``num_lost_tokens`` were computed before a preemption and have not been computed again.
     When it has computed ``snapshots_at`` tokens, a snapshot of its recurrent state is taken.
@@ -113,7 +112,6 @@ class Sequence:
     emitted: bool = False
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     pooled: list[FloatArray] = field(default_factory=list)
-    constraint: TokenConstraint | None = None
     adapter_slot: int = 0
     extensions: dict[str, Any] = field(default_factory=dict)
     request_id: str = field(init=False)

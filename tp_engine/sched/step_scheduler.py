@@ -17,12 +17,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tp_engine.plan import NO_FLAGS, NO_IDS, NO_MASKS, NO_PAIRS, Admission, BoolArray, IntArray, StepPlan
+from tp_engine.plan import NO_FLAGS, NO_IDS, NO_PAIRS, Admission, BoolArray, IntArray, StepPlan
 from tp_engine.sched.blocks.lru_queue import BlockIds
 from tp_engine.sched.blocks.prefix_cache import identity, is_lost
-from tp_engine.sched.constraint import FillMasks
 from tp_engine.sched.decode_run import RowSet
-from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.running_batch import NO_ROWS, RunningBatch
 from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import Sequence, SequencePhase
@@ -85,7 +83,7 @@ class StepPlanBuilder(msgspec.Struct):
         """Whether nothing is to run."""
         return not (len(self.decodes.rows) or self.prefills)
 
-    def advance(self, state: SchedulerState, fill_masks: FillMasks | None) -> StepPlan | None:
+    def advance(self, state: SchedulerState) -> StepPlan | None:
         """Count everything decided as scheduled and make the plan; None if there is nothing to run."""
         if self.is_empty:
             return None
@@ -96,10 +94,6 @@ class StepPlanBuilder(msgspec.Struct):
         if len(decodes.rows):
             rows.advance_decodes(decodes)
         prefill_rows, prefill_tokens, samples = self._advance_prefills(rows)
-        mask_rows, masks = NO_IDS, NO_MASKS
-        if rows.readiness.num_constrained:
-            sampled: IntArray = np.concatenate((decodes.rows, prefill_rows[samples]))
-            mask_rows, masks = _masks(sampled, rows, fill_masks)
         return StepPlan(
             step_id=self.step_id,
             rows_epoch=decodes.epoch,
@@ -113,8 +107,6 @@ class StepPlanBuilder(msgspec.Struct):
             prefill_rows=prefill_rows,
             prefill_tokens=prefill_tokens,
             prefill_samples=samples,
-            mask_rows=mask_rows,
-            masks=masks,
             extensions=self.extensions,
         )
 
@@ -243,14 +235,3 @@ class StepScheduler:
         if count > 0:
             builder.add_blocks(np.full(count, row, dtype=np.int32), self._blocks.grow(row, count))
         return True
-
-
-def _masks(sampled: IntArray, rows: RunningBatch, fill_masks: FillMasks | None) -> tuple[IntArray, IntArray]:
-    """The plan's ``mask_rows`` and ``masks``: one for every constrained row of ``sampled`` (n,), which then awaits its
-    token."""
-    constrained: IntArray = sampled[rows.readiness.is_constrained[sampled]]
-    if not len(constrained):
-        return NO_IDS, NO_MASKS
-    rows.readiness.block(constrained, Blocked.TOKEN)
-    assert fill_masks is not None, "a request has a grammar, and the scheduler got no fill_masks"
-    return constrained, fill_masks([sequence.constraint for sequence in rows.row_set(constrained).sequences])

@@ -51,12 +51,9 @@ def make_engine(diary: Any, num_ahead: int, monkeypatch: pytest.MonkeyPatch) -> 
     """The engine and its scheduler around ``diary``; no processes, no shared memory."""
     for name in ("received", "begin", "launched", "done"):
         monkeypatch.setattr(StepRecorder, name, lambda *_: None)
-    grammars = MagicMock()
-    grammars.settle.return_value = []
     return Engine(
         worker=diary,
         scheduler=Scheduler(LIMITS),
-        grammars=grammars,
         publisher=diary,
         model_info=MagicMock(),
         plan_timeout_s=1.0,

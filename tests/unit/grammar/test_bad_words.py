@@ -17,12 +17,13 @@ from tests.text_tokenizers import byte_level_tokenizer
 from tests.tiny_server import assert_nothing_in_use, chat_tokenizer, tiny_engine
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.errors import INVALID_GRAMMAR, NO_TOKEN_LEFT, RequestError
+from tp_engine.features.structured_output.constraint import MaskWriter, TokenGuard, TokenRules, WordRules
+from tp_engine.features.structured_output.feature import banned_words
 from tp_engine.grammar.banned_words import SpelledWords, TokenSpellings, TokenWords, WordRulesMaker
 from tp_engine.grammar.vocabulary import make_vocabulary
 from tp_engine.plan import IntArray
 from tp_engine.requests.request import EngineRequest
 from tp_engine.requests.sampling_params import SamplingParams
-from tp_engine.sched.constraint import MaskWriter, TokenGuard, TokenRules, WordRules
 
 VOCAB = 70
 
@@ -103,7 +104,7 @@ def test_words_are_found_at_the_beginning_and_within_text() -> None:
     processor, tokenizer = InputProcessor(MODEL_INFO, chat_tokenizer()), chat_tokenizer()
     request = processor.process("a", SamplingParams(bad_words=["the", "zq", " the"]), request_id="r")
     texts = ("the", " the", "zq", " zq")
-    assert request.banned_words == tuple(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+    assert banned_words(request) == tuple(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
     assert request.is_constrained
     assert not processor.process("a", SamplingParams(), request_id="r").is_constrained
     with pytest.raises(RequestError, match="needs a tokenizer"):
@@ -220,9 +221,8 @@ def test_a_word_whose_spelling_with_a_space_is_shorter(tmp_path: Path) -> None:
 
         run_served(scenario, engine, tokenizer)
         assert_nothing_in_use(engine)
-    rules = WordRulesMaker(None).rules(
-        InputProcessor(MODEL_INFO, tokenizer).process("a", SamplingParams(bad_words=[word]), request_id="r")
-    )
+    request = InputProcessor(MODEL_INFO, tokenizer).process("a", SamplingParams(bad_words=[word]), request_id="r")
+    rules = WordRulesMaker(None).rules(request, banned_words(request))
     assert single in rules.never and isinstance(rules, TokenWords)
 
 

@@ -15,6 +15,7 @@ from hypothesis.extra import numpy as arrays
 
 from tp_engine.errors import PlanError
 from tp_engine.features.registry import plan_sections
+from tp_engine.features.structured_output.feature import MASK_ROWS, MASKS
 from tp_engine.features.tiers.feature import DISK_READS, DISK_WRITES, LOADS, STORES, WAIT_LOAD
 from tp_engine.ipc.plan_codec import PlanCodec, decode_plan, encode_plan
 from tp_engine.ipc.plan_sections import SECTIONS, ArraySection, NumberSection
@@ -63,11 +64,18 @@ def tier_sections(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @st.composite
+def step_masks(draw: st.DrawFn) -> dict[str, Any]:
+    """Masks of up to three rows, each of up to five words."""
+    num_rows, num_words = draw(st.integers(0, 3)), draw(st.integers(0, 5))
+    masks = arrays.arrays(np.int32, (num_rows, num_words), elements=INT32)
+    return {MASK_ROWS.name: draw(ids(num_rows)), MASKS.name: draw(masks)} if num_rows else {}
+
+
+@st.composite
 def plans(draw: st.DrawFn) -> StepPlan:
     """Random plans; half of them only decode, as most real plans do."""
     num_blocks, num_prefills, num_groups = draw(st.integers(0, 9)), draw(st.integers(0, 9)), draw(st.integers(1, 8))
     num_decodes, epoch = draw(st.integers(0, 20)), draw(st.integers(1, 2**63 - 1))
-    num_masks, num_words = draw(st.integers(0, 3)), draw(st.integers(0, 5))
     num_draft_rows, num_kept = draw(st.integers(0, 6)), draw(st.integers(0, 6))
     admission = st.builds(
         Admission,
@@ -97,8 +105,6 @@ def plans(draw: st.DrawFn) -> StepPlan:
         prefill_rows=draw(ids(num_prefills)),
         prefill_tokens=draw(ids(num_prefills)),
         prefill_samples=draw(arrays.arrays(np.bool_, num_prefills)),
-        mask_rows=draw(ids(num_masks)),
-        masks=draw(arrays.arrays(np.int32, (num_masks, num_words if num_masks else 0), elements=INT32)),
         state_copies=draw(arrays.arrays(np.int32, st.tuples(st.integers(0, 4), st.just(2)), elements=INT32)),
         draft_base_rows=draw(ids(num_draft_rows)),
         draft_tokens=draw(ids(num_draft_rows)),
@@ -108,7 +114,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
         encodes=draw(arrays.arrays(np.int32, st.tuples(st.integers(0, 3), st.just(12)), elements=INT32)),
         image_rows=draw(arrays.arrays(np.int32, st.tuples(st.integers(0, 3), st.just(3)), elements=INT32)),
         order=draw(st.binary(max_size=40)),
-        extensions=draw(tier_sections()),
+        extensions=draw(tier_sections()) | draw(step_masks()),
         num_drafts=draw(st.integers(0, 16)),
     )
 
@@ -210,7 +216,7 @@ SMALL_PLANS = pytest.mark.parametrize(
 
 
 GOLDEN = (
-    "54505350100000004599f9052d1e24ca30010000010000002a000000000000000700000000000000ff04000004000000"
+    "54505350110000003228e2e02634237530010000010000002a000000000000000700000000000000ff01000004000000"
     "04000000040000000800000008000000040000000400000001000000a000000002000000000000000000000000000000"
     "080000000000000005000000060000000000000001000000030000000000000003000000000000000100000000000000"
     "0100000003000000030000000000000000000000000000000000e03f000000000000f03f000000000000000000000000"
@@ -221,7 +227,7 @@ GOLDEN = (
 
 
 GOLDEN_OF_THREE_GROUPS = (
-    "5450535010000000016ab94ee04dd59d58010000010000002a000000000000000700000000000000ff04000004000000"
+    "545053501100000080013c52521c6efd58010000010000002a000000000000000700000000000000ff01000004000000"
     "08000000180000001800000008000000040000000400000001000000a800000002000000000000000000000000000000"
     "0a0000000b0000000c0000000d0000000e0000000f000000050000000600000003000000040000000100000002000000"
     "000000000100000003000000000000000300000000000000010000000000000001000000030000000300000000000000"
@@ -231,7 +237,7 @@ GOLDEN_OF_THREE_GROUPS = (
     "1100000012000000"
 )
 GOLDEN_STEADY_OF_TWO_GROUPS = (
-    "5450535010000000161031f66ff0df0848000000000000002a0000000000000007000000000000000600000004000000"
+    "5450535011000000161031f66ff0df0848000000000000002a0000000000000007000000000000000600000004000000"
     "080000000000000001000000000000000700000008000000"
 )
 
@@ -287,13 +293,13 @@ def test_a_new_section_is_a_field_and_a_line() -> None:
 
 
 def test_golden_bytes() -> None:
-    """Oracle: bytes written down when version 16 was defined; if they change, the version must change."""
+    """Oracle: bytes written down when version 17 was defined; if they change, the version must change."""
     assert encode_plan(small_plan()).hex() == GOLDEN
     assert_equal(decode_plan(bytes.fromhex(GOLDEN)), small_plan())
 
 
 def test_golden_bytes_of_groups() -> None:
-    """Oracle: bytes written down when version 16 was defined: as in the drawing, with G ids for each new block."""
+    """Oracle: bytes written down when version 17 was defined: as in the drawing, with G ids for each new block."""
     plan = small_plan_of_three_groups()
     assert encode_plan(plan).hex() == GOLDEN_OF_THREE_GROUPS
     assert_equal(decode_plan(bytes.fromhex(GOLDEN_OF_THREE_GROUPS)), plan)
@@ -331,7 +337,7 @@ def test_errors_give_both_values() -> None:
     data = encode_plan(small_plan())
     with pytest.raises(PlanError, match=r"must be b'TPSP', received b'JUNK'"):
         decode_plan(b"JUNK" + data[4:])
-    with pytest.raises(PlanError, match=r"must be 16, received 1"):
+    with pytest.raises(PlanError, match=r"must be 17, received 1"):
         decode_plan(data[:4] + struct.pack("<I", 1) + data[8:])
     wrong = xxhash.xxh3_64_intdigest(data[16:]) ^ 1
     with pytest.raises(PlanError, match=rf"says {wrong:#018x}, its bytes give {wrong ^ 1:#018x}"):
@@ -339,14 +345,15 @@ def test_errors_give_both_values() -> None:
 
 
 def test_masks_are_a_section_of_their_own() -> None:
-    """Oracle: the drawing in ``plan_codec``: two sizes in the header, 8 + 16 bytes before the plan's admission."""
+    """Oracle: by hand: one size in the header; in the section a head of two pairs, a row, and its words."""
     plain = small_plan()
-    masked = msgspec.structs.replace(plain, mask_rows=int32(1), masks=int32(-1, 7, 9).reshape(1, 3))
+    masked = plain.extended({MASK_ROWS.name: int32(1), MASKS.name: int32(-1, 7, 9).reshape(1, 3)})
     before, after = bytes(encode_plan(plain)), bytes(encode_plan(masked))
-    start = 80 + 8 * 8  # header of nine sizes, eight sections of up to 8 bytes
-    section = np.array([1, 0, -1, 7, 9, 0], dtype="<i4").tobytes()
-    assert after[88:152] + after[152 + len(section) :] == before[80:]
-    assert after[start + 8 : start + 8 + len(section)] == section
+    names = [section.name for section in plan_sections()]
+    head = [2, names.index(MASK_ROWS.name), 4, names.index(MASKS.name), 12, 0]
+    section = np.array([*head, 1, 0, -1, 7, 9, 0], dtype="<i4").tobytes()
+    start = 80 + 8  # header of nine sizes
+    assert after[start:] == before[80:] + section
     assert_equal(decode_plan(after), masked)
 
 

@@ -11,8 +11,9 @@ import pytest
 
 from tests.text_tokenizers import byte_level_tokenizer
 from tests.unit.sched.scheduler_harness import limits
-from tp_engine.engine.grammar_queue import GrammarQueue
 from tp_engine.errors import INVALID_GRAMMAR, RequestError
+from tp_engine.features.structured_output.feature import MASK_ROWS
+from tp_engine.features.structured_output.queue import GrammarQueue
 from tp_engine.grammar.compiler import CompiledGrammar, GrammarCompiler
 from tp_engine.grammar.compiler_process import TriedGrammar
 from tp_engine.grammar.library import grammar_text
@@ -58,7 +59,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.queue = GrammarQueue(self.compiler, VOCAB)
-        self.scheduler = Scheduler(limits(), self.queue.fill_masks)
+        self.scheduler = Scheduler(limits(), given={"structured_output": self.queue.fill_masks})
 
     def add(self, request_id: str, regex: str) -> None:
         self.compiler.go.setdefault(regex, threading.Event())
@@ -81,7 +82,7 @@ class Bench:
     def num_masked_rows(self) -> int:
         """The rows of the next plan; all of them have masks."""
         plan = self.scheduler.schedule()
-        return 0 if plan is None else len(plan.mask_rows)
+        return 0 if plan is None else len(MASK_ROWS.of(plan))
 
 
 @pytest.fixture
@@ -133,7 +134,7 @@ def test_the_grammar_of_an_aborted_request_is_not_for_the_next_of_its_name(bench
 def test_without_a_compiler() -> None:
     """Oracle: the reason why there is no compiler; the scheduler does not know the request."""
     queue = GrammarQueue(RequestError("no tokenizer", param="structured_outputs"), VOCAB)
-    scheduler = Scheduler(limits(), queue.fill_masks)
+    scheduler = Scheduler(limits(), given={"structured_output": queue.fill_masks})
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
     with pytest.raises(RequestError, match="no tokenizer"):
         queue.add(EngineRequest(request_id="r", prompt_token_ids=[5], params=params), scheduler)

@@ -13,6 +13,7 @@ from tests.unit.sched.host_tier_harness import Lag, MaskedTierWorker, TierSimula
 from tests.unit.sched.scheduler_harness import RandomLoad, changed, limits
 from tests.unit.sched.test_scheduler_grammar import GrammarSimulation, MixedLoad
 from tests.unit.sched.test_scheduler_properties import LAYOUTS, SCALE, SHAPES
+from tp_engine.features.structured_output.feature import MASK_ROWS
 from tp_engine.features.tiers.feature import STATS
 
 
@@ -69,7 +70,7 @@ def test_random_mixtures_with_grammars(num_slots: int, ahead: int, lag: Lag) -> 
     for _ in range(400 * SCALE):
         load.act()
     simulation.run()
-    assert any(len(plan.mask_rows) for plan in simulation.plans)
+    assert any(len(MASK_ROWS.of(plan)) for plan in simulation.plans)
     assert worker.num_loads > 10
 
 

@@ -32,6 +32,9 @@ from tp_engine.errors import INVALID_GRAMMAR
 from tp_engine.features.speculation.feature import COUNTERS
 from tp_engine.features.speculation.options import SpeculativeConfig
 from tp_engine.features.speculation.proposer import Proposer
+from tp_engine.features.structured_output.constraint import Grammar
+from tp_engine.features.structured_output.feature import MASK_ROWS, MASKS
+from tp_engine.features.structured_output.scheduling import ConstrainedRows
 from tp_engine.plan import IntArray, StepPlan
 from tp_engine.requests.request import EngineRequest, FinishReason
 from tp_engine.requests.structured_outputs import StructuredOutputsParams
@@ -108,11 +111,18 @@ def fill_masks(constraints: Sequence[Any]) -> IntArray:
     return np.packbits(flags, axis=1, bitorder="little").view(np.int32)
 
 
+def constrain(scheduler: Scheduler, request_id: str, grammar: Grammar) -> None:
+    """The request's grammar is compiled."""
+    rows = scheduler.feature(ConstrainedRows)
+    assert rows is not None
+    rows.constrain(request_id, grammar)
+
+
 class MaskedWorker(FakeWorker):
     """Samples under the plan's masks, and checks the masks."""
 
     def _sample(self, plan: StepPlan) -> np.ndarray[Any, np.dtype[np.int32]]:
-        masks = dict(zip(plan.mask_rows.tolist(), plan.masks, strict=True))
+        masks = dict(zip(MASK_ROWS.of(plan).tolist(), MASKS.of(plan), strict=True))
         sampled = [row for row in plan.sampled_rows.tolist() if row < self.limits.max_num_seqs]
         draft_rows = dict(zip(plan.draft_rows.tolist(), plan.draft_base_rows.tolist(), strict=True))
         owners = {row: row for row in sampled} | draft_rows
@@ -128,7 +138,7 @@ class MaskedWorker(FakeWorker):
         return np.array([self.rows[row].token_ids[-1] for row in sampled], dtype=np.int32)
 
     def _sample_lane(self, plan: StepPlan, place: int, draft_row: FakeRow) -> int:
-        masks = dict(zip(plan.mask_rows.tolist(), plan.masks, strict=True))
+        masks = dict(zip(MASK_ROWS.of(plan).tolist(), MASKS.of(plan), strict=True))
         if place not in masks:
             return super()._sample_lane(plan, place, draft_row)
         return self._choose_masked(draft_row, masks[place])
@@ -156,7 +166,7 @@ class GrammarSimulation(Simulation):
     ) -> None:
         super().__init__(given, ahead=ahead)
         sources = None if proposer is None else [proposer]
-        self.scheduler = Scheduler(given, fill_masks, given={"speculation": sources})
+        self.scheduler = Scheduler(given, given={"speculation": sources, "structured_output": fill_masks})
         self.worker = MaskedWorker(given)
         self.at_once = at_once
         self.grammar = FakeGrammar()
@@ -171,7 +181,7 @@ class GrammarSimulation(Simulation):
         return request
 
     def compiled(self, request_id: str) -> None:
-        self.scheduler.constrain(request_id, self.grammar)
+        constrain(self.scheduler, request_id, self.grammar)
         self.scheduler.check_integrity()
 
     def expected(self, request: EngineRequest, index: int) -> tuple[list[int], FinishReason]:
@@ -228,7 +238,7 @@ def test_random_mixtures(changes: dict[str, int], ahead: int) -> None:
             load.act()
         simulation.run()
         num_preemptions += simulation.scheduler.stats().num_preemptions
-        assert any(len(plan.mask_rows) for plan in simulation.plans)
+        assert any(len(MASK_ROWS.of(plan)) for plan in simulation.plans)
     assert num_preemptions > 0 or "num_blocks" not in changes
 
 
@@ -248,7 +258,7 @@ def test_draft_tokens_change_no_token_of_a_grammar(kind: str, ahead: int) -> Non
             load.act()
         simulation.run()
         for plan in simulation.plans:
-            num_masked += int(np.isin(plan.draft_rows, plan.mask_rows).sum())
+            num_masked += int(np.isin(plan.draft_rows, MASK_ROWS.of(plan)).sum())
         stats = COUNTERS.get(simulation.scheduler.stats())
         assert stats is not None
         assert stats.by_source["grammar"][0] == stats.by_source["grammar"][1], "forced tokens are right"
@@ -267,8 +277,8 @@ def test_plain_rows_go_on_while_a_few_others_wait_for_their_tokens() -> None:
     constrained = simulation.add([9, 9, 9], seed=CONSTRAINED_SEEDS, max_tokens=10)
     simulation.run()
     steady = simulation.plans[2:12]
-    assert all(len(set(plan.decode_rows.tolist()) - set(plan.mask_rows.tolist())) == 4 for plan in steady)
-    assert [len(plan.mask_rows) for plan in steady[:4]] in ([0, 1, 0, 1], [1, 0, 1, 0])
+    assert all(len(set(plan.decode_rows.tolist()) - set(MASK_ROWS.of(plan).tolist())) == 4 for plan in steady)
+    assert [len(MASK_ROWS.of(plan)) for plan in steady[:4]] in ([0, 1, 0, 1], [1, 0, 1, 0])
     assert simulation.outputs[constrained.request_id, 0].token_ids
 
 
@@ -339,7 +349,7 @@ def test_a_refused_token_ends_the_sequence_without_it(error: str | None) -> None
 
     simulation = GrammarSimulation(limits(), at_once=False)
     request = simulation.add([1, 2, 3], seed=CONSTRAINED_SEEDS, max_tokens=9, logprobs=None)
-    simulation.scheduler.constrain(request.request_id, StubbornGrammar())
+    constrain(simulation.scheduler, request.request_id, StubbornGrammar())
     simulation.step()
     simulation.step()
     output = simulation.outputs[request.request_id, 0]

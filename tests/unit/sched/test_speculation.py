@@ -21,6 +21,7 @@ from tp_engine.features.speculation.feature import COUNTERS, SpeculationCounters
 from tp_engine.features.speculation.options import METHODS, SpeculativeConfig
 from tp_engine.features.speculation.proposer import Proposal, Proposer
 from tp_engine.features.speculation.proposers import Acceptance, DraftPart, Proposers, make_source
+from tp_engine.features.structured_output.scheduling import CONSTRAINED, Constrained
 from tp_engine.plan import IntArray, StepResult
 from tp_engine.requests.request import FinishReason
 from tp_engine.sched.sequence import Sequence
@@ -203,7 +204,7 @@ class Fixed(Proposer):
         self.ended.append(sequence.token_ids.tolist())
 
 
-FREE: Any = SimpleNamespace(constraint=None)
+FREE: Any = SimpleNamespace(extensions={})
 
 
 def test_the_likelier_source_is_verified() -> None:
@@ -222,7 +223,8 @@ def test_the_likelier_source_is_verified() -> None:
 def test_what_a_grammar_forces_comes_first() -> None:
     """By hand: two forced tokens, then another source's, as far as there is room; each is measured alone."""
     sources = Proposers([Fixed("fixed", [7, 8, 9])], most_tokens=4)
-    constrained: Any = SimpleNamespace(constraint=SimpleNamespace(forced=lambda: [1, 2]))
+    place: Any = SimpleNamespace(forced=lambda: [1, 2])
+    constrained: Any = SimpleNamespace(extensions={CONSTRAINED.name: Constrained(place)})
     tokens = np.array([5], dtype=np.int32)
     found = sources.propose(constrained, tokens, 4)
     assert found.tokens.tolist() == [1, 2, 7, 8] and found.parts == [

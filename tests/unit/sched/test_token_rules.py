@@ -18,6 +18,7 @@ from tp_engine import LLM
 from tp_engine.api.input_processor import InputProcessor
 from tp_engine.engine.engine import Engine
 from tp_engine.errors import NO_TOKEN_LEFT, RequestError
+from tp_engine.features.structured_output.constraint import MaskWriter, TokenGuard, TokenRules, follow, masks_of
 from tp_engine.grammar.banned_words import TokenWords
 from tp_engine.grammar.compiler import compile_grammar
 from tp_engine.grammar.matcher import MaskFiller
@@ -26,7 +27,6 @@ from tp_engine.plan import IntArray
 from tp_engine.requests.request import EngineRequest
 from tp_engine.requests.sampling_params import SamplingParams
 from tp_engine.requests.structured_outputs import StructuredOutputsParams
-from tp_engine.sched.constraint import MaskWriter, TokenGuard, TokenRules, follow, masks_of
 
 VOCAB = 384
 EOS = 1

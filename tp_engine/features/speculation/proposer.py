@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tp_engine.features.speculation.options import SpeculativeConfig
+from tp_engine.features.structured_output.scheduling import constraint_of
 from tp_engine.plan import IntArray, StepResult
 from tp_engine.sched.sequence import Sequence
 
@@ -44,7 +45,7 @@ class GrammarProposer(Proposer):
     most_matched = MappingProxyType({"grammar": 0})
 
     def proposals(self, sequence: Sequence, tokens: IntArray, count: int) -> Iterable[Proposal]:
-        if sequence.constraint is not None and (forced := sequence.constraint.forced()):
+        if (constraint := constraint_of(sequence)) is not None and (forced := constraint.forced()):
             yield Proposal(np.array(forced[:count], dtype=np.int32), 0, "grammar")
 
 
@@ -57,7 +58,7 @@ class DraftHeadProposer(Proposer):
         self.most_matched = {self._name: 0}
 
     def proposals(self, sequence: Sequence, tokens: IntArray, count: int) -> Iterable[Proposal]:
-        drafts = None if sequence.constraint is not None else self._drafts.get(sequence.row)
+        drafts = None if constraint_of(sequence) is not None else self._drafts.get(sequence.row)
         if drafts is not None and len(drafts):
             yield Proposal(drafts[:count], 0, self._name)
 

@@ -28,6 +28,7 @@ import numpy.typing as npt
 from tp_engine.features.speculation.options import SpeculativeConfig
 from tp_engine.features.speculation.proposer import DraftHeadProposer, GrammarProposer, Proposer
 from tp_engine.features.speculation.suffix_proposer import SuffixProposer
+from tp_engine.features.structured_output.scheduling import constraint_of
 from tp_engine.plan import NO_IDS, IntArray, StepResult
 from tp_engine.sched.sequence import Sequence
 
@@ -118,7 +119,7 @@ class Proposers:
     def propose(self, sequence: Sequence, tokens: IntArray, count: int) -> Candidate:
         """Up to ``count`` tokens for ``sequence``, which has ``tokens`` (n,), n >= 1.  Of the sources' draft tokens it
         is the one that is likely to give most tokens, of equal ones the first source's."""
-        if sequence.constraint is None:
+        if constraint_of(sequence) is None:
             return self._best(self.sources, sequence, tokens, count, 1.0)
         forced = self._best([self._forced], sequence, tokens, count, 1.0)
         if not (left := count - len(forced.tokens)):

@@ -30,6 +30,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
+from tp_engine.features.registry import find_half
 from tp_engine.features.speculation.feature import (
     COUNTERS,
     LIMITS,
@@ -41,11 +42,13 @@ from tp_engine.features.speculation.feature import (
 from tp_engine.features.speculation.proposer import Proposer
 from tp_engine.features.speculation.proposers import DraftPart, Proposers, make_source
 from tp_engine.features.speculation.step_costs import StepCosts
+from tp_engine.features.structured_output.constraint import TokenConstraint, follow, masks_of
+from tp_engine.features.structured_output.feature import MASK_ROWS, MASKS
+from tp_engine.features.structured_output.scheduling import ConstrainedRows, accept, constraint_of
 from tp_engine.plan import NO_IDS, IntArray, StepPlan, StepResult, TokenLogprobs
 from tp_engine.requests.request import SequenceDelta, StepOutput
-from tp_engine.sched.constraint import FillMasks, TokenConstraint, follow, masks_of
 from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks, SchedulerParts
-from tp_engine.sched.outcome import FinishDetails, StopChecker, accept, ending, slice_logprobs
+from tp_engine.sched.outcome import FinishDetails, StopChecker, ending, slice_logprobs
 from tp_engine.sched.running_batch import RunningBatch
 from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import Sequence
@@ -75,7 +78,7 @@ class Speculation(SchedulerFeature):
         sizes: SpeculationLimits,
         state: SchedulerState,
         stops: StopChecker,
-        fill_masks: FillMasks | None = None,
+        constrained: ConstrainedRows | None = None,
         sources: Iterable[Proposer] | None = None,
     ) -> None:
         config = sizes.config
@@ -87,7 +90,7 @@ class Speculation(SchedulerFeature):
             self._most_decodes = min(self._most_decodes, self._costs.most_decodes)
         self._state = state
         self._rows: RunningBatch = state.rows
-        self._stops, self._fill_masks = stops, fill_masks
+        self._stops, self._constrained = stops, constrained
         self.sources = Proposers([make_source(config)] if sources is None else sources, self.most_tokens)
         self._num_drafts = self.most_tokens if self.sources.has_head else 0
         self._found: list[DraftRun] = []
@@ -162,15 +165,15 @@ class Speculation(SchedulerFeature):
         for run in runs:
             sequence = self._rows.sequences[run.row]
             assert sequence is not None, "a vacant row has draft tokens"
-            if sequence.constraint is None:
+            if (constraint := constraint_of(sequence)) is None:
                 free.append(run)
-            elif copies := follow(sequence.constraint, run.tokens.tolist()):
+            elif copies := follow(constraint, run.tokens.tolist()):
                 constrained.append(run)
                 places.append(copies)
         if not constrained:
             return free
-        assert self._fill_masks is not None, "a request has a grammar, and the scheduler got no fill_masks"
-        for run, masks in zip(constrained, masks_of(places, self._fill_masks), strict=True):
+        assert self._constrained is not None, "a request has a grammar, and nothing fills masks"
+        for run, masks in zip(constrained, masks_of(places, self._constrained.masks), strict=True):
             run.tokens, run.masks = run.tokens[: len(masks)], masks
         return free + [run for run in constrained if len(run.tokens)]
 
@@ -294,7 +297,7 @@ class Speculation(SchedulerFeature):
     def _cut(self, run: DraftRun, sequence: Sequence) -> FinishDetails | None:
         """How the sequence, whose grammar accepts what is kept, ends within ``run.kept``, if it does; what is behind
         the end is cut off."""
-        known, constraint, is_accepted = int(self._rows.num_tokens[run.row]), sequence.constraint, True
+        known, constraint, is_accepted = int(self._rows.num_tokens[run.row]), constraint_of(sequence), True
         may_end = self._stops.may_stop(run.kept) | (constraint is not None)
         may_end[-1] = True
         for place in np.flatnonzero(may_end).tolist():
@@ -339,13 +342,13 @@ class Speculation(SchedulerFeature):
         runs, first = self._verifying, np.int32(self._state.limits.max_num_seqs)
         base_rows = np.repeat([run.row for run in runs], [len(run.tokens) for run in runs]).astype(np.int32)
         draft_rows = np.arange(len(base_rows), dtype=np.int32) + first
-        mask_rows, masks = [plan.mask_rows], [plan.masks]
+        mask_rows, masks = [MASK_ROWS.of(plan)], [MASKS.of(plan)]
         for run in runs:
             if run.masks is not None:
                 mask_rows.append(draft_rows[run.first : run.first + len(run.tokens)])
                 masks.append(run.masks[: len(run.tokens)])
         if len(masks) > 1:
-            plan = msgspec.structs.replace(plan, mask_rows=np.concatenate(mask_rows), masks=np.concatenate(masks))
+            plan = plan.extended({MASK_ROWS.name: np.concatenate(mask_rows), MASKS.name: np.concatenate(masks)})
         return msgspec.structs.replace(
             plan,
             rows_epoch=0,
@@ -372,4 +375,5 @@ def make(parts: SchedulerParts) -> Iterator[Speculation]:
     """Make the scheduler's half if there is a way to draft; proposers that are ``given`` replace its own."""
     sizes = LIMITS.get(parts.state.limits)
     if sizes is not None:
-        yield Speculation(sizes, parts.state, parts.stops, parts.fill_masks, parts.given.get("speculation"))
+        constrained = find_half(parts.features, ConstrainedRows)
+        yield Speculation(sizes, parts.state, parts.stops, constrained, parts.given.get("speculation"))

@@ -72,7 +72,7 @@ class Grammar(Protocol):
 
 
 FillMasks: TypeAlias = Callable[[Sequence[Any]], IntArray]
-"""From the constraints of n sequences to the masks (n, words) of their next tokens, as ``StepPlan.masks`` has them."""
+"""From the constraints of n sequences to the masks (n, words) of their next tokens, as a plan has them (``MASKS``)."""
 
 
 class TokenLists:

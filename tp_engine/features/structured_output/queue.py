@@ -16,6 +16,9 @@ from typing import Any
 
 from tp_engine.engine.tokenizer import load_tokenizer_json
 from tp_engine.errors import INVALID_GRAMMAR, NO_TOKEN_LEFT, RequestError
+from tp_engine.features.structured_output.constraint import Grammar, MaskWriter, TokenRules, restricting_fields
+from tp_engine.features.structured_output.feature import banned_words
+from tp_engine.features.structured_output.scheduling import ConstrainedRows
 from tp_engine.grammar.banned_words import WordRulesMaker
 from tp_engine.grammar.compiler import GrammarCompiler
 from tp_engine.grammar.library import llguidance
@@ -23,7 +26,6 @@ from tp_engine.grammar.matcher import MaskFiller
 from tp_engine.grammar.vocabulary import make_vocabulary
 from tp_engine.requests.request import EngineRequest, SequenceDelta
 from tp_engine.requests.structured_outputs import PARAM
-from tp_engine.sched.constraint import Grammar, MaskWriter, TokenRules, restricting_fields
 from tp_engine.sched.scheduler import Scheduler
 from tp_engine.system.log import get_logger
 from tp_engine.worker.effective_config import EffectiveConfig
@@ -54,6 +56,12 @@ def make_compiler(effective: EffectiveConfig) -> GrammarCompiler | RequestError:
     except (ValueError, OSError) as error:
         logger.info("requests for structured output will be refused: %s", error)
         return RequestError(str(error), param=PARAM)
+
+
+def _let_run(scheduler: Scheduler, request_id: str, grammar: Grammar) -> None:
+    rows = scheduler.feature(ConstrainedRows)
+    assert rows is not None, "the scheduler knows no grammars"
+    rows.constrain(request_id, grammar)
 
 
 class GrammarQueue:
@@ -89,7 +97,7 @@ class GrammarQueue:
     def _constrain(self, request: EngineRequest, grammar: Grammar | None, scheduler: Scheduler) -> None:
         """Let a request run whose grammar is there, or first make its rules in a thread."""
         if grammar is not None and not _has_rules(request):
-            scheduler.constrain(request.request_id, grammar)
+            _let_run(scheduler, request.request_id, grammar)
             return
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="token-rules")
@@ -97,7 +105,7 @@ class GrammarQueue:
 
     def _rules(self, request: EngineRequest, grammar: Grammar | None) -> TokenRules:
         """The request's rules; ``RequestError`` if they leave no first token."""
-        rules = TokenRules(self._words.rules(request), request, self._vocab_size, grammar)
+        rules = TokenRules(self._words.rules(request, banned_words(request)), request, self._vocab_size, grammar)
         first = rules.start(ignore_eos=request.params.ignore_eos)
         self.fill_masks([first])
         if first.is_over:
@@ -127,7 +135,7 @@ class GrammarQueue:
                 self._constrain(with_words, future.result(), scheduler)
                 continue
             if error is None:
-                scheduler.constrain(request_id, future.result())
+                _let_run(scheduler, request_id, future.result())
                 continue
             code = None
             if isinstance(error, RequestError):
