@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import socket as sockets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +19,7 @@ from zmq.utils.monitor import recv_monitor_message
 from tests.kv_events import Subscriber, decode_as_dynamo, decode_as_llm_d, new_socket, plain_hashes
 from tp_engine import ConfigError
 from tp_engine.config import EngineConfig
+from tp_engine.features.kv_events.connections import MOST_BYTES, MOST_CONNECTIONS
 from tp_engine.features.kv_events.options import KVEventsConfig
 from tp_engine.features.kv_events.publisher import KVEventPublisher
 from tp_engine.features.kv_events.scheduling import CacheChange, Cleared, Inserted, Moved, Rebuilt, Shortened
@@ -388,3 +390,48 @@ def test_a_huge_message_ends_its_connection_alone() -> None:
             stranger.close(0)
         assert publisher.put(Cleared())
         assert listener.receive()[1] == 0 and [one[1] for one in replay(publisher, 0)] == [0]
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\3\0" + b"NULL".ljust(20, b"\0") + bytes(32)
+
+
+def raw_subscriber(endpoint: str, kind: bytes = b"SUB") -> sockets.socket:
+    """A client that speaks the protocol (ZMTP 3.0) itself."""
+    ready = b"\5READY" + b"\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
+    connection = sockets.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2])), timeout=DEADLINE_MS / 1000)
+    connection.sendall(GREETING + b"\4" + bytes([len(ready)]) + ready)
+    heard = b""
+    while b"Socket-Type" not in heard and (more := connection.recv(1 << 10)):
+        heard += more
+    return connection
+
+
+def test_subscriptions_of_a_stranger_are_bounded() -> None:
+    """By hand: of subscriptions without end some hundred kilobytes are taken; who listens goes on."""
+    with publishing() as (publisher, listener), raw_subscriber(publisher.endpoint) as stranger:
+        stranger.settimeout(0.02)
+        sent = 0
+        with pytest.raises(ConnectionError):
+            while sent < 1 << 25:
+                topics = (number.to_bytes(4, "little") * 15 for number in range(sent, sent + 64))
+                with suppress(TimeoutError):  # libzmq reads on when the publisher has sent something
+                    sent += stranger.send(b"".join(b"\0\x3d\1" + topic for topic in topics))
+                assert publisher.put(Cleared())
+        assert sent > MOST_BYTES
+        assert listener.receive()[1] == 0
+
+
+@pytest.mark.parametrize(("name", "kind"), [("endpoint", b"SUB"), ("replay_endpoint", b"DEALER")])
+def test_connections_of_strangers_are_bounded(name: str, kind: bytes) -> None:
+    """By hand: one more than may be is closed, those before it live, and when all have left there is room again."""
+    with publishing(replay_endpoint=LOOPBACK) as (publisher, listener), ExitStack() as stack:
+        endpoint = getattr(publisher, name)
+        for _ in range(MOST_CONNECTIONS - (name == "endpoint")):
+            stack.enter_context(raw_subscriber(endpoint, kind))
+        with suppress(ConnectionError), raw_subscriber(endpoint, kind) as one_more:
+            while one_more.recv(1 << 16):
+                pass
+        publisher.put(Cleared())
+        assert listener.receive()[1] == 0
+        stack.close()
+        assert replay(publisher, 1) == []

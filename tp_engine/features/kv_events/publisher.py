@@ -11,7 +11,8 @@
 Sequence numbers begin at 0.  One is left out where changes were lost, and so subscribers see a gap.
 
 With a key the sockets take the password of ZMQ's mechanism PLAIN, and the thread answers libzmq's questions (ZAP) at an
-inproc socket of a context of its own.  What a stranger may send is a subscription or a number.
+inproc socket of a context of its own.  What a stranger may send is a subscription or a number; ``connections`` bounds
+how much of it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import zmq
 from tp_engine.config import EngineConfig
 from tp_engine.engine.feature import EngineFeature
 from tp_engine.errors import ConfigError
+from tp_engine.features.kv_events.connections import ConnectionGuard
 from tp_engine.features.kv_events.feature import KVEventCounters
 from tp_engine.features.kv_events.mirror import CacheMirror, encode
 from tp_engine.features.kv_events.options import CONFIG_NAME, KVEventsConfig, is_of_this_host
@@ -44,7 +46,7 @@ _LINGER_MS = 500
 _CLOSE_S = 5.0
 _SILENCE_S = 10.0  # between two lines of the log about lost changes
 _MOST_BYTES_IN = 4096  # of a message from a subscriber: a topic, or a number of 8 bytes
-_MOST_WAITING_IN = 64  # messages of one who asks for replays
+_MOST_WAITING_IN = 64  # messages of a connection
 _USER = b"kv_events"
 _LONGEST_KEY = 255
 _ZAP = "inproc://zeromq.zap.01"
@@ -87,6 +89,7 @@ class KVEventPublisher(EngineFeature):
         self._context = zmq.Context() if key else zmq.Context.instance()
         self._replays: zmq.Socket[bytes] | None = None
         self._sockets: list[zmq.Socket[bytes]] = []
+        self._guards: list[ConnectionGuard] = []
         try:
             if self._door is not None:
                 self._sockets.append(self._door.open(self._context))
@@ -221,12 +224,13 @@ class KVEventPublisher(EngineFeature):
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         self._sockets.append(socket)
         socket.set_hwm(hwm)
-        if kind == zmq.ROUTER:
-            socket.rcvhwm = _MOST_WAITING_IN
+        socket.rcvhwm = _MOST_WAITING_IN
         socket.maxmsgsize = _MOST_BYTES_IN
         socket.ipv6 = "[" in endpoint or ":::" in endpoint
         if self._door is not None:
             self._door.guard(socket, binds=binds)
+        if binds and endpoint.startswith("tcp:"):  # others are of this user, or of this process
+            self._guards.append(ConnectionGuard(socket))
         try:
             if binds and _is_answered(endpoint):  # which zmq would take away from the other process
                 raise zmq.ZMQError(zmq.EADDRINUSE)
@@ -242,6 +246,8 @@ class KVEventPublisher(EngineFeature):
     def _close_sockets(self, linger_ms: int) -> None:
         for socket in reversed(self._sockets):
             socket.close(linger_ms)
+        for guard in self._guards:
+            guard.join(_CLOSE_S)
         if self._door is not None:
             self._context.term()
 
