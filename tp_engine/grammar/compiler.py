@@ -21,7 +21,7 @@ from weakref import WeakSet
 from tp_engine.errors import CODE_UNAVAILABLE, INVALID_GRAMMAR, ConfigError, RequestError
 from tp_engine.grammar.compiler_process import CompilerProcess, TookTooLongError, TriedGrammar
 from tp_engine.grammar.library import SpecialTokens, new_matcher, refusal
-from tp_engine.grammar.matcher import GrammarMatcher, Pace
+from tp_engine.grammar.matcher import GrammarMatcher, GrammarPlace, Pace
 from tp_engine.grammar.vocabulary import GrammarVocabulary, byte_vocabulary
 from tp_engine.requests.structured_outputs import (
     COMPILATION_TIMEOUT_S,
@@ -52,10 +52,12 @@ class CompiledGrammar:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self.pace = pace or Pace()
+        self._place = GrammarPlace()
 
     def start(self, *, ignore_eos: bool = False) -> GrammarMatcher:
         """Return a matcher before its first token; takes microseconds."""
-        return GrammarMatcher(self._matcher.deep_copy(), self._vocabulary, self.pace, ignore_eos=ignore_eos)
+        matcher = self._matcher.deep_copy()
+        return GrammarMatcher(matcher, self._vocabulary, self.pace, ignore_eos=ignore_eos, place=self._place)
 
 
 def compile_grammar(params: StructuredOutputsParams, vocabulary: GrammarVocabulary) -> CompiledGrammar:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -65,6 +66,26 @@ class Pace:
         self.note(time.thread_time() - began_s)
 
 
+class GrammarPlace:
+    """Where the outputs of a grammar are behind the same tokens.  They share one, as long as any of them is there, and
+    so the library's ``mask`` (own words,): copies of a prompt, or many requests with one schema, cost what one does."""
+
+    __slots__ = ("__weakref__", "_behind", "mask")
+
+    def __init__(self) -> None:
+        self.mask: IntArray | None = None  # once it was asked for
+        self._behind: dict[int, weakref.ref[GrammarPlace]] = {}
+
+    def behind(self, token_id: int) -> GrammarPlace:
+        """Return the place behind one more token."""
+        known = self._behind.get(token_id)
+        place = None if known is None else known()
+        if place is None:
+            place = GrammarPlace()
+            self._behind[token_id] = weakref.ref(place)
+        return place
+
+
 class GrammarMatcher:
     """One sequence's place in a grammar; implements the scheduler's ``TokenConstraint``.
 
@@ -74,7 +95,16 @@ class GrammarMatcher:
 
     error_code = INVALID_GRAMMAR
 
-    def __init__(self, matcher: Any, vocabulary: GrammarVocabulary, pace: Pace, *, ignore_eos: bool) -> None:
+    def __init__(
+        self,
+        matcher: Any,
+        vocabulary: GrammarVocabulary,
+        pace: Pace,
+        *,
+        ignore_eos: bool,
+        place: GrammarPlace | None = None,
+    ) -> None:
+        self.place = place or GrammarPlace()
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._pace = pace
@@ -88,6 +118,7 @@ class GrammarMatcher:
             self.is_over = True
             self._is_sound()
             return False
+        self.place = self.place.behind(token_id)
         self.is_over = self._matcher.is_stopped()
         if not self.is_over and self._ignore_eos and self._matcher.is_accepting():  # the end may be all that is left
             self.is_over = not (MaskFiller()([self])[0] & ~self._vocabulary.end_mask).any()
@@ -113,7 +144,7 @@ class GrammarMatcher:
         """Return a copy, which accepts its own tokens from here; takes microseconds."""
         with self._pace.timed():
             matcher = self._matcher.deep_copy() if self._is_sound() else None
-        other = GrammarMatcher(matcher, self._vocabulary, self._pace, ignore_eos=self._ignore_eos)
+        other = GrammarMatcher(matcher, self._vocabulary, self._pace, ignore_eos=self._ignore_eos, place=self.place)
         other.is_over, other.error = self.is_over, self.error
         return other
 
@@ -126,6 +157,12 @@ class GrammarMatcher:
     def give_up(self) -> None:
         """Stop following this grammar, whose mask takes too long."""
         self._pace.fail()
+        self._is_sound()
+
+    def keep_mask(self, mask: IntArray) -> None:
+        """Let all at this place have ``mask`` (own words,), as the library wrote it, unless there is an ``error``."""
+        if self._is_sound():
+            self.place.mask = mask
 
     def settle_mask(self, mask: IntArray) -> None:
         """Change ``mask`` (words,) int32, as the library wrote it, to what may be sampled; at least one bit is set."""
@@ -156,20 +193,28 @@ class MaskFiller:
     def __call__(self, matchers: Sequence[GrammarMatcher]) -> IntArray:
         """Masks (n, words) int32 of ``matchers``, all of one vocabulary: bit t % 32 of word t // 32; a new array."""
         vocabulary = matchers[0]._vocabulary
+        while new := {one.place: one for one in matchers if one.place.mask is None and one.error is None}:
+            self._find(list(new.values()))  # one that fails leaves the others of its place to the next round
         masks: IntArray = np.zeros((len(matchers), vocabulary.num_words), dtype=np.int32)
+        for matcher, mask in zip(matchers, masks, strict=True):
+            if matcher.place.mask is not None:
+                mask[:] = matcher.place.mask[: vocabulary.num_words]
+            matcher.settle_mask(mask)
+        return masks
+
+    def _find(self, matchers: Sequence[GrammarMatcher]) -> None:
+        """Let the library write the masks of ``matchers``; each then has one at its place, or an ``error``."""
         all_places, size = range(len(matchers)), max(_SHARE, ceil_div(len(matchers), _NUM_SHARES))
         shares = [_Share(matchers, all_places[first : first + size]) for first in all_places[::size]]
         for share in shares:
             num_done = share.wait()
             first, last = share.places[0], share.places[0] + num_done
-            masks[first:last] = share.masks[:num_done, : vocabulary.num_words]
+            for matcher, mask in zip(matchers[first:last], share.masks, strict=False):
+                matcher.keep_mask(mask.copy())
             if last in share.places:
                 matchers[last].give_up()
                 if last + 1 in share.places:
                     shares.append(_Share(matchers, range(last + 1, share.places[-1] + 1)))
-        for matcher, mask in zip(matchers, masks, strict=True):
-            matcher.settle_mask(mask)
-        return masks
 
 
 class _Share:

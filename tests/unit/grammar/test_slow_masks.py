@@ -14,6 +14,7 @@ from tp_engine.errors import RequestError
 from tp_engine.grammar.compiler import GrammarCompiler, compile_grammar
 from tp_engine.grammar.matcher import GrammarMatcher, MaskFiller, Pace
 from tp_engine.grammar.vocabulary import byte_vocabulary
+from tp_engine.plan import IntArray
 from tp_engine.requests.structured_outputs import StructuredOutputsParams
 
 DEADLINE_S = 100.0
@@ -63,6 +64,31 @@ def test_one_slow_mask_holds_up_nobody() -> None:
     busy.enough.set()
     assert busy.ended.wait(DEADLINE_S)
     assert np.array_equal(masks, before) and busy.num_touched == 0
+
+
+def test_outputs_behind_the_same_tokens_share_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the masks of a grammar that is compiled for each output; by hand: one is found for each place."""
+    vocabulary, fill, params = byte_vocabulary(), MaskFiller(), StructuredOutputsParams(regex="(a|b)[0-9]{1,3}c*")
+    shared = compile_grammar(params, vocabulary)
+    outputs = [shared.start() for _ in range(8)]
+    alone = [compile_grammar(params, vocabulary).start() for _ in range(8)]
+    found: list[GrammarMatcher] = []
+    write = GrammarMatcher.write_mask
+
+    def counting(matcher: GrammarMatcher, mask: IntArray) -> None:
+        found.append(matcher)
+        write(matcher, mask)
+
+    monkeypatch.setattr(GrammarMatcher, "write_mask", counting)
+    for tokens, num_places in ((b"abababab", 1), (b"11111111", 2), (b"11551155", 2), (b"cccccccc", 4)):
+        num_before = len(found)
+        masks = fill(outputs)
+        assert len(found) == num_before + num_places
+        assert np.array_equal(fill([*outputs, outputs[0].copy()])[:-1], masks)
+        assert len(found) == num_before + num_places, "a mask is kept"
+        assert np.array_equal(np.concatenate([fill([one]) for one in alone]), masks)
+        for token, output, other in zip(tokens, outputs, alone, strict=True):
+            assert output.accept(token) and other.accept(token)
 
 
 def test_many_slow_masks_end_a_grammar() -> None:
