@@ -1,6 +1,8 @@
-"""A stranger's requests beside an honest client's: promise 29 of docs/reliability.md, with the real engine.
+"""A stranger's requests beside an honest client's, with the real engine: what docs/reliability.md promises of them.
 
-Each attack was once enough to stop all other clients, or to take memory without a bound.
+Each attack was once enough to stop all other clients, or to take memory without a bound.  A chat beside an attack takes
+at most twice as long as beside an honest load that fills the same rows; beside an attack that fills none, at most twice
+as long as alone, and ``ALLOWANCE_S``.
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ HONEST = {"messages": [{"role": "user", "content": "12+34="}], "temperature": 0,
 LEAVES_AFTER_S = 1.0
 WATCHED_S = 3.0
 HEALTH_S = 1.0
+# A chat alone takes 4 ms, of which a few turns of Python's lock (5 ms each) beside any thread are twice as much again.
+ALLOWANCE_S = 0.02
+ROUNDS = 3  # What a busy machine adds comes and goes; a fault comes each time.
 MIB = 1 << 20
 MOST_GROWTH_BYTES = 1500 * MIB
 Json = dict[str, Any]
@@ -71,12 +76,12 @@ def prompts_of_tokens(**of_body: Any) -> Json:
     return {"prompt": prompts, "max_tokens": 1, **of_body}
 
 
+ONES = {"prompt": "1", "max_tokens": 300, "ignore_eos": True, "structured_outputs": {"regex": "1{5000}"}}
+
+
 def banned() -> Json:
     words = ["1" * 100 + chr(97 + number // 26) + chr(97 + number % 26) for number in range(160)]
-    return {
-        "prompt": "1", "max_tokens": 300, "ignore_eos": True, "n": 32, "bad_words": words,
-        "structured_outputs": {"regex": "1{5000}"},
-    }  # fmt: skip
+    return {**ONES, "n": 32, "bad_words": words}
 
 
 def as_response(chat: Json) -> Json:
@@ -108,6 +113,8 @@ ATTACKS: dict[str, tuple[str, Callable[[], Json], int]] = {
     "banned words that begin alike": (COMPLETIONS, banned, 1),
     "long choices": (COMPLETIONS, lambda: {"prompt": "x", "structured_outputs": {"choice": ["ab" * 250_000, "b"]}}, 2),
 }
+# The honest load that fills the same rows: one request, and how many of them.
+HONEST_LOADS: dict[str, tuple[str, Json, int]] = {"banned words that begin alike": (COMPLETIONS, ONES, 32)}
 
 
 @dataclass(eq=False)
@@ -140,15 +147,6 @@ class Honest(threading.Thread):
         self._ends.set()
         self.join(300)
         assert not self.is_alive(), "an honest request was not answered"
-
-
-def usual_s(url: str) -> float:
-    """The median time of a chat alone."""
-    honest = Honest(url)
-    honest.start()
-    time.sleep(WATCHED_S / 2)
-    honest.end()
-    return statistics.median(honest.chats)
 
 
 def send(url: str, path: str, body: bytes) -> None:
@@ -188,41 +186,60 @@ def beside(server: Server, attack: Callable[[], None], limit_s: float = 120.0) -
     assert not attacker.is_alive(), "the attacker's requests take longer than its patience"
     time.sleep(max(0.0, began_s + WATCHED_S - time.monotonic()))
     honest.end()
+    assert honest.failures == []
     return honest
+
+
+def at_once(server: Server, path: str, body: Json, copies: int) -> Callable[[], None]:
+    """Copies of a request, each from a client that leaves soon."""
+    data = json.dumps(body, separators=(",", ":")).encode()
+
+    def run() -> None:
+        with ExitStack() as stack:
+            for _ in range(copies):
+                sender = threading.Thread(target=send, args=(server.url, path, data), daemon=True)
+                sender.start()
+                stack.callback(sender.join)
+
+    return run
+
+
+def nothing() -> None:
+    """What is beside a client alone."""
+
+
+def check_that_it_hardly_notices(server: Server, attack: Callable[[], None], load: Callable[[], None]) -> None:
+    """Let an honest client ask beside ``load`` and beside ``attack``, by turns, until it hardly notices the attack."""
+    told = []
+    for _ in range(ROUNDS):
+        usual_s = statistics.median(beside(server, load).chats)
+        honest = beside(server, attack)
+        chat_s, health_s = statistics.median(honest.chats), max(honest.healths)
+        told.append(
+            f"usual {usual_s:.3f} s, attacked {chat_s:.3f}, worst {max(honest.chats):.2f}, health {health_s:.2f}"
+        )
+        print(told[-1])
+        if chat_s <= 2 * usual_s + on_this_machine(ALLOWANCE_S) and health_s <= on_this_machine(HEALTH_S):
+            return
+    raise AssertionError("\n".join(told))
 
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_honest_client_hardly_notices(server: Server, name: str) -> None:
-    """Oracle: the same client alone; the promise is twice its time, and health within a second, on an idle machine.
+    """Oracle: the same client beside an honest load of the same rows, or alone; health is told within a second.
 
-    What the test allows is five times, and a share of busy machines.  Memory grows by a bounded amount.
+    Memory grows by a bounded amount.
     """
     path, make, copies = ATTACKS[name]
-    body = json.dumps(make(), separators=(",", ":")).encode()
-    before, alone_s = resident_bytes(server), usual_s(server.url)
-
-    def attack() -> None:
-        with ExitStack() as stack:
-            for _ in range(copies):
-                sender = threading.Thread(target=send, args=(server.url, path, body), daemon=True)
-                sender.start()
-                stack.callback(sender.join)
-
-    honest = beside(server, attack)
-    print(
-        f"{name}: alone {alone_s:.3f} s, median {statistics.median(honest.chats):.3f}, worst {max(honest.chats):.2f}, "
-        f"health {max(honest.healths):.2f}, growth {(resident_bytes(server) - before) >> 20} MiB"
-    )
-    assert honest.failures == []
-    assert statistics.median(honest.chats) <= on_this_machine(5 * max(alone_s, 0.02))
-    assert max(honest.healths) <= on_this_machine(3 * HEALTH_S)
+    before = resident_bytes(server)
+    load = at_once(server, *HONEST_LOADS[name]) if name in HONEST_LOADS else nothing
+    check_that_it_hardly_notices(server, at_once(server, path, make(), copies), load)
     assert resident_bytes(server) - before < MOST_GROWTH_BYTES
 
 
 def test_bodies_that_never_end(server: Server) -> None:
     """Oracle: as above; 40 connections send 60 MB of a body each and stop."""
-    before, alone_s = resident_bytes(server), usual_s(server.url)
-    parts, peak = urlsplit(server.url), [0]
+    before, parts, peak = resident_bytes(server), urlsplit(server.url), [0]
 
     def attack() -> None:
         with ExitStack() as stack:
@@ -234,12 +251,9 @@ def test_bodies_that_never_end(server: Server) -> None:
                     connection.sendall(f"{head}Content-Length: {64 << 20}\r\n\r\n".encode())
                     for _ in range(60):
                         connection.sendall(b" " * MIB)
-            peak[0] = resident_bytes(server)
+            peak[0] = max(peak[0], resident_bytes(server))
 
-    honest = beside(server, attack)
-    assert honest.failures == []
-    assert statistics.median(honest.chats) <= on_this_machine(5 * max(alone_s, 0.02))
-    assert max(honest.healths) <= on_this_machine(3 * HEALTH_S)
+    check_that_it_hardly_notices(server, attack, nothing)
     assert peak[0] - before < MOST_GROWTH_BYTES
 
 
