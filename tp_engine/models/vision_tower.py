@@ -20,6 +20,7 @@ from torch import nn
 
 from tp_engine.errors import ConfigError
 from tp_engine.model_config.vision import VisionSpec
+from tp_engine.models.made_in import MadeIn
 from tp_engine.weights.source import Source, Span, as_stored, set_sources, whole
 
 
@@ -373,7 +374,7 @@ def build_tower(spec: VisionSpec, *, dtype: torch.dtype, device: torch.device) -
     given = {**spec.whole, "vision_config": dict(spec.config)}
     try:
         config = CONFIG_MAPPING[given["model_type"]].from_dict(given)
-        with _default_dtype(dtype), torch.device(device), no_init_weights():
+        with MadeIn(dtype), torch.device(device), no_init_weights():
             tower = _TOWERS[spec.family](spec, config)
     except torch.OutOfMemoryError:
         raise
@@ -397,10 +398,10 @@ def _make_parameters_of_buffers(part: nn.Module) -> None:
 
 
 def _from_config(vision_config: Any) -> Any:
-    """The tower of transformers, in the default type: frequencies stay in float32."""
+    """The tower of transformers, in the type of ``MadeIn``: given one, transformers would make it torch's default."""
     from transformers import AutoModel
 
-    return AutoModel.from_config(vision_config, dtype=torch.get_default_dtype())
+    return AutoModel.from_config(vision_config, dtype=None)
 
 
 def _without_mask() -> str:
@@ -412,16 +413,6 @@ def _without_mask() -> str:
     name = "tp_engine_flash"
     AttentionInterface.register(name, partial(sdpa_attention_forward, is_causal=False))
     return name
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def normalised(pixels: torch.Tensor, spec: VisionSpec) -> torch.Tensor:

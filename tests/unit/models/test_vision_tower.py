@@ -6,12 +6,14 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.image_models import image_config
 from tp_engine.model_config import load_model_config
 from tp_engine.model_config.vision import VisionSpec
+from tp_engine.models.made_in import MadeIn
 from tp_engine.models.vision_tower import VisionTower, build_tower, normalised
 from tp_engine.worker.memory.live_bytes import LiveBytes, largest_image_bytes
 
@@ -61,6 +63,70 @@ def test_memory_of_the_largest_image_is_foreseen(tmp_path: Path, name: str) -> N
     assert live.peak <= foreseen <= 1.03 * live.peak
     del rows
     assert live.now == 0
+
+
+def contents(tower: VisionTower) -> dict[str, Any]:
+    """The types of parameters, whose values are not set, and the values of buffers."""
+    types = {name: (one.dtype, one.device) for name, one in tower.named_parameters()}
+    return types | {name: (one.dtype, one.tolist()) for name, one in tower.named_buffers()}
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", TOWERS)
+def test_the_default_type_of_torch_is_neither_read_nor_changed(
+    name: str, dtype: torch.dtype, default: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the same tower under float32, and its buffers; a setter that refuses to be called meanwhile.  The default
+    is that of all threads: others of a program under torchrun would compute in it."""
+
+    def refuse(given: object) -> None:
+        raise AssertionError(f"the default type was set to {given}")
+
+    expected = contents(tower_of(tmp_path, name, dtype))
+    assert all(found[0] is dtype for key, found in expected.items() if isinstance(found[1], torch.device)), name
+    torch.set_default_dtype(default)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "set_default_dtype", refuse)
+            assert contents(tower_of(tmp_path, name, dtype)) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_made_in_is_the_default_type_of_one_thread() -> None:
+    """Oracle: torch under that default, bit by bit; a type that is named, or a tensor's, stays."""
+
+    def made() -> list[torch.Tensor]:
+        steps, half = torch.arange(0, 7), torch.ones(2, dtype=torch.float16)
+        named = [
+            torch.ones(2, dtype=torch.float32),
+            steps.float(),
+            steps.to(torch.float64),
+            half / 3,
+            steps,
+            steps // 2,
+        ]
+        own = [
+            torch.empty(0),
+            torch.tensor([0.1]),
+            torch.linspace(0, 1, 5),
+            torch.full((2,), 0.1),
+            torch.arange(0, 1, 0.3),
+        ]
+        return [*named, *own, steps / 3, 1.0 / (10000 ** (steps / 7)), steps.float() / 3, torch.from_numpy(np.ones(2))]
+
+    for default, dtype in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+        torch.set_default_dtype(dtype)
+        try:
+            expected = made()
+            torch.set_default_dtype(default)
+            with MadeIn(dtype):
+                found = made()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        for one, other in zip(found, expected, strict=True):
+            assert one.dtype is other.dtype and torch.equal(one, other)
 
 
 def test_live_bytes_are_those_of_tensors_by_hand() -> None:
