@@ -19,7 +19,7 @@ from tests.leaks import footprint, leaked_since
 from tests.plain_environment import make_plain_environment
 from tests.skip_list import pytest_addoption, pytest_configure  # noqa: F401 - the hooks of a plugin
 from tests.tiny_models import make_checkpoint
-from tp_engine.system.isolation.process import end_isolated_processes
+from tp_engine.system.isolation.process import end_isolated_processes, needed_by
 
 # Set before torch is imported, here and in every process that a test starts, because several ranks share a few cores.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -44,9 +44,11 @@ collect_ignore = [
 
 
 @pytest.fixture(scope="session", autouse=True)
-def session_leaves_nothing() -> Iterator[None]:
-    """Fail the run if fixtures of any scope left a process or a shared-memory segment."""
+def session_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail the run if fixtures of any scope left a process or a shared-memory segment.  The processes of isolated calls
+    stay from test to test."""
     before = footprint()
+    needed_by(request.session)
     yield
     end_isolated_processes()
     if leaks := leaked_since(before):

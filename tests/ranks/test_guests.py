@@ -171,6 +171,10 @@ HOSTS = {
             children, threads, names, files = kept()
             assert children == held[0] + 1 and threads <= held[1] + 1 and files <= held[3] + 8 and not names
         assert snapshot() == before and kept() == held, (held, kept())
+        with LLM(**OPTIONS) as llm:  # the demo model, which has a chat template
+            assert llm.chat([{{"role": "user", "content": "12+34="}}], PARAMS, use_tqdm=False)[0].outputs[0].token_ids
+            assert snapshot() == before
+        assert snapshot() == before and kept() == held, (held, kept())
     """,
     "pytest with xdist and timeout": """
         import pathlib, subprocess, textwrap

@@ -45,6 +45,7 @@ from tp_engine.requests.request import EngineRequest
 from tp_engine.requests.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from tp_engine.sched.view import ViewLimits
 from tp_engine.system import env
+from tp_engine.system.isolation.process import needed_by, not_needed_by
 from tp_engine.system.off_loop import in_thread, started
 
 if TYPE_CHECKING:
@@ -411,6 +412,7 @@ class AsyncLLM:
             await asyncio.gather(self._watching, return_exceptions=True)
         if self._input is not None:
             self._input.chat.close()
+        await in_thread(not_needed_by, self)
         if self._service is not None:
             service, self._service = self._service, None
             await in_thread(service.close)
@@ -492,6 +494,7 @@ class AsyncLLM:
 
     async def _connect(self, early: Future[Any | None] | None, timeout_s: float) -> None:
         assert self._address is not None
+        needed_by(self)
         outputs = Outputs()
         client = self._client = await EngineClient.connect(self._address, outputs, timeout_s=timeout_s)
         info, tokenizer = client.model_info, self._tokenizer_given

@@ -223,3 +223,52 @@ def test_it_ends_with_its_parent(tmp_path: Path) -> None:
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     eventually(lambda: not any(map(is_running, below)))
+
+
+OWNERS = """
+import os
+from tests.unit.isolation import functions
+from tp_engine.system.isolation.process import IsolatedProcess, Limits, needed_by, not_needed_by
+
+class Owner:
+    pass
+
+process, limits, one, other = IsolatedProcess(), Limits(cpu_s=9, memory_bytes=1 << 28), Owner(), Owner()
+
+def children():
+    return sum(text.rsplit(")", 1)[1].split()[1] == str(os.getpid()) for text in map(told, os.listdir("/proc")))
+
+def told(name):
+    try:
+        return open(f"/proc/{name}/stat").read()
+    except OSError:
+        return ") - -"
+
+def call():
+    return bytes(process.call(functions.echo, b"told", limits).output) == b"told"
+
+needed_by(one); needed_by(other)
+assert call() and children() == 1
+not_needed_by(one); not_needed_by(one); not_needed_by(Owner())
+assert children() == 1
+if (forked := os.fork()) == 0:
+    needed_by(one)
+    is_own = children() == 0 and call() and children() == 1
+    not_needed_by(one)
+    os._exit(0 if is_own and children() == 0 else 1)
+assert os.waitpid(forked, 0)[1] == 0 and children() == 1 and call() and children() == 1
+not_needed_by(other)
+assert children() == 0 and call()
+"""
+
+
+def test_it_ends_with_the_last_that_needs_it() -> None:
+    """Oracle: the children of a program with two owners, and of its fork, which ends none but its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", OWNERS],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stderr

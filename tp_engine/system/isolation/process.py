@@ -35,6 +35,7 @@ raises a ``CallError``, whose type is the reason:
 | ``CancelledCallError`` | nobody waits any more (``cancellation.py``); the caller should end, too |
 
 The process imports neither torch nor numpy unless a function does, inherits no sockets, and ends with its parent.
+Modules have theirs, which all engines of a program share; they end when the last engine does (``needed_by``).
 """
 
 import contextlib
@@ -116,12 +117,36 @@ class CancelledCallError(CallError):
 
 
 _processes: weakref.WeakSet["IsolatedProcess"] = weakref.WeakSet()
+_owners: weakref.WeakSet[object] = weakref.WeakSet()
+
+
+def needed_by(owner: object) -> None:
+    """Keep the processes until ``owner`` needs them no more, or is gone."""
+    _owners.add(owner)
+
+
+def not_needed_by(owner: object) -> None:
+    """End the processes if ``owner`` was the last that needed them; one that was none changes nothing."""
+    if owner in _owners:
+        _owners.discard(owner)
+        if not _owners:
+            end_isolated_processes()
 
 
 def end_isolated_processes() -> None:
-    """End all processes of this one that no call needs: those that belong to modules live as long as it otherwise."""
+    """End all processes of this one until the next call: a call that runs begins again, unless it may not."""
     for process in list(_processes):
         process.end()
+
+
+def _disown_all() -> None:
+    """In a forked process: what is there is the parent's, which goes on with it."""
+    _owners.clear()
+    for process in list(_processes):
+        process.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
 
 
 class IsolatedProcess(Closing):
@@ -176,6 +201,11 @@ class IsolatedProcess(Closing):
     def end(self) -> None:
         """End the process until the next call."""
         self._end(self._link)
+
+    def disown(self) -> None:
+        """In a forked process: the next call starts a process of its own."""
+        self._lock, self._place = threading.Lock(), threading.Condition()
+        self._child = self._link = None
 
     @contextlib.contextmanager
     def _placed(self, cancellation: Cancellation) -> Iterator[None]:
