@@ -159,9 +159,12 @@ def test_an_engine_that_sleeps_has_no_cache_and_wakes_up_unchanged(
         assert runner is not None and resident_bytes(runner.blocks.raw) > 0
         llm.sleep()
         assert resident_bytes(runner.blocks.raw) == 0
-        for refused in (llm.resume, lambda: run(llm), lambda: llm.sleep(level=2)):
+        for refused in (llm.resume, lambda: run(llm)):
             with pytest.raises(RequestError):
                 refused()
+        with pytest.raises(RequestError, match=r"level is 2; it must be 0 or 1: .* update_weights replaces") as info:
+            llm.sleep(level=2)
+        assert info.value.param == "level"
         llm.wake_up(["weights"])
         assert resident_bytes(runner.blocks.raw) == 0
         for unknown in (["weight"], ["kv_cache", ""]):

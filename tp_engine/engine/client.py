@@ -109,7 +109,7 @@ class EngineClient:
         except UnicodeEncodeError as error:
             raise RequestError(f"{action}: {shown(error.object)} has half a surrogate pair; use Unicode") from error
         if done.refusal is not None:
-            raise RequestError(done.refusal)
+            raise RequestError(done.refusal, param=done.param, code=done.code)
         return done.result
 
     def stop(self) -> None:

@@ -142,10 +142,12 @@ class Report(_Message, frozen=True, kw_only=True):
 
 
 class CommandDone(_Message, frozen=True, kw_only=True):
-    """The answer to ``Act``; ``refusal`` says why it was refused, if it was."""
+    """The answer to ``Act``; ``refusal`` is the ``RequestError`` with which it was refused, if it was."""
 
     result: dict[str, Any]
     refusal: str | None = None
+    param: str | None = None
+    code: str | None = None
 
 
 class Stopped(_Message, frozen=True, kw_only=True):

@@ -163,15 +163,13 @@ class EngineService:
 
     def _act(self, action: str, arguments: dict[str, Any]) -> None:
         """Do ``action`` before anything else; the output of steps in flight is sent first."""
-        result: dict[str, Any] = {}
-        refusal = None
         try:
-            result = act(self._engine.operator, action, arguments)
+            done = messages.CommandDone(result=act(self._engine.operator, action, arguments))
         except RequestError as error:
-            refusal = str(error)
+            done = messages.CommandDone(result={}, refusal=str(error), param=error.param, code=error.code)
         for output in self._engine.operator.take_drained():
             self._publish(output)
-        self._socket.send(messages.CommandDone(result=result, refusal=refusal))
+        self._socket.send(done)
 
     def _reject(self, request_id: str, error: RequestError) -> None:
         self._socket.send(
