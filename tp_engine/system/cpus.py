@@ -27,7 +27,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
     return min(found) if found else None
 
 
-def threads_of_rank(default: int, num_local_ranks: int) -> int:
+def threads_of_rank(default: int, num_local_ranks: int, root: Path = Path("/")) -> int:
     """Return how many threads one of ``num_local_ranks`` ranks of this host computes with.
 
     ``OMP_NUM_THREADS`` is obeyed, except for the 1 that torchrun sets where nobody has set it.  Otherwise it is the
@@ -36,7 +36,7 @@ def threads_of_rank(default: int, num_local_ranks: int) -> int:
     asked = env.OMP_NUM_THREADS.read().partition(",")[0].strip()
     if asked.isdecimal() and int(asked) > 0 and not (asked == "1" and env.has_torchrun_agent()):
         return int(asked)
-    share = max(1, num_cpus() // num_local_ranks)
+    share = max(1, num_cpus(root) // num_local_ranks)
     return min(default, share) if num_local_ranks == 1 else share
 
 

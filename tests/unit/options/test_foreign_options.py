@@ -151,6 +151,8 @@ def test_sglangs_speculation_is_one_object() -> None:
         ("-dp 8", "--data-parallel-size is not an option here: .*--tensor-parallel-size"),
         ("--nnodes 2", "torchrun --nnodes 2"),
         ("--headless", "torchrun"),
+        ("--numa-bind", "--numa-bind.*ranks are bound to no node of memory; start the engine under numactl"),
+        ("--numa-node 0 1", "under numactl, which binds all of them"),
         ("--distributed-executor-backend ray", "one process for each rank"),
         ("--task transcription", "--task: 'transcription' is none of auto, generate"),
         ("--task generate --convert embed", "--task sets --convert to 'none', and it is given as 'embed'"),
@@ -276,6 +278,8 @@ def toml(value: Any) -> str:
         ({"speculative_config": ["ngram"]}, "it must be a JSON object, as a mapping or as text"),
         ({"cudagraph_capture_sizes": 4}, "it must be whole numbers, as a list or as text"),
         ({"hf_token": "secret"}, "HF_TOKEN"),
+        ({"numa_bind": True}, "LLM: numa_bind.*ranks are bound to no node of memory; start the engine under numactl"),
+        ({"numa_bind_nodes": [0, 1]}, "under numactl, which binds all of them"),
     ],
 )
 def test_python_refuses_with_the_same_words(options: dict[str, Any], words: str) -> None:

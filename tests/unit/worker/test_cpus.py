@@ -1,4 +1,4 @@
-"""Processors of containers: quotas of both versions of cgroups, affinity, and threads of ranks."""
+"""Processors of containers: quotas of both versions of cgroups, affinity, threads of ranks, and what doctor shows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
+from tp_engine.apps.doctor.machine import processor
 from tp_engine.system import cpus
 
 
@@ -60,7 +62,7 @@ def test_threads_of_ranks(
 ) -> None:
     """Oracle: by hand, for 8 processors and 16 threads that torch would use; a variable that is set is obeyed, but for
     torchrun's own 1."""
-    monkeypatch.setattr(cpus, "num_cpus", lambda: 8)
+    monkeypatch.setattr(cpus, "num_cpus", lambda root: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", asked)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     if torchrun:
@@ -68,3 +70,26 @@ def test_threads_of_ranks(
     assert cpus.threads_of_rank(16, num_local) == expected
     monkeypatch.setenv("OMP_NUM_THREADS", "")
     assert cpus.threads_of_rank(3, 1) == 3
+
+
+@pytest.mark.parametrize(
+    ("quota", "asked", "num_ranks", "expected"),
+    [
+        ("max 100000", "", 1, "12 cores, 12 threads for each rank, avx2"),
+        ("max 100000", "", 4, "12 cores, 3 threads for each rank, avx2"),
+        ("450000 100000", "", 1, "12 cores of which a quota allows 4.5, 4 threads for each rank, avx2"),
+        ("450000 100000", "", 4, "12 cores of which a quota allows 4.5, 1 thread for each rank, avx2"),
+        ("450000 100000", "7", 4, "12 cores of which a quota allows 4.5, 7 threads for each rank, avx2"),
+    ],
+)
+def test_doctor_shows_affinity_quota_and_threads(
+    quota: str, asked: str, num_ranks: int, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: by hand, for 12 visible processors, and 32 threads that torch would use."""
+    root = system(tmp_path, "0::/pod\n", {"pod/cpu.max": quota})
+    (root / "proc/cpuinfo").write_text("model name : Maker 9\nflags : fpu avx2\n\nmodel name : Other\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 32)
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert processor(num_ranks, root).detail == f"Maker 9, {expected}"

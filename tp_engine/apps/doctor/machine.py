@@ -22,7 +22,7 @@ from tp_engine.kernels.quantization.weights import Codes, QuantisedWeight, value
 from tp_engine.layers.quantization.int8 import takes_int8_products
 from tp_engine.layers.quantization.quantised_products import choose_quantised_product
 from tp_engine.system import env
-from tp_engine.system.cpus import cpu_quota
+from tp_engine.system.cpus import cpu_quota, threads_of_rank
 from tp_engine.system.units import GIB, MIB, format_gib
 from tp_engine.worker.effective_config import resolve
 from tp_engine.worker.gpu_host import driver_version, why_no_gpus, why_unseen
@@ -148,7 +148,7 @@ def check_choice(config: EngineConfig) -> Iterator[Finding]:
 
 def check_host(*, on_cpu: bool, num_ranks: int) -> Iterator[Finding]:
     """Memory, limits, folders, the kernel, for ``num_ranks``; ``on_cpu``: they would run on this host's processor."""
-    yield _processor()
+    yield processor(num_ranks)
     memory = host_memory()
     yield Finding("memory", Status.OK, f"{format_gib(memory.total)}, {format_gib(memory.free)} free")
     yield shared_memory(SHM_FOLDER, num_ranks, on_cpu=on_cpu)
@@ -161,15 +161,19 @@ def check_host(*, on_cpu: bool, num_ranks: int) -> Iterator[Finding]:
         yield huge_pages(_HUGE_PAGES)
 
 
-def _processor() -> Finding:
-    text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0]
+def processor(num_ranks: int, root: Path = Path("/")) -> Finding:
+    """Return what computes: cores by affinity, the container's quota, and the threads that each of ``num_ranks`` ranks
+    would have.  ``root`` is where /proc and /sys are mounted."""
+    text = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0]
     fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
     features = [name for name in _CPU_FLAGS if name in flags]
     name = fields.get("model name") or platform.machine()
-    quota = cpu_quota()
+    quota, threads = cpu_quota(root), threads_of_rank(torch.get_num_threads(), num_ranks, root)
     cores = f"{len(os.sched_getaffinity(0))} cores" + ("" if quota is None else f" of which a quota allows {quota:g}")
-    return Finding("processor", Status.OK, f"{name}, {cores}, {' '.join(features) or 'no vector units'}")
+    share = f"{threads} thread{'' if threads == 1 else 's'} for each rank"
+    detail = f"{name}, {cores}, {share}, {' '.join(features) or 'no vector units'}"
+    return Finding("processor", Status.OK, detail)
 
 
 def shared_memory(folder: Path, num_ranks: int, *, on_cpu: bool) -> Finding:
