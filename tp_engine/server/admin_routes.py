@@ -20,10 +20,12 @@ from tp_engine.server.openapi import ANSWERS, takes
 from tp_engine.server.query import SWITCH, query_choice
 from tp_engine.server.replies import json_reply
 from tp_engine.server.state import ServerState
+from tp_engine.server.turns import SharedAnswer
 from tp_engine.server.web_page import tiers
 from tp_engine.system.version import __version__, installed_version
 
 _QUICK_S = 10.0
+_METRICS_INTERVAL_S = 0.1  # making the text takes some milliseconds of the event loop
 MAX_ABORTED = 1 << 16  # names of one body
 _PARTS = ("torch", "transformers", "tokenizers", "safetensors", "triton", "fastapi", "uvicorn", "pydantic")
 
@@ -98,15 +100,19 @@ def _add_status(app: FastAPI, state: ServerState) -> None:
 
 
 def _add_metrics(app: FastAPI, state: ServerState) -> None:
-    @app.get("/metrics", responses={200: {"content": {"text/plain": {}}}})
-    async def metrics() -> Response:
-        """Counters, gauges and histograms; those of the engine are missing while it does not answer."""
+    async def exposition() -> bytes:
         try:
             report = await state.watch.report()
         except (HttpError, EngineDeadError, TimeoutError):
             report = None
-        text = state.metrics.exposition(report, state.watch.peak_usage)
-        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+        return state.metrics.exposition(report, state.watch.peak_usage)
+
+    shared = SharedAnswer(exposition, _METRICS_INTERVAL_S)
+
+    @app.get("/metrics", responses={200: {"content": {"text/plain": {}}}})
+    async def metrics() -> Response:
+        """Counters, gauges and histograms; those of the engine are missing while it does not answer."""
+        return Response(await shared.get(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _add_requests(app: FastAPI, state: ServerState) -> None:

@@ -12,11 +12,14 @@ Checking a body takes up to a millisecond.  A burst of thousands would hold up h
 requests of others for seconds.  So nothing that costs time is done for a body that is not there yet, and of what waits
 each client (``Caller.client``) has one request begun, then the next client: ten thousand requests of one cost another
 the time of one.  The requests of one client begin in order of arrival.
+
+An answer that is the same for all is made once for those who wait for it (``SharedAnswer``).
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
+from typing import Generic, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -29,6 +32,8 @@ from tp_engine.server.replies import error_reply
 from tp_engine.server.state import ServerState
 
 PER_TURN, LARGE_PER_TURN, REFUSED_PER_TURN = 2, 1, 64
+
+Answer = TypeVar("Answer")
 
 
 class Turns:
@@ -128,3 +133,29 @@ class Turnstile:
             if not turn.done():
                 turn.set_result(None)
         asyncio.get_running_loop().call_soon(self._next_turn)
+
+
+class SharedAnswer(Generic[Answer]):
+    """What takes long to ``make`` is begun every ``interval_s`` at most, for all who asked until then; so nobody gets
+    an answer that is older than the question."""
+
+    def __init__(self, make: Callable[[], Awaitable[Answer]], interval_s: float) -> None:
+        self._make, self._interval_s = make, interval_s
+        self._may_begin_s = 0.0
+        self._next: asyncio.Task[Answer] | None = None
+        self._tasks: set[asyncio.Task[Answer]] = set()  # until they end: the loop itself does not keep them
+
+    async def get(self) -> Answer:
+        """Wait for the next one."""
+        if self._next is None:
+            self._next = asyncio.get_running_loop().create_task(self._in_time())
+            self._tasks.add(self._next)
+            self._next.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(self._next)
+
+    async def _in_time(self) -> Answer:
+        clock = asyncio.get_running_loop().time
+        await asyncio.sleep(self._may_begin_s - clock())
+        self._may_begin_s = clock() + self._interval_s
+        self._next = None
+        return await self._make()

@@ -16,7 +16,7 @@ from tp_engine.api.preparing import LARGE
 from tp_engine.server import access
 from tp_engine.server.access import Caller
 from tp_engine.server.config import ServerConfig
-from tp_engine.server.turns import Turnstile
+from tp_engine.server.turns import SharedAnswer, Turnstile
 
 SHORT = {"prompt": "a", "max_tokens": 1}
 
@@ -159,3 +159,51 @@ def test_a_client_is_an_address_or_a_network_or_a_key(address: str, place: str) 
     caller = Caller(place=place)
     assert caller.client == place and replace(caller, owner=b"\x01").client == "01"
     assert access._place({"client": None}) == ""
+
+
+def test_those_who_ask_meanwhile_share_an_answer() -> None:
+    """By hand: the first asks alone, ten others while that is made share the next, which begins after them; one that
+    leaves, or an error, is not the others'."""
+    begun: list[int] = []
+
+    async def make() -> int:
+        number = len(begun)
+        begun.append(number)
+        await asyncio.sleep(0.01)
+        if number == 2:
+            raise ValueError("the third")
+        return number
+
+    async def run() -> None:
+        shared = SharedAnswer(make, 0.0)
+        first = asyncio.ensure_future(shared.get())
+        while not begun:
+            await asyncio.sleep(0)
+        others = [asyncio.ensure_future(shared.get()) for _ in range(10)]
+        await asyncio.sleep(0)
+        others.pop().cancel()
+        assert await first == 0
+        assert await asyncio.gather(*others) == [1] * 9
+        with pytest.raises(ValueError, match="the third"):
+            await shared.get()
+        assert await shared.get() == 3
+
+    asyncio.run(run())
+
+
+def test_a_shared_answer_is_made_now_and_then() -> None:
+    """By hand: questions one behind the other begin an answer each, an interval apart, and none is older."""
+    begun: list[float] = []
+
+    async def make() -> float:
+        begun.append(asyncio.get_running_loop().time())
+        return begun[-1]
+
+    async def run() -> None:
+        shared = SharedAnswer(make, 0.05)
+        for _ in range(3):
+            asked = asyncio.get_running_loop().time()
+            assert await shared.get() >= asked
+
+    asyncio.run(run())
+    assert begun[1] - begun[0] >= 0.049 and begun[2] - begun[1] >= 0.049
