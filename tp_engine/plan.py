@@ -139,8 +139,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     ``token_ids`` (int32) are all tokens known so far: the ``num_prompt_tokens`` of the prompt, then those generated
     before a preemption.  ``block_ids`` (int32) are the row's tables so far, logical block by logical block as in a
     plan: (K * G,).  The first ``num_computed_tokens`` tokens already hold K/V, except those that a group's window has
-    left behind: the entries of their blocks are 0 and never read.  ``adapter`` is the slot of the row's adapter, from 1
-    on; 0 for none.
+    left behind: the entries of their blocks are 0 and never read.
     """
 
     row: int
@@ -149,7 +148,6 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_computed_tokens: int
     block_ids: IntArray
     sampling: RowSampling
-    adapter: int = 0
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -209,7 +209,6 @@ ADMISSIONS = AdmissionSection(
         "row": "i",
         "num_prompt_tokens": "i",
         "num_computed_tokens": "i",
-        "adapter": "i",
         "sampling.temperature": "d",
         "sampling.top_p": "d",
         "sampling.min_p": "d",

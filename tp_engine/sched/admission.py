@@ -181,7 +181,6 @@ class Admitter:
                     num_computed_tokens=entry.num_computed,
                     block_ids=table.reshape(-1),
                     sampling=sequence.sampling,
-                    adapter=sequence.adapter_slot,
                 )
             )
             if entry.must_load:

@@ -86,7 +86,6 @@ class Sequence:
     ``body_place`` is its number among all sequences of its body; it ``has_displaced`` others that gave way to it.
     ``num_lost_tokens`` were computed before a preemption and have not been computed again.
     When it has computed ``snapshots_at`` tokens, a snapshot of its recurrent state is taken.
-    While it has a row, its adapter is in the slot ``adapter_slot``, 0 for none.
     ``extensions`` has what features keep of it.
     """
 
@@ -112,7 +111,6 @@ class Sequence:
     emitted: bool = False
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     pooled: list[FloatArray] = field(default_factory=list)
-    adapter_slot: int = 0
     extensions: dict[str, Any] = field(default_factory=dict)
     request_id: str = field(init=False)
 

@@ -33,6 +33,7 @@ from tp_engine.worker.orders import Prepare, StartUp
 from tp_engine.worker.results.output_watch import OutputWatch
 from tp_engine.worker.results.pooled_rows import PooledRows
 from tp_engine.worker.results.prompt_scores import ScoredPrompts, positions_at_once
+from tp_engine.worker.trial_steps import Variation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +105,10 @@ class RankFeature:
     def runner(self, parts: RunnerParts) -> Iterator[RunnerFeature]:
         """Yield what a runner has of the feature."""
         yield from ()
+
+    def variations(self) -> Iterable[Variation]:
+        """Return what makes other kinds of steps of trial steps, for warming up what the feature adds to a step."""
+        return ()
 
     def open(self, parts: RankParts, runner: ModelRunner) -> None:
         """Open what needs the runner, before it records steps; a collective."""

@@ -14,8 +14,9 @@ With speculation, decodes are timed too.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -41,6 +42,9 @@ from tp_engine.worker.memory.live_bytes import largest_image_bytes
 from tp_engine.worker.model_runner import ModelRunner
 from tp_engine.worker.results.prompt_scores import empty_scores, positions_at_once, score_largest
 
+Variation: TypeAlias = Callable[[StepPlan], StepPlan]
+"""Makes of a trial step another kind of step."""
+
 _LENGTH = 2
 # Between any two of these, products of experts and with quantised weights change their tiles at most once.
 _PART_SIZES = (32, 64, 128, 256, 1024, 4096)
@@ -62,18 +66,24 @@ def warms_up(device_type: str) -> bool:
     return device_type == "cuda"
 
 
-def warm_up(runner: ModelRunner, config: EngineConfig) -> None:
-    """Run the first steps on ``runner``, which has no rows and gets arbitrary ones; a collective."""
-    for adapter in (0, 1) if config.enable_lora else (0,):  # the slot is empty
-        for plan in _steps_of_every_kind(config, runner.num_groups, adapter):
-            runner.run(plan).result()
-        run_largest_decodes(runner, config, adapter)
+def as_it_is(plan: StepPlan) -> StepPlan:
+    """Return the plan: the variation that all steps have."""
+    return plan
 
 
-def run_largest_decodes(runner: ModelRunner, config: EngineConfig, adapter: int = 0) -> None:
+def warm_up(runner: ModelRunner, config: EngineConfig, variations: Iterable[Variation] = ()) -> None:
+    """Run the first steps on ``runner``, which has no rows and gets arbitrary ones, as they are and in all
+    ``variations``; a collective."""
+    for vary in (as_it_is, *variations):
+        for plan in _steps_of_every_kind(config, runner.num_groups):
+            runner.run(vary(plan)).result()
+        run_largest_decodes(runner, config, vary)
+
+
+def run_largest_decodes(runner: ModelRunner, config: EngineConfig, vary: Variation = as_it_is) -> None:
     """Run decodes of 1, 2, 4, ... rows: one of them needs the most memory for attention's partial results."""
-    for first, again in _decodes(config, runner.num_groups, config.max_step_decodes, adapter=adapter).values():
-        runner.run(first).result()
+    for first, again in _decodes(config, runner.num_groups, config.max_step_decodes).values():
+        runner.run(vary(first)).result()
         if len(again.draft_base_rows):
             runner.run(again).result()
 
@@ -104,7 +114,7 @@ def time_decodes(
 
 
 def _decodes(
-    config: EngineConfig, num_groups: int, most_rows: int, run_length: int = 1, adapter: int = 0
+    config: EngineConfig, num_groups: int, most_rows: int, run_length: int = 1
 ) -> dict[int, tuple[StepPlan, StepPlan]]:
     """Greedy decodes of 1, 2, 4, ... and ``most_rows`` rows, as far as the context goes: a step that admits the
     sequences, and one of all rows.
@@ -117,7 +127,7 @@ def _decodes(
     for num_rows in _decode_sizes(min(most_rows, config.max_num_seqs * longest)):
         length = min(longest, max(run_length, ceil_div(num_rows, config.max_num_seqs)))
         num_own = ceil_div(num_rows, length)
-        first = _plan(config, num_groups, [_GREEDY] * num_own, adapter=adapter)
+        first = _plan(config, num_groups, [_GREEDY] * num_own)
         draft_rows = config.max_num_seqs + np.arange(num_rows - num_own, dtype=np.int32)
         again = StepPlan(
             step_id=FIRST_STEP_ID,
@@ -129,8 +139,8 @@ def _decodes(
     return found
 
 
-def _steps_of_every_kind(config: EngineConfig, num_groups: int, adapter: int) -> Iterator[StepPlan]:
-    """The plans that the limits on rows and tokens allow; all rows have the ``adapter`` in this slot."""
+def _steps_of_every_kind(config: EngineConfig, num_groups: int) -> Iterator[StepPlan]:
+    """The plans that the limits on rows and tokens allow."""
     steps: list[tuple[Sequence[RowSampling], Sequence[int]]] = [((), (1,)), ((), (_LENGTH,)), ((_GREEDY,), (_LENGTH,))]
     longest = min(config.max_num_batched_tokens, config.max_model_len or _LENGTH)
     steps += [((), (size,)) for size in _PART_SIZES if size <= longest]
@@ -139,9 +149,9 @@ def _steps_of_every_kind(config: EngineConfig, num_groups: int, adapter: int) ->
     for decodes, chunks in steps:
         num_tokens, num_rows = len(decodes) + sum(chunks), len(decodes) + len(chunks)
         if num_tokens <= config.max_num_batched_tokens and num_rows <= config.max_num_seqs:
-            yield _plan(config, num_groups, decodes, chunks, adapter)
+            yield _plan(config, num_groups, decodes, chunks)
     if (speculation := config.speculative_config) is not None:
-        plan = _plan(config, num_groups, [_GREEDY], adapter=adapter)
+        plan = _plan(config, num_groups, [_GREEDY])
         yield msgspec.structs.replace(plan, num_drafts=speculation.num_speculative_tokens)
 
 
@@ -152,10 +162,9 @@ def _decode_sizes(max_num_seqs: int) -> list[int]:
 
 
 def _plan(
-    config: EngineConfig, num_groups: int, decodes: Sequence[RowSampling], chunks: Sequence[int] = (), adapter: int = 0
+    config: EngineConfig, num_groups: int, decodes: Sequence[RowSampling], chunks: Sequence[int] = ()
 ) -> StepPlan:
-    """Rows that decode with ``decodes``, then greedy prompts of which ``chunks`` tokens are computed in this step; all
-    with the ``adapter`` in this slot."""
+    """Rows that decode with ``decodes``, then greedy prompts of which ``chunks`` tokens are computed in this step."""
     samplings = [*decodes, *[_GREEDY] * len(chunks)]
     computed = [_LENGTH - 1] * len(decodes) + [0] * len(chunks)
     lengths = [_LENGTH] * len(decodes) + [max(chunk, _LENGTH) for chunk in chunks]
@@ -171,7 +180,6 @@ def _plan(
                 num_computed_tokens=computed[row],
                 block_ids=np.zeros(num_groups * ceil_div(lengths[row], config.block_size), dtype=np.int32),
                 sampling=sampling,
-                adapter=adapter,
             )
             for row, sampling in enumerate(samplings)
         ),

@@ -355,7 +355,8 @@ class Worker:
     def _try_steps(self, graphs: GraphPlan | None) -> int:
         """Run one-time set-up, then measure the bytes that recorded steps take."""
         with self._trial_runner() as runner:
-            self._start_up.run("warming up", lambda: warm_up(runner, self.effective.config))
+            variations = [one for feature in self.features.values() for one in feature.variations()]
+            self._start_up.run("warming up", lambda: warm_up(runner, self.effective.config, variations))
             if graphs is None:
                 return 0
             most_drafting_rows = 0 if self._parts.head is None else self.effective.most_drafting_rows

@@ -10,7 +10,7 @@ import pytest
 from tests.tiers import fast_first
 from tests.unit.sched.scheduler_harness import Simulation, limits
 from tp_engine.errors import RequestError
-from tp_engine.features.lora.feature import DROPS, LOADS, AskedAdapter
+from tp_engine.features.lora.feature import DROPS, LOADS, ROWS, AskedAdapter
 from tp_engine.features.lora.scheduling import PATIENCE, LoRASlots
 from tp_engine.plan import StepPlan
 from tp_engine.requests.request import EngineRequest
@@ -40,10 +40,12 @@ class Ranks:
             self.slots[slot] = generation
             self.num_loads += 1
         self.loaded -= set(DROPS.of(plan).tolist())
+        given = dict(ROWS.of(plan).tolist())
+        assert given.keys() <= {admission.row for admission in plan.admitted}
         for admission in plan.admitted:
-            self.of_row[admission.row] = admission.adapter
+            self.of_row[admission.row] = given.get(admission.row, 0)
             generation = expected[int(admission.token_ids[0])]
-            assert (self.slots[admission.adapter] if admission.adapter else 0) == generation
+            assert (self.slots[given[admission.row]] if admission.row in given else 0) == generation
 
 
 def loaded(simulation: Simulation, ranks: Ranks, *names: str) -> LoRASlots:

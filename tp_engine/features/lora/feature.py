@@ -13,6 +13,9 @@ LOADS = ArraySection("lora.loads", columns=2)
 """Pairs (generation, slot): from this step on the slot holds the adapter that the ranks have loaded under this number.
 Slots are numbered from 1 on."""
 
+ROWS = ArraySection("lora.rows", columns=2)
+"""Pairs (row, slot): of the rows that are admitted, those with an adapter."""
+
 DROPS = ArraySection("lora.drops")
 """Generations that the ranks forget."""
 
@@ -53,7 +56,7 @@ def _requests(adapters: AdapterStats, _stats: Any) -> Samples:
 
 FEATURE = Feature(
     name="lora",
-    sections=(LOADS, DROPS),
+    sections=(LOADS, ROWS, DROPS),
     commands="tp_engine.features.lora.commands:commands",
     engine="tp_engine.features.lora.commands:open_adapters",
     scheduler="tp_engine.features.lora.scheduling:make",

@@ -5,7 +5,7 @@
     order     read: file -> this rank's share of each layer's pair, on the host       may fail, and changes nothing
               remember: it has a number, its generation
     plan      lora.loads:    from the host into a slot                                can not fail
-              admitted: a row uses a slot until the next sequence is admitted there
+              lora.rows:     a row uses a slot until the next sequence is admitted there
               lora.drops:    the share on the host is freed
     step      tokens of rows with an adapter are grouped by slot, once for all layers
 """
@@ -21,7 +21,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from tp_engine.features.lora.feature import DROPS, LOADS
+from tp_engine.features.lora.feature import DROPS, LOADS, ROWS
 from tp_engine.layers.lora import LocalPair, LoRALayerSlots, StepAdapters, adapting, group_step
 from tp_engine.model_config.names import CheckpointNames
 from tp_engine.plan import StepPlan
@@ -33,6 +33,7 @@ from tp_engine.worker.features import RankFeature, RankParts, RunnerParts
 from tp_engine.worker.model_runner import ModelRunner
 from tp_engine.worker.orders import Prepare, Prepared
 from tp_engine.worker.results.readback import PendingStep
+from tp_engine.worker.trial_steps import Variation
 
 # The largest file of an adapter, over the bytes of all slots of a rank: 8 ranks, each with its part in 16 bits of what
 # the file has in 32, and a slot for one adapter alone.
@@ -69,8 +70,17 @@ class AdaptersOfRank(RankFeature):
             device=parts.rank.device,
         )
 
+    def variations(self) -> tuple[Variation]:
+        return (with_adapters,)
+
     def orders(self, runner: ModelRunner) -> dict[str, Prepare]:
         return {"load_lora_adapter": lambda given: load_lora_adapter(runner.required(RankAdapters), **given)}
+
+
+def with_adapters(plan: StepPlan) -> StepPlan:
+    """Return a trial step whose rows have an adapter, that of a slot which is still empty."""
+    rows = np.array([(admission.row, 1) for admission in plan.admitted], dtype=np.int32)
+    return plan.extended({ROWS.name: rows})
 
 
 def load_lora_adapter(adapters: RankAdapters, *, path: str, generation: int) -> Prepared:
@@ -127,8 +137,10 @@ class RankAdapters(RunnerFeature):
                 layer.put(slot - 1, pair)
         for generation in DROPS.of(plan).tolist():
             del self._kept[generation]
-        for admission in plan.admitted:
-            self._slots[admission.row] = admission.adapter - 1
+        if plan.admitted:
+            self._slots[[admission.row for admission in plan.admitted]] = -1
+            rows, slots = ROWS.of(plan).T
+            self._slots[rows] = slots - 1
         if len(plan.draft_base_rows):
             self._slots[plan.draft_rows] = self._slots[plan.draft_base_rows]
 

@@ -23,7 +23,7 @@ from dataclasses import replace
 import numpy as np
 
 from tp_engine.errors import RequestError, shown
-from tp_engine.features.lora.feature import ADAPTER, DROPS, LIMITS, LOADS, STATS, AdapterStats, AskedAdapter
+from tp_engine.features.lora.feature import ADAPTER, DROPS, LIMITS, LOADS, ROWS, STATS, AdapterStats, AskedAdapter
 from tp_engine.plan import StepPlan
 from tp_engine.requests.request import EngineRequest
 from tp_engine.sched.blocks.cache_keys import THE_MODEL, Variant
@@ -54,6 +54,7 @@ class LoRASlots(SchedulerFeature):
         self._step_id = 0
         self._must_drain = False
         self._loads: list[tuple[int, int]] = []
+        self._entering: list[tuple[Sequence, int]] = []
         self._drops: list[int] = []
 
     def attach(self, hooks: SchedulerHooks) -> None:
@@ -151,7 +152,7 @@ class LoRASlots(SchedulerFeature):
             self._slot_of[generation] = slot
             self._loads.append((generation, slot))
         self._num_rows[generation] = self._num_rows.get(generation, 0) + 1
-        sequence.adapter_slot = self._slot_of[generation]
+        self._entering.append((sequence, self._slot_of[generation]))
 
     def on_leave(self, sequence: Sequence) -> None:
         generation = _generation(sequence.group)
@@ -163,11 +164,13 @@ class LoRASlots(SchedulerFeature):
             self._idle[generation] = None
 
     def finish_plan(self, plan: StepPlan) -> StepPlan:
-        """Return the plan with what the ranks must put into slots and may forget since the last one."""
-        if not (self._loads or self._drops):
+        """Return the plan with what the ranks must put into slots and may forget since the last one, and the slots of
+        rows."""
+        if not (self._entering or self._drops):
             return plan
-        loads, drops, self._loads, self._drops = self._loads, self._drops, [], []
-        sections = {LOADS: loads, DROPS: drops}
+        rows = [(sequence.row, slot) for sequence, slot in self._entering]
+        sections = {LOADS: self._loads, ROWS: rows, DROPS: self._drops}
+        self._loads, self._entering, self._drops = [], [], []
         return plan.extended({one.name: np.array(found, dtype=np.int32) for one, found in sections.items() if found})
 
     def stats(self) -> dict[str, AdapterStats]:
