@@ -33,7 +33,7 @@ from tp_engine.features.extension import Extensible, Extension
 from tp_engine.features.metric import FeatureMetric, MetricFamily, Samples
 from tp_engine.options.fields import json_object
 
-NAMES = ("lora", "images", "tiers", "structured_output", "speculation", "kv_events")
+NAMES = ("lora", "images", "tiers", "prompt_outputs", "structured_output", "speculation", "kv_events")
 """The folders, in the order in which the hooks of their features are called: tokens of a new request have their names
 before others see them; loads that are brought forward come before draft tokens."""
 

@@ -6,7 +6,8 @@
     Scheduler.schedule    poll -> must_wait -> wants_step -> begin_plan -> extend_plan -> must_send -> finish_plan
                           -> after_plan
     Admitter              begin_admission -> may_enter -> review_hits -> limit_chunk -> on_hits -> on_enter
-    Scheduler.update      on_result -> the tokens are entered -> on_tokens -> extend_output
+    Scheduler.update      on_result -> on_prompts -> the tokens are entered -> on_tokens -> on_first
+                          -> extend_output
     a sequence            on_leave (it gives back its row) -> on_end -> on_request_end
 
 The registry of features (``features/registry.py``) makes them all.  Each appends its functions to the hooks that it
@@ -18,8 +19,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tp_engine.plan import StepPlan, StepResult
-from tp_engine.requests.request import EngineRequest, StepOutput
+from tp_engine.plan import IntArray, StepPlan, StepResult
+from tp_engine.requests.request import EngineRequest, SequenceDelta, StepOutput
 from tp_engine.sched.blocks.block_manager import Hits
 from tp_engine.sched.blocks.cache_keys import Variant
 from tp_engine.sched.outcome import StepOutcome, StopChecker
@@ -96,6 +97,12 @@ class SchedulerHooks:
 
     on_result: list[Callable[[StepPlan, StepResult], tuple[StepPlan, StepResult]]] = field(default_factory=list)
     """A step's plan and result without what this feature had added to the step."""
+
+    on_prompts: list[Callable[[StepResult, IntArray], None]] = field(default_factory=list)
+    """``result, rows``: chunks of the prompts of these rows were computed in the step."""
+
+    on_first: list[Callable[[SequenceDelta, Sequence], None]] = field(default_factory=list)
+    """Adds to the first record of a sequence."""
 
     on_tokens: list[Callable[[StepOutcome], None]] = field(default_factory=list)
     """Sees the new tokens of a step that is not steady; sequences may end with them, or without them."""

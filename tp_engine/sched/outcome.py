@@ -1,16 +1,20 @@
 """What a step gave each sequence: its token, in columns, and a record for the few that end or have more to tell."""
 
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tp_engine.plan import IntArray, StepResult, TokenLogprobs
-from tp_engine.requests.request import NOT_FINITE, FinishReason, SequenceDelta, StepOutput
+from tp_engine.plan import IntArray, TokenLogprobs
+from tp_engine.requests.request import FinishReason, SequenceDelta, StepOutput
 from tp_engine.sched.decode_run import RowSet
 from tp_engine.sched.sequence import RequestGroup, Sequence
+
+OnFirst: TypeAlias = Iterable[Callable[[SequenceDelta, Sequence], None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +52,9 @@ class StepOutcome(msgspec.Struct, gc=False):
         """The sequences that got a token."""
         return self.rows.sequences
 
-    def output(self) -> StepOutput:
-        """Return what the step brought, for the engine's caller.  Call it once: prompt logprobs go out with it."""
+    def output(self, on_first: OnFirst = ()) -> StepOutput:
+        """Return what the step brought, for the engine's caller; ``on_first`` add to a sequence's first record.  Call
+        it once: what prompts gave goes out with it."""
         request_ids, indices = self.rows.names
         token_ids = self.token_ids.tolist()
         if not (self.endings or self.logprobs or self.first):
@@ -57,6 +62,11 @@ class StepOutcome(msgspec.Struct, gc=False):
         request_ids, indices = request_ids.copy(), indices.copy()
         special = sorted({*self.endings, *self.logprobs, *self.first})
         deltas = [self._delta(position, request_ids, indices, token_ids) for position in special]
+        for position, delta in zip(special, deltas, strict=True):
+            if position in self.first:
+                delta.num_cached_tokens = self.sequences[position].num_cached_tokens
+                for add in on_first:
+                    add(delta, self.sequences[position])
         for position in reversed(special):
             del request_ids[position], indices[position], token_ids[position]
         return StepOutput(request_ids=request_ids, indices=indices, token_ids=token_ids, deltas=deltas)
@@ -74,8 +84,6 @@ class StepOutcome(msgspec.Struct, gc=False):
             end.enter(delta)
         if position in self.dropped:
             delta.new_token_ids, delta.logprobs = [], None
-        if position in self.first:
-            _add_first(delta, sequence)
         return delta
 
 
@@ -156,27 +164,3 @@ def slice_logprobs(logprobs: TokenLogprobs, start: int, end: int, num_alternativ
         logprobs=logprobs.logprobs[start:end, :columns],
         ranks=logprobs.ranks[start:end],
     )
-
-
-def collect_of_prompts(result: StepResult, sequences: dict[int, Sequence]) -> None:
-    """Keep the prompt log-probabilities of this step's chunks, by row, and what was pooled, until each sequence's first
-    record."""
-    for row, logprobs in result.prompt_logprobs.items():
-        sequence = sequences.get(row)
-        if sequence is not None and sequence.wants_prompt_logprobs:
-            wanted = sequence.sampling.prompt_logprobs
-            sequence.prompt_logprobs.append(slice_logprobs(logprobs, 0, len(logprobs.ranks), wanted))
-    for row, values in result.pooled.items():
-        if (sequence := sequences.get(row)) is not None:
-            sequence.pooled.append(values)
-
-
-def _add_first(delta: SequenceDelta, sequence: Sequence) -> None:
-    delta.num_cached_tokens = sequence.num_cached_tokens
-    if sequence.pooled:  # its token means nothing
-        delta.pooled, delta.new_token_ids, delta.finish_reason = np.concatenate(sequence.pooled), [], FinishReason.STOP
-        if not np.isfinite(delta.pooled).all():
-            delta.pooled, delta.finish_reason, delta.error = None, FinishReason.ERROR, NOT_FINITE
-    if sequence.wants_prompt_logprobs:
-        delta.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, []
-        sequence.sampling = msgspec.structs.replace(sequence.sampling, prompt_logprobs=-1)

@@ -39,7 +39,7 @@ from tp_engine.sched.decode_run import RowSet
 from tp_engine.sched.fair_rows import FairRows
 from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks, SchedulerParts
 from tp_engine.sched.limits import SchedulerLimits
-from tp_engine.sched.outcome import StepOutcome, StopChecker, aborted, collect_of_prompts, ending, slice_logprobs
+from tp_engine.sched.outcome import StepOutcome, StopChecker, aborted, ending, slice_logprobs
 from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.request_validation import build_group
 from tp_engine.sched.scheduler_state import SchedulerState
@@ -262,7 +262,7 @@ class Scheduler:
                 outcome.logprobs[position] = slice_logprobs(result.logprobs, source, source + 1, int(asked[position]))
         for position in outcome.endings:
             self._finish(outcome.sequences[position])
-        return outcome.output()
+        return outcome.output(self._hooks.on_first)
 
     def stats(self) -> SchedulerStats:
         """Return a snapshot of queue, pool and totals."""
@@ -300,9 +300,8 @@ class Scheduler:
         living = rows.since_step[prefilled] <= plan.step_id
         confirmed = prefilled[living]
         rows.num_computed[confirmed] += plan.prefill_tokens[living]
-        if result.prompt_logprobs or result.pooled:
-            sequences = rows.row_set(plan.prefill_rows[living]).sequences
-            collect_of_prompts(result, {sequence.row: sequence for sequence in sequences})
+        for on_prompts in self._hooks.on_prompts:
+            on_prompts(result, plan.prefill_rows[living])
 
     def _append(self, num_decodes: int, sampled: RowSet, token_ids: IntArray) -> StepOutcome:
         """Each sampled row has one more token; some behind the ``num_decodes`` got their first one, some end."""

@@ -115,8 +115,6 @@ class SchedulerState:
         self.leave(sequence, SequencePhase.WAITING)
         sequence.num_lost_tokens += num_lost
         sequence.num_preemptions += 1
-        sequence.prompt_logprobs.clear()
-        sequence.pooled.clear()
         self.counters.num_preemptions += 1
         self.counters.num_preempted_answers += int(len(sequence.token_ids) - sequence.num_prompt_tokens > 1)
         self.waiting.push(sequence)

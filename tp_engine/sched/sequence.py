@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from tp_engine.plan import POOLS_ALL, FloatArray, IntArray, RowSampling, TokenLogprobs
+from tp_engine.plan import POOLS_ALL, IntArray, RowSampling
 from tp_engine.requests.request import EngineRequest
 from tp_engine.sched.blocks.kv_windows import Counts
 from tp_engine.sched.blocks.lru_queue import BlockIds
@@ -109,8 +109,6 @@ class Sequence:
     snapshots_at: tuple[int, ...] = ()
     first_scheduled_s: float = 0.0
     emitted: bool = False
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    pooled: list[FloatArray] = field(default_factory=list)
     extensions: dict[str, Any] = field(default_factory=dict)
     request_id: str = field(init=False)
 

@@ -1,0 +1,1 @@
+"""What requests ask for of their prompts: log-probabilities, vectors and scores."""
