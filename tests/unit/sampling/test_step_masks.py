@@ -17,7 +17,7 @@ from tests.unit.sampling.sampler_cases import CPU, ids, mixed_samplings
 from tp_engine.distributed.collectives import Communicator, SingleRank
 from tp_engine.layers.embedding import VocabSlice
 from tp_engine.model_config import padded_vocab_size
-from tp_engine.plan import NO_IDS, NO_MASKS, IntArray, RowSampling
+from tp_engine.plan import NO_IDS, IntArray, RowSampling
 from tp_engine.sampling.device_sampler import SamplerVariant
 from tp_engine.sampling.sampler import Sampler
 from tp_engine.sampling.state import SamplingState
@@ -105,7 +105,7 @@ def test_a_mask_holds_for_one_step() -> None:
     assert sampler.sample(logits.clone()[:1], ids(2), ids(4))[0].tolist() == [69]
     state.masks.set(ids(2), packed(~allowed))
     assert sampler.sample(logits.clone(), rows, positions)[0].tolist() == [69, 69, 69]
-    state.masks.set(NO_IDS, NO_MASKS)
+    state.masks.set(NO_IDS, NO_IDS.reshape(0, 0))
     state.release(ids(1))
     state.admit(1, RowSampling(temperature=0.0), ids(0, 1), 2)
     assert sampler.sample(logits.clone(), rows, positions)[0].tolist() == [69, 69, 69]
@@ -119,7 +119,7 @@ def test_masked_steps_are_not_recorded() -> None:
     state.masks.set(ids(1), packed(np.arange(40)[None] < 5))
     assert sampler.recorded_kind(both, positions) is None
     assert sampler.recorded_kind(ids(0), lambda: ids(4)) == SamplerVariant()
-    state.masks.set(NO_IDS, NO_MASKS)
+    state.masks.set(NO_IDS, NO_IDS.reshape(0, 0))
     assert sampler.recorded_kind(both, positions) == SamplerVariant()
 
 
