@@ -15,6 +15,7 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 from collections.abc import Iterator
 
@@ -120,7 +121,7 @@ def _log_model(asked: EngineConfig, effective: EffectiveConfig) -> None:
             "run to max_tokens, unless requests give stop or stop_token_ids"
         )
     if effective.config.hf_overrides is not None:
-        logger.info("config.json is changed by hf_overrides: %s", effective.config.hf_overrides)
+        logger.info("config.json is changed by hf_overrides: %s", json.dumps(effective.config.hf_overrides))
 
 
 def serve_rank(config: EngineConfig) -> None:

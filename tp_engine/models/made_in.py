@@ -4,12 +4,11 @@ Their constructors name no type, and torch has one default for all threads of a 
 change.  A mode of torch's functions is of the thread that enters it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 _CONVERSIONS = frozenset({"to", "type", "type_as", "view", "float", "double", "half", "bfloat16"})
 
@@ -32,11 +31,11 @@ class MadeIn(TorchFunctionMode):
         """Call ``func``; again, with the type, if its result has the default one."""
         named = dict(kwargs or {})
         found = func(*args, **named)
-        given = tree_leaves((args, named))
+        given = [one for value in (*args, *named.values()) for one in _each(value)]
         if not self._is_by_default(func, found, given):
             return found
         if any(isinstance(one, torch.Tensor) for one in given):
-            return func(*tree_map(self._converted, args), **tree_map(self._converted, named))
+            return func(*map(self._converted, args), **{name: self._converted(value) for name, value in named.items()})
         return func(*args, **{**named, "dtype": self.dtype})
 
     def _is_by_default(self, func: Callable[..., Any], found: Any, given: Sequence[Any]) -> bool:
@@ -48,8 +47,19 @@ class MadeIn(TorchFunctionMode):
             and not any(map(_says_type, given))
         )
 
-    def _converted(self, one: Any) -> Any:
-        return one.to(self.dtype) if isinstance(one, torch.Tensor) else one
+    def _converted(self, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [self._converted(one) for one in value]
+        return value.to(self.dtype) if isinstance(value, torch.Tensor) else value
+
+
+def _each(value: Any) -> Iterator[Any]:
+    """A value, or those in its lists."""
+    if isinstance(value, list | tuple):
+        for one in value:
+            yield from _each(one)
+    else:
+        yield value
 
 
 def _says_type(one: Any) -> bool:

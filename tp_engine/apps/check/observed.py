@@ -80,6 +80,7 @@ def observe(
             note(CACHED)
             again = _ask(llm, [*prompts, *_crossed(prompts, sizes.block_size)], max_tokens)
             observed.set_ups[CACHED] = again if was_cached(llm, again) else "nothing was found in the prefix cache"
+            llm.reset_prefix_cache()  # what a cached prefix spoils is not to be found in what follows
         note(SEVERAL)
         observed.set_ups[SEVERAL] = _ask_several(llm, prompt_of(prompts))
         note("draws")
