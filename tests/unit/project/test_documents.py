@@ -18,7 +18,7 @@ REMOVED_FILES = {"docs/lab.md"}  # names files of earlier commits
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *(page for page in PAGES if page not in REMOVED_FILES))
 # `folder/name.py`, `name.c`, `folder/`, but not `--flag`, /an/absolute/path or a NAME that stands for others.
 FILE = re.compile(r"`((?:[a-z0-9_.-]+/)*[a-z0-9_-]+\.(?:py|c|h|md|toml|json|jinja)|(?:[a-z0-9_.-]+/)+)`")
-# scripts/name.py with or without backticks; git's 0a57657:scripts/name.py is a file of that commit.
+# scripts/name.py with or without backticks.
 SCRIPT = re.compile(r"(?<![\w:/])scripts/[a-z0-9_/]+(?:\.py)?")
 # [text](target), but no address of another host.
 LINK = re.compile(r"\]\((?![a-z]+:)([^)\s]+)\)")
@@ -81,6 +81,25 @@ def test_the_site_names_the_projects_repository() -> None:
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert (site["repo_url"], site["site_description"]) == (project["urls"]["Repository"], project["description"])
+
+
+def test_documents_name_no_commit() -> None:
+    """Oracle: the rule; an export has no history, so a document names a version, a date, or how git finds a commit.
+
+    Names of requests in examples (``chatcmpl-...``, ids of 32 digits) are none.
+    """
+    commit = re.compile(r"(?<![\w/.#-])(?=[a-f]*[0-9])(?=[0-9]*[a-f])(?:[0-9a-f]{7,12}|[0-9a-f]{40})(?![\w-])")
+    pages = [
+        *ROOT.glob("*.md"),
+        *(path for top in ("docs", "deploy", "tp_engine") for path in (ROOT / top).rglob("*.md")),
+    ]
+    named = {
+        f"{path.relative_to(ROOT)}:{number}": found
+        for path in pages
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if (found := commit.findall(line))
+    }
+    assert not named
 
 
 @pytest.mark.parametrize("page", PAGES)
