@@ -10,6 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypeVar, Unpack, overload
 
+from tp_engine.api.allocation_monitor import AllocationMonitor
 from tp_engine.api.async_llm import AsyncLLM, load_early
 from tp_engine.api.beam_search import BeamSearch, beam_search_output, one_token, run_searches
 from tp_engine.api.calls import Call
@@ -38,7 +39,6 @@ from tp_engine.requests.outputs import (
 )
 from tp_engine.requests.request import EngineRequest
 from tp_engine.requests.sampling_params import BeamSearchParams, SamplingParams
-from tp_engine.sched.allocation_monitor import AllocationMonitor
 from tp_engine.system import env
 from tp_engine.system.closing import Closing, Ending
 from tp_engine.system.off_loop import LoopThread, started

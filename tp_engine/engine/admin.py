@@ -18,7 +18,7 @@ from tp_engine.worker.worker import Worker
 
 
 class EngineAdmin:
-    """What acts may do to an engine.
+    """What an operator's commands may do to an engine.
 
     ``standstill`` is a context in which no step is in flight; the output of those that were is appended to ``drained``,
     which ``Engine.step`` gives out unless ``take_drained`` has.  ``execute_command`` lets all ranks follow the order of

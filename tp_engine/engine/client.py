@@ -193,7 +193,7 @@ class EngineClient:
 
     def _dispatch(self, data: bytes) -> None:
         match messages.decode_to_frontend(data):
-            case messages.Added(output=output):
+            case messages.Output(output=output):
                 self._events.on_output(output)
             case messages.Rejected(request_id=request_id, message=text, param=param, code=code):
                 self._events.on_rejected(request_id, RequestError(text, param=param, code=code))

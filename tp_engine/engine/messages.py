@@ -3,7 +3,7 @@
 ::
 
     frontend -> rank 0    Hello, AddRequest, AddCall, AbortRequests, ExpectSession, GetReport, Act, Stop
-    rank 0 -> frontend    Ready, Added, Rejected, Report, CommandDone, Stopped, EngineDead
+    rank 0 -> frontend    Ready, Output, Rejected, Report, CommandDone, Stopped, EngineDead
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     ``model`` and ``tokenizer`` are folders or hub names; ``max_model_len`` counts prompt plus output tokens;
     ``num_blocks`` KV blocks of ``block_size`` tokens exist on every rank.  ``convert``, ``dimensions`` and
     ``classifier`` are those of ``PoolingSpec``.  ``images`` says how images are read; None: the model is served as text
-    alone.  ``adapters`` that are loaded when the engine is ready, by name: their
+    alone.  ``adapters`` are the folders, by name, of those that are loaded when the engine is ready.
     folders.
     """
 
@@ -120,7 +120,7 @@ class Ready(_Message, frozen=True, kw_only=True):
     model_info: ModelInfo
 
 
-class Added(_Message, frozen=True, kw_only=True):
+class Output(_Message, frozen=True, kw_only=True):
     """The output of one step, or of an abort."""
 
     output: StepOutput
@@ -161,7 +161,7 @@ class EngineDead(_Message, frozen=True, kw_only=True):
 
 
 ToEngine: TypeAlias = Hello | AddRequest | AddCall | AbortRequests | ExpectSession | GetReport | Act | Stop
-ToFrontend: TypeAlias = Ready | Added | Rejected | Report | CommandDone | Stopped | EngineDead
+ToFrontend: TypeAlias = Ready | Output | Rejected | Report | CommandDone | Stopped | EngineDead
 
 # Both ends are on one host, so arrays keep its byte order.
 _ARRAY_TYPES = (np.dtype(np.int32), np.dtype(np.float32))

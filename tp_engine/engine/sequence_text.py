@@ -27,7 +27,7 @@ _MAX_HELD_TOKENS = 64
 
 
 def hidden_ids(decoder: TokenDecoder | None, params: SamplingParams) -> frozenset[int]:
-    """Return the tokens that texts of a request leave out."""
+    """Return the tokens that the text of a request leaves out."""
     return decoder.special_ids if decoder is not None and params.skip_special_tokens else frozenset()
 
 
@@ -71,7 +71,8 @@ class SequenceText:
 
 
 class IncrementalDetokenizer:
-    """The results of ``push``, and of ``flush`` at the end, joined, are the text of all tokens at once."""
+    """Turns tokens into text one by one: what ``push`` returns, and ``flush`` at the end, is together the text of all
+    tokens at once."""
 
     def __init__(self, decoder: TokenDecoder, *, skip_special_tokens: bool) -> None:
         self._decode = decoder.decode
@@ -158,7 +159,7 @@ class _Pattern:
         self._fallback = _fallback_table(text)
 
     def advance(self, character: str) -> bool:
-        """Return whether the stop string ends with this character of the text."""
+        """Read the next character of the text; return whether the stop string ends with it."""
         matched = self.num_matched
         while matched and self.text[matched] != character:
             matched = self._fallback[matched - 1]

@@ -206,7 +206,7 @@ class EngineService:
             output = self._held.fold(output)
             if not output:
                 return
-        self._socket.send(messages.Added(output=output))
+        self._socket.send(messages.Output(output=output))
 
     def _abort_all(self) -> None:
         self._abort(list(self._unfinished))

@@ -58,7 +58,7 @@ class DecoderReader:
         self.activation = self._read_activation(activation_key, activation, activations)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Return a key that is true or false."""
+        """Return the value of a key, which must be true or false."""
         return bool(self.config.take(name, bool, default))
 
     def number(self, name: str, default: float) -> float:

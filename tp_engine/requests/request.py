@@ -45,11 +45,10 @@ class EngineRequest:
     first, equal priorities of one ``client`` run in order of arrival; clients take turns (``sched.waiting_queue``).
     ``place`` is the prompt's number in the body that it came with, where long prompts count more than once.
     ``will_continue``: prompts that begin with all its tokens will follow, so the K/V of its last, partly filled block
-    is kept too.  A request with
-    ``pooling`` ends with its prompt: its params are greedy and of one token, which means nothing.  ``prompt_field`` is
-    the field of the client's request that the prompt comes from, for errors.  ``images`` stand in the order of their
-    places; the ids at the places of their rows are the model's placeholder (``VisionSpec.image_token_id``), which means
-    no image anywhere else.  ``extensions`` has what features want to know of it.
+    is kept too.  A request with ``pooling`` ends with its prompt; nothing reads the one token that its ``params`` ask
+    for.  ``prompt_field`` is the field of the client's request that the prompt comes from, for errors.  ``images`` are
+    in the order of the prompt, where the model's placeholder (``VisionSpec.image_token_id``) stands for each of their
+    rows; such an id elsewhere is no image.  ``extensions`` has what features want to know of it.
     """
 
     request_id: str

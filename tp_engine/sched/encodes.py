@@ -29,8 +29,8 @@ class _Encode:
 
 
 class Encodes:
-    """Those of all ranks, by the images' names; ``step_work`` is what a rank may have in a step, and the rows that all
-    may have finished in one."""
+    """The images on their way, by name.  ``step_work`` bounds a rank's work in a step, and the rows of the images that
+    a step finishes."""
 
     def __init__(self, limits: ImageLimits, step_work: int) -> None:
         self._limits, self._step_work = limits, step_work
@@ -43,16 +43,16 @@ class Encodes:
 
     @property
     def names(self) -> set[int]:
-        """All of them."""
+        """The names of all images on their way."""
         return {*self._all}
 
     @property
     def finishing(self) -> list[int]:
-        """Those whose rows are there in the plan in the making."""
+        """The images that the plan in the making finishes."""
         return [name for name in self._all if not self.is_unfinished(name)]
 
     def is_unfinished(self, name: int) -> bool:
-        """Return whether an image is on its way, and will be behind the plan in the making."""
+        """Return whether an image is on its way, and still is behind the plan in the making."""
         one = self._all.get(name)
         return one is not None and one.num_done + one.num_next < self._limits.num_layers
 

@@ -130,7 +130,7 @@ class StopChecker:
         self._watched[ids] = True
 
 
-def ending(sequence: Sequence, token_id: int, num_tokens: int, max_tokens: int) -> FinishDetails | None:
+def ending(sequence: Sequence, token_id: int, num_tokens: int, max_total_tokens: int) -> FinishDetails | None:
     """Return how the sequence ends with ``token_id``, its ``num_tokens``-th token; None if it goes on.  A stop token
     counts once ``min_tokens`` generated tokens precede it, and before the limit of length."""
     group = sequence.group
@@ -140,7 +140,7 @@ def ending(sequence: Sequence, token_id: int, num_tokens: int, max_tokens: int) 
             return FinishDetails(FinishReason.STOP)
         if token_id in group.stop_token_ids:
             return FinishDetails(FinishReason.STOP, token_id)
-    return FinishDetails(FinishReason.LENGTH) if num_tokens >= max_tokens else None
+    return FinishDetails(FinishReason.LENGTH) if num_tokens >= max_total_tokens else None
 
 
 def aborted(sequence: Sequence, error: str | None = None, error_code: str | None = None) -> SequenceDelta:

@@ -41,14 +41,14 @@ def build_group(
     drawn = xxhash.xxh3_64_intdigest(f"{limits.seed}:{number}".encode()) % _INT64_HALF
     seed = drawn if params.seed is None else params.seed
     longest = limits.max_sequence_tokens
-    max_tokens = longest if params.max_tokens is None else min(longest, len(prompt) + params.max_tokens)
+    max_total_tokens = longest if params.max_tokens is None else min(longest, len(prompt) + params.max_tokens)
     if request.pooling is not None:  # its one token is never read, and may lie behind the context
-        max_tokens = len(prompt) + 1
+        max_total_tokens = len(prompt) + 1
     for index in range(params.n):
         place = request.place * params.n + index
         key = (request.priority, turn_of(body, place), number, index)
         sampling = _row_sampling(request, index, seed, eos | group.stop_token_ids)
-        group.sequences.append(Sequence(group, index, key, sampling, prompt, len(prompt), max_tokens, place))
+        group.sequences.append(Sequence(group, index, key, sampling, prompt, len(prompt), max_total_tokens, place))
     return group
 
 

@@ -3,7 +3,7 @@
 The rows' tokens, tables and counters are arrays (``row_arrays``), so that a steady decode step is a few array
 operations.  Always num_computed <= num_scheduled <= capacity.  A row in PREFILL has num_scheduled < num_tokens.  One in
 DECODE has num_scheduled >= num_tokens - 1: steps in flight still owe it num_scheduled - num_tokens + 1 tokens.  One in
-ENDING has num_scheduled + 1 = max_tokens: nothing is left to schedule.
+ENDING has num_scheduled + 1 = max_total_tokens: nothing is left to schedule.
 """
 
 import heapq
@@ -35,7 +35,7 @@ class RunningBatch(RowArrays):
     def __init__(self, limits: SchedulerLimits) -> None:
         super().__init__(limits)
         rows = limits.max_num_seqs
-        self.max_tokens = np.zeros(rows, dtype=np.int64)
+        self.max_total_tokens = np.zeros(rows, dtype=np.int64)
         self.num_logprobs = np.full(rows, -1, dtype=np.int64)
         self.since_step = np.full(rows, _VACANT_STEP, dtype=np.int64)
         self.phase: npt.NDArray[np.int8] = np.zeros(rows, dtype=np.int8)
@@ -66,7 +66,7 @@ class RunningBatch(RowArrays):
         rows = np.array([sequence.row for sequence in seated])
         self.num_tokens[rows] = [len(sequence.token_ids) for sequence in seated]
         self.num_scheduled[rows] = self.num_computed[rows] = [entry.num_computed for entry in entries]
-        self.max_tokens[rows] = [sequence.max_tokens for sequence in seated]
+        self.max_total_tokens[rows] = [sequence.max_total_tokens for sequence in seated]
         self.num_logprobs[rows] = [sequence.sampling.logprobs for sequence in seated]
         self.since_step[rows] = step_id
         self.phase[rows] = SequencePhase.PREFILL
@@ -77,7 +77,7 @@ class RunningBatch(RowArrays):
         self.phase[rows] = SequencePhase.DECODE
         for row in rows.tolist():
             self.prefilling_rows.pop(row).phase = SequencePhase.DECODE
-        for sequence in self._look_up(rows[self.num_scheduled[rows] + ONE >= self.max_tokens[rows]]):
+        for sequence in self._look_up(rows[self.num_scheduled[rows] + ONE >= self.max_total_tokens[rows]]):
             self._end(sequence)
         self.end_run()
 
@@ -88,7 +88,7 @@ class RunningBatch(RowArrays):
             self.run.advance()
             if self.run.num_steps_left > 0:
                 return
-        ending = chosen.rows[self.num_scheduled[chosen.place] + 1 >= self.max_tokens[chosen.place]]
+        ending = chosen.rows[self.num_scheduled[chosen.place] + 1 >= self.max_total_tokens[chosen.place]]
         for sequence in self._look_up(ending):
             self._end(sequence)
         self.end_run()
@@ -176,7 +176,7 @@ class RunningBatch(RowArrays):
         for s in occupied:
             scheduled, known = int(self.num_scheduled[s.row]), int(self.num_tokens[s.row])
             assert scheduled < known if s.phase is SequencePhase.PREFILL else scheduled >= known - 1
-            assert (scheduled + 1 >= self.max_tokens[s.row]) == (
+            assert (scheduled + 1 >= self.max_total_tokens[s.row]) == (
                 s.phase is SequencePhase.ENDING
             ) or s.phase is SequencePhase.PREFILL
         decoding = self.decoding()
@@ -188,7 +188,7 @@ class RunningBatch(RowArrays):
         index = np.flatnonzero(self.phase == SequencePhase.DECODE)
         rows = index.astype(np.int32)
         scheduled = self.num_scheduled[index]
-        steps = int((self.max_tokens[index] - ONE - scheduled).min(initial=np.iinfo(np.int64).max))
+        steps = int((self.max_total_tokens[index] - ONE - scheduled).min(initial=np.iinfo(np.int64).max))
         room = self.capacity[index] - scheduled
         if room.max(initial=0) >= self._block_size:  # a block was taken for draft tokens that were wrong
             steps = min(steps, self._block_size)

@@ -319,8 +319,8 @@ class Scheduler:
         if np.count_nonzero(may_end):
             for position in np.flatnonzero(may_end).tolist():
                 sequence = outcome.sequences[position]
-                max_tokens = int(rows.max_tokens[sequence.row])
-                end = ending(sequence, int(token_ids[position]), int(lengths[position]), max_tokens)
+                most = int(rows.max_total_tokens[sequence.row])
+                end = ending(sequence, int(token_ids[position]), int(lengths[position]), most)
                 if end is not None:
                     outcome.endings[position] = end
         for on_tokens in self._hooks.on_tokens:

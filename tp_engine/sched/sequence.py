@@ -79,7 +79,7 @@ class Sequence:
 
     ``token_ids`` (int32) are all known tokens while it has no row; while it has one, the row's buffer holds them.
     They are names in the prefix cache: where an image's embeddings stand they are negative (``images``).
-    It ends with ``length`` at ``max_tokens`` tokens, the prompt's included.
+    It ends with ``length`` at ``max_total_tokens`` tokens, the prompt's included.
     ``num_published`` of its blocks have been offered to the prefix cache since it got its row; ``place`` is the place
     behind them there.
     ``blocked`` says why it is not in the queue yet.
@@ -95,7 +95,7 @@ class Sequence:
     sampling: RowSampling
     token_ids: IntArray
     num_prompt_tokens: int
-    max_tokens: int
+    max_total_tokens: int
     body_place: int
     phase: SequencePhase = SequencePhase.WAITING
     blocked: Blocked = Blocked.NOTHING

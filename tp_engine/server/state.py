@@ -170,7 +170,7 @@ class PromptLimit:
         return self._num_prompts
 
     def is_full(self) -> bool:
-        """Return whether not one prompt more would be taken, spare ones aside."""
+        """Return whether no further prompt would be taken, spare places aside."""
         return 0 < self.max_num_prompts <= self._num_prompts
 
     def check_open(self) -> None:

@@ -109,7 +109,7 @@ class Turnstile:
         self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # of each client that waits; the next one's first
 
     async def wait(self, client: str = "") -> None:
-        """Return when the next request of the client may begin."""
+        """Wait until the next request of the client may begin."""
         loop = asyncio.get_running_loop()
         if self._num_free == self._per_turn:
             loop.call_soon(self._next_turn)

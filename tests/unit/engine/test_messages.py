@@ -118,8 +118,8 @@ TO_ENGINE: list[ToEngine] = [
 
 TO_FRONTEND: list[ToFrontend] = [
     messages.Ready(model_info=MODEL_INFO),
-    messages.Added(output=StepOutput()),
-    messages.Added(
+    messages.Output(output=StepOutput()),
+    messages.Output(
         output=StepOutput(
             request_ids=["a", "c"],
             indices=[0, 1],
@@ -171,8 +171,8 @@ def test_arrays_that_are_not_contiguous_arrive() -> None:
     wide = logprobs(6, 8)
     part = TokenLogprobs(token_ids=wide.token_ids[1:3, :4], logprobs=wide.logprobs[1:3, :4], ranks=wide.ranks[::2])
     delta = SequenceDelta(request_id="a", index=0, new_token_ids=[1, 2], logprobs=part)
-    decoded = decode_to_frontend(encode(messages.Added(output=StepOutput(deltas=[delta]))))
-    assert isinstance(decoded, messages.Added) and (got := decoded.output.deltas[0].logprobs) is not None
+    decoded = decode_to_frontend(encode(messages.Output(output=StepOutput(deltas=[delta]))))
+    assert isinstance(decoded, messages.Output) and (got := decoded.output.deltas[0].logprobs) is not None
     assert np.array_equal(got.logprobs, part.logprobs) and np.array_equal(got.token_ids, part.token_ids)
     assert np.array_equal(got.ranks, part.ranks)
 
@@ -183,7 +183,7 @@ def test_arrays_of_other_types_are_refused() -> None:
         part = TokenLogprobs(token_ids=wrong, logprobs=wrong, ranks=wrong)  # type: ignore[arg-type]
         delta = SequenceDelta(request_id="a", index=0, new_token_ids=[1], logprobs=part)
         with pytest.raises(TypeError, match="can not cross the socket"):
-            encode(messages.Added(output=StepOutput(deltas=[delta])))
+            encode(messages.Output(output=StepOutput(deltas=[delta])))
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ class Speculation(SchedulerFeature):
         likelihoods: list[float] = []
         for row, sequence in zip(chosen.rows.tolist(), chosen.sequences, strict=True):
             known = int(self._rows.num_tokens[row])
-            most = min(self.most_tokens, sequence.max_tokens - known - 1)
+            most = min(self.most_tokens, sequence.max_total_tokens - known - 1)
             if most < 1:
                 continue
             found = self.sources.propose(sequence, self._rows.tokens[row, :known], most)
@@ -201,7 +201,7 @@ class Speculation(SchedulerFeature):
         what the ranks draft behind them."""
         blocks, row = self._state.blocks, run.row
         end = int(self._rows.num_scheduled[row]) + 1
-        room = min(end + len(run.tokens) + self._num_drafts, int(self._rows.max_tokens[row]))
+        room = min(end + len(run.tokens) + self._num_drafts, int(self._rows.max_total_tokens[row]))
         count = blocks.blocks_for(room) - int(self._rows.num_blocks[row])
         if count > 0 and row not in builder.block_rows and blocks.has_room(count * blocks.num_groups):
             builder.add_blocks(np.full(count, row, dtype=np.int32), blocks.grow(row, count))
@@ -302,7 +302,7 @@ class Speculation(SchedulerFeature):
         may_end[-1] = True
         for place in np.flatnonzero(may_end).tolist():
             token_id = int(run.kept[place])
-            end = ending(sequence, token_id, known + place + 1, sequence.max_tokens)
+            end = ending(sequence, token_id, known + place + 1, sequence.max_total_tokens)
             if constraint is not None:
                 is_accepted, end = accept(constraint, token_id, end)
             if end is not None:

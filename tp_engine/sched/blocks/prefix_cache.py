@@ -82,8 +82,8 @@ class PrefixCache:
         self._numbers = np.arange(num_ids)
 
     def match(self, salt: str, token_bytes: bytes, max_blocks: int) -> tuple[BlockIds, Place]:
-        """Return the known logical blocks, at most ``max_blocks``, with a sequence's first tokens; the place behind
-        them. (n, G); a block that is not there, which happens in groups with a window, is ``NO_BLOCK``."""
+        """Return the known logical blocks (n, G) of a sequence's first tokens, at most ``max_blocks``, and the place
+        behind them.  A block that is missing, which happens in groups with a window, is ``NO_BLOCK``."""
         parts, _, place = self._walk(salt, token_bytes, max_blocks)
         if not parts:
             return self._no_blocks, place

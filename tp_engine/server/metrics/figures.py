@@ -68,7 +68,7 @@ class RequestFigures:
         self.histogram(f.INFERENCE).observe(times.e2e_s - times.queue_s)
 
     def metrics(self, model_name: str) -> Iterator[Metric]:
-        """Yield the exposition's lines."""
+        """Yield the metrics with their samples."""
         yield number(f.PROMPT_TOKENS, model_name, self.num_prompt_tokens)
         yield number(f.IMAGES, model_name, self.num_images)
         yield number(f.IMAGE_TOKENS, model_name, self.num_image_tokens)
@@ -100,7 +100,7 @@ class HttpFigures:
             sizes[handler][1] += size
 
     def metrics(self, model_name: str) -> Iterator[Metric]:
-        """Yield the exposition's lines."""
+        """Yield the metrics with their samples."""
         yield samples(f.HTTP_REQUESTS, model_name, self._requests.items())
         by_route = [(labels, one.bounds, one.counts, one.total) for labels, one in self._seconds.items()]
         yield histograms(f.HTTP_SECONDS, model_name, by_route)
@@ -125,7 +125,7 @@ class BatchFigures:
         self._ends.update(completed=completed, failed=failed)
 
     def metrics(self, model_name: str) -> Iterator[Metric]:
-        """Yield the exposition's lines."""
+        """Yield the metrics with their samples."""
         batches = list(self.stored.values())
         states = Counter(batch.status for batch in batches)
         active = [batch.request_counts for batch in batches if batch.is_active]

@@ -69,7 +69,7 @@ def never_fails() -> None:
 
 
 def wait_for(event: Event, check: Check) -> None:
-    """Return when the device has reached ``event``; raises what ``check`` raises, which is asked every 0.1 s."""
+    """Wait until the device has reached ``event``; raises what ``check`` raises, which is called every 0.1 s."""
     began_s = checked_s = monotonic()
     while not event.query():
         now_s = monotonic()

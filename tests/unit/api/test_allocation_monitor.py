@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from tests.unit.sched.scheduler_harness import Simulation
-from tp_engine.sched.allocation_monitor import AllocationMonitor
+from tp_engine.api.allocation_monitor import AllocationMonitor
 from tp_engine.sched.scheduler import SchedulerLimits
 
 LIMITS = SchedulerLimits(

@@ -13,7 +13,7 @@ _HISTORY = 600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocationSummary:
-    """Over the samples that are kept.  ``mean_fragmentation`` counts those in which a block was used."""
+    """Peaks and means of the samples that are kept; ``mean_fragmentation`` is of those in which a block was used."""
 
     num_samples: int
     span_s: float
