@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from tests.e2e.serving import ROOT, serving
-from tests.unit.engine.test_child_process import write_hostile_modules
+from tests.unit.system.test_child_process import write_hostile_modules
 
 pytestmark = pytest.mark.slow
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.unit.kernels import kernel_cases_gather
+from tests.unit.kernels.kernel_harness import CASE_MODULES
 from tp_engine.kernels.sampling import (
     best_triton,
     candidates_triton,
@@ -16,35 +17,11 @@ from tp_engine.kernels.sampling import (
     nucleus_triton,
 )
 
-MODULES = (
-    "adapters",
-    "block_codes",
-    "decode_inputs",
-    "delta",
-    "experts",
-    "gather",
-    "heads",
-    "index_keys",
-    "kv_quant",
-    "latents",
-    "layer_ops",
-    "mamba",
-    "nan",
-    "norm_codes",
-    "one_row_linear",
-    "padded_steps",
-    "paged_attention",
-    "quantised",
-    "sampling",
-    "short_conv",
-    "store_kv",
-    "tree_linear",
-)
 # Half of the time; the interpreted engine of the fast tier runs their usual kernels, too.
 LONG = ("latents", "sampling")
 CASES = [
     pytest.param(check, id=f"{module}: {name}", marks=[pytest.mark.slow] if module in LONG else [])
-    for module in MODULES
+    for module in CASE_MODULES
     for name, check in importlib.import_module(f"tests.unit.kernels.kernel_cases_{module}").CASES.items()
 ]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from tests.unit.sched.host_tier_harness import Lag, MaskedTierWorker
+from tests.unit.features.tiers.host_tier_harness import Lag, MaskedTierWorker
 from tests.unit.sched.scheduler_harness import changed
 from tests.unit.sched.test_scheduler_grammar import GrammarSimulation, MixedLoad
 from tests.unit.sched.test_scheduler_properties import LAYOUTS, SHAPES

@@ -13,7 +13,7 @@ import torch
 
 from tests.paged_batches import make_batch
 from tests.unit.kernels.kernel_cases_layer_ops import assert_close_enough, error_of
-from tests.unit.models.test_quantization_config import BLOCK_FP8
+from tests.unit.model_config.test_quantization_config import BLOCK_FP8
 from tp_engine.attention import mla, native_backend
 from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionNeeds, AttentionShape
 from tp_engine.attention.mla import MLABackend, TokenSelection, part_of_step

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.images import data_url, file_of, image_info, image_tokenizer, picture, pixels_of
-from tests.unit.isolation import functions
+from tests.unit.system.isolation import functions
 from tp_engine.errors import RequestError
 from tp_engine.images import decoding, loading, reader
 from tp_engine.images.loading import open_bytes

@@ -13,6 +13,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import signature
+from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -23,6 +24,10 @@ from tp_engine.kernels import ops
 from tp_engine.kernels.ops import has_triton
 from tp_engine.system.units import KIB
 
+# The tables of cases; a new one is found, and runs in the interpreter and on a GPU.
+CASE_MODULES = sorted(
+    path.stem.removeprefix("kernel_cases_") for path in Path(__file__).parent.glob("kernel_cases_*.py")
+)
 needs_triton = pytest.mark.skipif(not has_triton(), reason="triton is not installed")
 # Triton warns of its own environment variable while it compiles for some targets.
 quiet = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tp_engine
-from tests.unit.models.test_model_config import llama
+from tests.unit.model_config.test_model_config import llama
 from tests.unit.models.test_shard import sources
 from tests.unit.models.test_weight_sizes import parameters
 from tp_engine.config import EngineConfig

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.unit.apps.advice.test_recommend import SEVEN_B
 from tests.unit.models.test_shard import sources
 from tests.unit.models.test_weight_sizes import parameters
-from tests.unit.options.test_recommend import SEVEN_B
 from tp_engine import recommend
 from tp_engine.errors import ConfigError
 from tp_engine.model_config import check_tensor_parallel, read_model

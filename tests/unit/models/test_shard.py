@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.models.test_model_config import QWEN3_06B, llama
+from tests.unit.model_config.test_model_config import QWEN3_06B, llama
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.job.topology import RankInfo
 from tp_engine.layers.rotary import interleaved_to_halves

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.models.test_model_config import llama
+from tests.unit.model_config.test_model_config import llama
 from tests.unit.models.test_vision_tower import TOWERS, tower_of
 from tp_engine.model_config import read_model
 from tp_engine.models.tower_run import TowerRun

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.models.test_model_config import llama
-from tests.unit.models.test_quantization_config import AWQ, BLOCK_FP8, PUBLISHED, W4A16
+from tests.unit.apps.advice.test_recommend import QWEN3_30B
+from tests.unit.model_config.test_model_config import llama
+from tests.unit.model_config.test_quantization_config import AWQ, BLOCK_FP8, PUBLISHED, W4A16
 from tests.unit.models.test_shard import Somewhere
-from tests.unit.options.test_recommend import QWEN3_30B
 from tp_engine import recommend
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.config import EngineConfig

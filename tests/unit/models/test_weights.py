@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.unit.models.test_model_config import llama
+from tests.unit.model_config.test_model_config import llama
 from tests.unit.models.test_shard import Somewhere, sources
 from tp_engine.apps.check import stored
 from tp_engine.apps.check.stored import StoredWeights

@@ -23,6 +23,7 @@ C_FILES = sorted((ROOT / "tp_engine").rglob("*.[ch]"))
 MAX_COLUMNS = 120
 SHORT_LINES = 60
 MAX_SHORT_MODULES = 15
+BESIDE = {("project",), ("scripts",), ("fake_cuda",)}  # of tests/unit: what they test is not in the package
 
 
 def name_of(path: Path) -> str:
@@ -91,6 +92,37 @@ def importers_of_modules() -> dict[Path, set[Path]]:
                 if name in paths and paths[name] != importer:
                     importers[paths[name]].add(importer)
     return importers
+
+
+def test_unit_tests_lie_as_the_package_does() -> None:
+    """Oracle: the folders of the package; a test that imports from a single room lies in the folder of its name."""
+    unit, package = ROOT / "tests" / "unit", ROOT / "tp_engine"
+    paths = [path for path in unit.rglob("test_*.py") if path.parent.relative_to(unit).parts[:1] not in BESIDE]
+    strange = {name_of(path.parent) for path in paths if not (package / path.parent.relative_to(unit)).is_dir()}
+    assert not strange, f"tests/unit has folders that tp_engine/ lacks: {sorted(strange)}"
+    rooms = {path: rooms_of(path) for path in paths}
+    elsewhere = {
+        name_of(path): f"tests/unit/{room}/"
+        for path in paths
+        if len(rooms[path]) == 1
+        for room in rooms[path]
+        if not path.is_relative_to(unit / room)
+    }
+    assert not elsewhere, f"these tests belong elsewhere: {elsewhere}"
+
+
+def rooms_of(path: Path) -> set[str]:
+    """The folders of the package whose modules a test imports; of ``apps`` and ``features`` the folders below.
+
+    Not ``requests``, data that tests of all rooms need, nor ``cpu``, whose kernels are tested with their twins.
+    """
+    modules = [
+        node.module.split(".")[1:]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("tp_engine.")
+    ]
+    rooms = {"/".join(parts[: 2 if parts[0] in {"apps", "features"} and len(parts) > 2 else 1]) for parts in modules}
+    return {room for room in rooms if (ROOT / "tp_engine" / room).is_dir()} - {"requests", "cpu"}
 
 
 def test_no_two_classes_have_one_name() -> None:

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from tests.tiers import slow_but
-from tests.unit.sched.disk_tier_harness import DiskSimulation
+from tests.unit.features.tiers.disk_tier_harness import DiskSimulation
 from tests.unit.sched.scheduler_harness import RandomLoad, Simulation, limits
 from tests.unit.sched.test_scheduler_properties import SHAPES
 from tp_engine.features.lora.feature import AskedAdapter

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.tiers import slow_but
+from tests.unit.features.speculation.test_speculation import PROPOSERS, ScriptedSource
 from tests.unit.sched.scheduler_harness import (
     EOS,
     VOCABULARY,
@@ -27,7 +28,6 @@ from tests.unit.sched.scheduler_harness import (
     next_token,
     visible,
 )
-from tests.unit.sched.test_speculation import PROPOSERS, ScriptedSource
 from tp_engine.errors import INVALID_GRAMMAR
 from tp_engine.features.speculation.feature import COUNTERS
 from tp_engine.features.speculation.options import SpeculativeConfig

@@ -1,1 +1,0 @@
-"""Batch jobs from end to end, with an engine without a model."""
