@@ -1,9 +1,10 @@
 """Builds rank 0's engine from its parts: worker, plan channel, scheduler."""
 
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, get_type_hints
 
+from tp_engine.config import EngineConfig
 from tp_engine.distributed.groups import RankGroups
 from tp_engine.engine.engine import Engine
 from tp_engine.engine.feature import EngineFeature
@@ -111,13 +112,9 @@ def _limits(
     config = effective.config
     layout = effective.model.kv_layout_on(config.tensor_parallel_size)
     return SchedulerLimits(
+        **_as_configured(SchedulerLimits, config),
         num_blocks=num_blocks,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=effective.max_model_len,
-        enable_prefix_caching=config.enable_prefix_caching,
-        seed=config.seed,
         windows=layout.windows,
         num_spare_rows=effective.num_spare_rows,
         has_states=layout.states is not None,
@@ -150,28 +147,27 @@ def model_info(effective: EffectiveConfig, num_blocks: int, *, longest: int | No
     others."""
     config, model = effective.config, effective.model
     return ModelInfo(
-        model=config.model,
+        **_as_configured(ModelInfo, config, but={"convert"}),
         tokenizer=config.tokenizer_source,
-        revision=config.revision,
         max_model_len=effective.max_model_len if longest is None else longest,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
-        block_size=config.block_size,
         num_blocks=num_blocks,
-        tensor_parallel_size=config.tensor_parallel_size,
-        dtype=config.dtype,
-        device=config.device,
-        max_num_seqs=config.max_num_seqs,
-        max_logprobs=config.max_logprobs,
         structured_outputs=config.structured_outputs_config,
         hidden_size=model.hidden_size,
         convert=effective.pooling.convert,
         dimensions=effective.pooling.dimensions,
         classifier=effective.pooling.classifier,
         images=image_settings(config, model.vision, effective.model_path),
-        enable_lora=config.enable_lora,
         adapters={source.name: source.path for source in config.lora_modules},
     )
+
+
+def _as_configured(kind: type, config: EngineConfig, but: Collection[str] = ()) -> dict[str, Any]:
+    """The options that are fields of ``kind`` too, of the same name and type, but for those that mean more there."""
+    options = get_type_hints(EngineConfig)
+    fields = get_type_hints(kind)
+    return {name: getattr(config, name) for name in fields.keys() - but if fields[name] == options.get(name)}
 
 
 def _open_channel(
