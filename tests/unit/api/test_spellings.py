@@ -26,9 +26,8 @@ SHOWS_THINKING = """\
 
 
 def shown(*messages: dict[str, Any], template: str = SHOWS_THINKING) -> str:
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = template
-    return ChatFormat(tokenizer, ChatOptions()).render(list(messages), {}).text
+    chat = ChatFormat(byte_level_tokenizer(), ChatOptions(chat_template=template))
+    return chat.render(list(messages), {}).text
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,6 @@ def observe(
             note(CACHED)
             again = _ask(llm, [*prompts, *_crossed(prompts, sizes.block_size)], max_tokens)
             observed.set_ups[CACHED] = again if was_cached(llm, again) else "nothing was found in the prefix cache"
-            llm.reset_prefix_cache()  # what a cached prefix spoils is not to be found in what follows
         note(SEVERAL)
         observed.set_ups[SEVERAL] = _ask_several(llm, prompt_of(prompts))
         note("draws")
@@ -165,10 +164,13 @@ def _crossed(prompts: Sequence[CheckPrompt], block_size: int) -> list[CheckPromp
 
 
 def _ask_several(llm: LLM, prompt: CheckPrompt) -> list[Answer]:
-    """Several answers of one request, which part from each other: they share what they do not write."""
+    """Several answers of one request, which part from each other: they share what they do not write.
+
+    They find nothing that was cached before: what is wrong with that is another set-up's.
+    """
     params = SamplingParams(
         n=_NUM_SEVERAL, temperature=1.0, seed=_SEED, max_tokens=_SEVERAL_TOKENS, ignore_eos=True,
-        logprobs=ALTERNATIVES, detokenize=False,
+        logprobs=ALTERNATIVES, detokenize=False, cache_salt=SEVERAL,
     )  # fmt: skip
     [output] = llm.generate([list(prompt.token_ids)], params, use_tqdm=False)
     return [replace(answer_of_output(prompt, output, number), is_drawn=True) for number in range(_NUM_SEVERAL)]
