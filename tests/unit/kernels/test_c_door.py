@@ -22,7 +22,7 @@ compiled = pytest.mark.skipif(LIBRARY is None, reason="the native kernels can no
 def test_every_pointer_of_a_taped_function_has_an_extent() -> None:
     """Oracle: the prototypes in the C sources; a pointer to a description of other memory has none."""
     taped = {one.name: one for one in prototypes() if one.is_taped}
-    assert set(taped) == set(EXTENTS)
+    assert set(taped) == set(EXTENTS), "each needs a row in tp_engine/cpu/extents.py"
     plain = ("char", "void", "float", "int32_t", "int64_t")
     for name, prototype in taped.items():
         pointers = {one for one, item in zip(prototype.names, prototype.items, strict=True) if item in plain}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -460,3 +462,13 @@ def model_of(config: dict[str, Any]) -> ModelSpec | None:
         return replace(read_model(config), ignored_keys=(), warnings=())
     except ConfigError:
         return None
+
+
+def test_the_documents_have_every_architecture() -> None:
+    """Oracle: the readers; docs/models.md also lists two names that stand for Qwen2 with another head."""
+    root = Path(__file__).parents[3]
+    table = (root / "docs" / "models.md").read_text(encoding="utf-8").split("## What is served")[1].split("\n\n")[1]
+    rewards = {"Qwen2ForRewardModel", "Qwen2ForProcessRewardModel"}
+    assert set(re.findall(r"`(\w+)`", table)) - rewards == set(families()), "docs/models.md, What is served"
+    counts = re.findall(r"(\d+) architectures", (root / "README.md").read_text(encoding="utf-8"))
+    assert counts and {*map(int, counts)} == {len(families())}, "README.md"

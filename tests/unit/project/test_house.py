@@ -23,6 +23,7 @@ C_FILES = sorted((ROOT / "tp_engine").rglob("*.[ch]"))
 MAX_COLUMNS = 120
 SHORT_LINES = 60
 MAX_SHORT_MODULES = 15
+FOUND_BY_NAME = {"__init__.py", "feature.py"}  # the second by the table of features
 BESIDE = {("project",), ("scripts",), ("fake_cuda",)}  # of tests/unit: what they test is not in the package
 
 
@@ -63,7 +64,7 @@ def test_short_modules_have_several_importers_or_a_reason() -> None:
     short = {
         name_of(path): name_of(next(iter(importers[path])))
         for path in MODULES
-        if num_lines(path) < SHORT_LINES and len(importers[path]) == 1 and path.name != "__init__.py"
+        if num_lines(path) < SHORT_LINES and len(importers[path]) == 1 and path.name not in FOUND_BY_NAME
     }
     folders = tuple(name for name in listed if name.endswith("/"))
     unlisted = {

@@ -48,6 +48,7 @@ def test_every_route_needs_the_key_of_the_table() -> None:
 
     async def scenario(app: App) -> None:
         for method, path in routes():
+            assert f"{method} {path}" in table, "docs/keys.md lacks it"
             needed, where = table[f"{method} {path}"], path.replace("{", "").replace("}", "")
             statuses = [(await app.start(method, where, **key).reply()).status for key in ({}, CLIENT, OPERATOR)]
             assert (statuses[0] == 401) == (needed != "none"), (method, path, statuses)
