@@ -32,7 +32,7 @@ class ChatTemplateOptions(TypedDict, total=False):
 
 
 class Configs(NamedTuple):
-    """What the keywords make."""
+    """The configurations that the keywords of ``LLM`` describe."""
 
     engine: EngineConfig
     sampling: SamplingDefaultOptions

@@ -155,7 +155,7 @@ class Pooler:
 
     @property
     def classifier(self) -> ClassifierSpec:
-        """What the scores are."""
+        """The model's classifier, which it must have."""
         assert self.processor.model.classifier is not None, "of() has looked at the task"
         return self.processor.model.classifier
 

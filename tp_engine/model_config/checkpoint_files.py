@@ -95,7 +95,7 @@ class CheckpointHeaders:
 
     @property
     def names(self) -> Set[str]:
-        """All tensors."""
+        """The names of all tensors."""
         return self._file_of.keys()
 
     def find(self, name: str) -> TensorInfo | None:

@@ -90,7 +90,7 @@ class SchedulerLimits:
 
     @property
     def kv_windows(self) -> KvWindows:
-        """What each group needs."""
+        """Which of a row's blocks each group needs."""
         return KvWindows(self.windows, self.block_size, self.tile_tokens)
 
     @property

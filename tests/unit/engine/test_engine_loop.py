@@ -103,7 +103,7 @@ def test_each_plan_is_called_where_none_is_sent_ahead(monkeypatch: pytest.Monkey
     assert diary.entries == [entry for step in (1, 2, 3) for entry in ("call", f"send {step}", f"run {step}", "call")]
 
 
-def test_nobody_is_called_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_loop_calls_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: a loop without requests leaves the ranks blocked."""
     diary = Diary()
     engine = make_engine(diary, 1, monkeypatch)

@@ -191,7 +191,7 @@ def test_a_rows_result_is_its_own(
         torch.set_num_threads(threads)
 
 
-def test_no_rows(library: ctypes.CDLL) -> None:
+def test_a_product_of_no_rows_is_empty(library: ctypes.CDLL) -> None:
     """Oracle: an empty result."""
     panels = QuantisedPanels(library, make_weight("int4", (40, 64), group=32), BFLOAT16)
     assert panels(torch.empty(0, 64, dtype=BFLOAT16), None).shape == (0, 40)

@@ -58,7 +58,7 @@ class PendingStep(msgspec.Struct, kw_only=True):
 
 
 class Event(Protocol):
-    """What the device will reach."""
+    """A point in the device's work."""
 
     def query(self) -> bool:
         """Return whether the device has reached it."""

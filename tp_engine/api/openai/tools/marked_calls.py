@@ -75,13 +75,13 @@ class CallMarks:
 
     @property
     def all(self) -> tuple[str, ...]:
-        """All that may be special tokens."""
+        """The marks that may be special tokens."""
         marks = (self.open, self.close, self.call, self.call_end, self.key, self.key_end, self.value, self.value_end)
         return tuple(mark for mark in (*marks, self.behind_name, *(self.verbatim or ())) if mark)
 
     @property
     def value_marks(self) -> tuple[str, ...]:
-        """Those that end a value, or may end it."""
+        """The marks that end a value, or may end it."""
         marks = (self.value_end, *self.value_breaks, self.key, self.call_end, self.close)
         return tuple(mark for mark in marks if mark)
 
@@ -91,7 +91,7 @@ class CallMarks:
 
     @property
     def opens(self) -> tuple[str, ...]:
-        """Those that may begin a call."""
+        """The marks that may begin a call."""
         return (self.open, self.call) if self.bare else (self.open,)
 
     def format(self, models: str, **fields: Any) -> ToolFormat:
