@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from tp_engine.api.async_llm import AsyncLLM
@@ -10,7 +10,7 @@ from tp_engine.engine.messages import ModelInfo
 from tp_engine.engine.report import EngineReport
 from tp_engine.sched.view import SchedulerStats, ViewLimits
 
-Ask: TypeAlias = Callable[[Coroutine[Any, Any, Any]], Any]
+Ask: TypeAlias = Callable[..., Any]
 
 
 class EngineView:
@@ -26,7 +26,7 @@ class EngineView:
 
     def report(self, view: ViewLimits | None = None) -> EngineReport:
         """Return how the scheduler and every rank stand; with ``view`` also the KV pool and the running sequences."""
-        report: EngineReport = self._ask(self._llm.report(view))
+        report: EngineReport = self._ask(self._llm.report, view)
         return report
 
     def stats(self) -> SchedulerStats:
@@ -41,7 +41,7 @@ class EngineView:
 
     def act(self, action: str, **arguments: Any) -> dict[str, Any]:
         """Let the engine do ``action``, a name in ``engine/admin_commands.py``; ``RequestError`` if it refuses."""
-        result: dict[str, Any] = self._ask(self._llm.act(action, **arguments))
+        result: dict[str, Any] = self._ask(self._llm.act, action, **arguments)
         return result
 
     def check_integrity(self) -> None:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeAlias, TypeVar, Unpack, overload
 
 from tp_engine.api.allocation_monitor import AllocationMonitor
 from tp_engine.api.async_llm import AsyncLLM, load_early
@@ -58,6 +58,7 @@ Lora: TypeAlias = LoRARequest | Iterable[LoRARequest | None] | None
 Prompts: TypeAlias = Prompt | Iterable[Prompt]
 """One prompt or many."""
 _Result = TypeVar("_Result")
+_Arguments = ParamSpec("_Arguments")
 
 
 _NEW_WEIGHTS = "the model is in processes of its own; new weights are given with update_weights(named tensors)"
@@ -105,16 +106,20 @@ class LLM(Closing):
         config = self._async.options.engine
         launch = launch or _launch_for(config)
         early = load_early(config)
-        service = launch(config)
+        service: Service | None = None
+        loop = self._loop = LoopThread("LLM")
         try:
-            self._loop = LoopThread("LLM")
-            self._loop.run(self._async.attach(service, early))
-            self._default_params = self._loop.run(self._async.get_default_sampling_params())
+            service = launch(config)
+            loop.run(llm.attach, service, early)
+            self._default_params = loop.run(llm.get_default_sampling_params)
         except BaseException:
-            service.kill()
-            service.close()
+            if service is not None:
+                service.kill()
+            loop.finish(llm.close)
+            if service is not None:
+                service.close()
             raise
-        self._close = weakref.finalize(self, _end, self._ending, self._loop, self._async)
+        self._forgotten = weakref.finalize(self, _end, self._ending, loop, llm)
         self.engine = EngineView(self._async, self._ask)
         self.allocation_monitor = AllocationMonitor(interval_s=_MONITOR_S)
         self._num_requests = itertools.count()
@@ -366,22 +371,22 @@ class LLM(Closing):
         ``RequestError``, and nothing has changed, if it can not be served, or if the name is taken and not
         ``load_inplace``.
         """
-        self._ask(self._async.load_lora_adapter(name, path, load_inplace=load_inplace))
+        self._ask(self._async.load_lora_adapter, name, path, load_inplace=load_inplace)
 
     @together
     def unload_lora_adapter(self, name: str) -> None:
         """Forget an adapter; ``RequestError`` for an unknown name."""
-        self._ask(self._async.unload_lora_adapter(name))
+        self._ask(self._async.unload_lora_adapter, name)
 
     @together
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; while requests run, change nothing and return False."""
-        return self._ask(self._async.reset_prefix_cache())
+        return self._ask(self._async.reset_prefix_cache)
 
     @together
     def reset_mm_cache(self) -> None:
         """Forget all embeddings of images."""
-        self._ask(self._async.reset_mm_cache())
+        self._ask(self._async.reset_mm_cache)
 
     def update_weights(
         self, tensors: NamedTensors, *, weight_version: str | None = None, flush_cache: bool = False
@@ -404,9 +409,10 @@ class LLM(Closing):
         self._check_open()
         with StagedTensors(tensors) as staged:
             return self._ask(
-                self._async.update_weights_from(
-                    weight_version=weight_version, flush_cache=flush_cache, files=staged.files
-                )
+                self._async.update_weights_from,
+                weight_version=weight_version,
+                flush_cache=flush_cache,
+                files=staged.files,
             )
 
     @together
@@ -416,24 +422,24 @@ class LLM(Closing):
         """Replace the weights by a checkpoint in a folder that all ranks can read; the rest is as for
         ``update_weights``."""
         return self._ask(
-            self._async.update_weights_from_disk(path, weight_version=weight_version, flush_cache=flush_cache)
+            self._async.update_weights_from_disk, path, weight_version=weight_version, flush_cache=flush_cache
         )
 
     @together
     def pause(self, mode: str = "keep") -> None:
         """Run no step until ``resume``: unfinished requests, of other threads, wait and are computed again (``keep``),
         end (``abort``), or come to their ends before this returns (``wait``)."""
-        self._ask(self._async.pause(mode))
+        self._ask(self._async.pause, mode)
 
     @together
     def resume(self) -> None:
         """Go on after ``pause``."""
-        self._ask(self._async.resume())
+        self._ask(self._async.resume)
 
     @together
     def sleep(self, level: int = 1) -> None:
         """Pause, and at level 1 free the memory of the KV cache, whose prefixes are all forgotten."""
-        self._ask(self._async.sleep(level))
+        self._ask(self._async.sleep, level)
 
     @together
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -442,13 +448,13 @@ class LLM(Closing):
         With ``tags`` only what they name is awake: ``weights``, which have not slept, or ``kv_cache``, with which the
         engine goes on.
         """
-        self._ask(self._async.wake_up(tags))
+        self._ask(self._async.wake_up, tags)
 
     @property
     @together
     def weight_version(self) -> str:
         """The version of the weights; ``default`` for those of the start."""
-        version: str = self._ask(self._async.weight_info())["weight_version"]
+        version: str = self._ask(self._async.weight_info)["weight_version"]
         return version
 
     def close(self) -> None:
@@ -456,7 +462,8 @@ class LLM(Closing):
         if self.team is not None:
             self.team.close()
         if self.team is None or self.team.leads:
-            self._close()
+            _end(self._ending, self._loop, self._async)
+            self._forgotten.detach()
         self._ending.close()
 
     def new_call(self, *, wants_all: bool = False) -> Call:
@@ -471,14 +478,15 @@ class LLM(Closing):
         if error is not None:
             raise again(error)
 
-    def _ask(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+    def _ask(
+        self,
+        function: Callable[_Arguments, Coroutine[Any, Any, _Result]],
+        *arguments: _Arguments.args,
+        **named: _Arguments.kwargs,
+    ) -> _Result:
+        self._check_open()
         try:
-            self._check_open()
-        except BaseException:
-            coroutine.close()
-            raise
-        try:
-            return self._loop.run(coroutine)
+            return self._loop.run(function, *arguments, **named)
         except EngineDeadError as error:
             raise again(error.__cause__ or error) from None
 
@@ -593,14 +601,10 @@ def _launch_for(config: EngineConfig) -> Callable[[EngineConfig], Service]:
 
 def _end(ending: Ending, loop: LoopThread, llm: AsyncLLM) -> None:
     """Stop the engine of an ``LLM`` that is closed, forgotten, or whose program ends."""
-    if not ending.close():
+    ending.close()
+    if not ending.is_here:
         return
-
-    def end() -> None:
-        loop.run(llm.close())
-        loop.close()
-
     if loop.is_here:  # the loop's own thread has found an LLM that was forgotten
-        started(end)
+        started(loop.finish, llm.close)
     else:
-        end()
+        loop.finish(llm.close)

@@ -161,8 +161,9 @@ def main() -> int:
             stack.callback(engine.close)
             service = EngineService(engine, spec.address)
             stack.callback(service.close)
-            _tell(spec.told_fd, _READY)
-            is_ready = True
+            is_ready = _tell(spec.told_fd, _READY)
+            if not is_ready:
+                return 1  # nobody waits any more
             service.run()
     except Exception as error:
         if is_ready:
@@ -173,6 +174,11 @@ def main() -> int:
     return 0
 
 
-def _tell(descriptor: int, line: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError), open(descriptor, "wb") as told:
-        told.write(line)
+def _tell(descriptor: int, line: bytes) -> bool:
+    """Whether the parent still listens."""
+    try:
+        with open(descriptor, "wb") as told:
+            told.write(line)
+    except BrokenPipeError:
+        return False
+    return True

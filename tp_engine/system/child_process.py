@@ -55,10 +55,15 @@ def start_child(
             pass_fds=pass_fds,
             start_new_session=own_session,
         )
-    _children.add(child)
-    assert child.stdin is not None
-    with contextlib.suppress(BrokenPipeError), child.stdin as stream:
-        stream.write(first_line + settings)
+    try:
+        _children.add(child)
+        assert child.stdin is not None
+        with contextlib.suppress(BrokenPipeError), child.stdin as stream:
+            stream.write(first_line + settings)
+    except BaseException:
+        child.kill()
+        child.wait()
+        raise
     return child
 
 

@@ -42,6 +42,11 @@ class Ending:
         self._closed_because = self._closed_because or "the engine is closed"
         return was_open
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the engine belongs to this process."""
+        return self._process == os.getpid()
+
     def check(self) -> None:
         """``EngineDeadError`` if the engine may not be used any more."""
         if self._closed_because and self.failure is None:

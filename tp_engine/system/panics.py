@@ -2,22 +2,22 @@
 
 They are ``BaseException``s, which no ``except Exception`` sees: one would pass every place that gives a request its
 error, and end the batch, the thread or the process beside it.  So whoever hands a client's data to libraries does it
-within ``panics_refused``.
+within ``panics_refused``.  Other ``BaseException``s are meant for the thread that runs: Ctrl-C, the end of a task, the
+timeout of a test or of a call.
 """
 
-import asyncio
 import contextlib
 from collections.abc import Iterator
 
 from tp_engine.errors import RequestError
 
-_ENDS = (Exception, KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
+_PANICS = "pyo3_runtime"  # the module of their class, of which each library has its own
 _MOST_WORDS = 200
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether ``error`` is neither a usual exception nor meant to end what runs."""
-    return not isinstance(error, _ENDS)
+    """Return whether ``error`` is a panic."""
+    return type(error).__module__ == _PANICS
 
 
 @contextlib.contextmanager

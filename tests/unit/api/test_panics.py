@@ -21,9 +21,17 @@ from tp_engine.system.panics import is_panic, panics_refused
 class Panic(BaseException):
     """As those of pyo3."""
 
+    __module__ = "pyo3_runtime"
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError, ValueError])
-def test_what_ends_a_program_or_a_task_is_no_panic(error: type[BaseException]) -> None:
+
+class TimeIsOver(BaseException):
+    """As that of pytest-timeout, which strikes whatever the thread does."""
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError, ValueError, TimeIsOver]
+)
+def test_what_ends_a_program_a_task_or_a_test_is_no_panic(error: type[BaseException]) -> None:
     """Oracle: the exception itself."""
     assert not is_panic(error()) and is_panic(Panic())
     with pytest.raises(error), panics_refused("this"):

@@ -114,21 +114,25 @@ def test_a_child_that_ends_before_it_reads_is_no_error(tmp_path: Path) -> None:
     assert "No module named 'no_such_module'" in (tmp_path / "output").read_text()
 
 
-def test_a_child_whose_parent_is_interrupted_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: its output, after the parent has closed its input without a word."""
+@pytest.mark.parametrize(("closes", "code"), [(True, 1), (False, -signal.SIGKILL)])
+def test_a_child_whose_parent_is_interrupted_says_nothing(
+    closes: bool, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: its exit code and output: its input was closed without a word, or its parent has killed it."""
 
     def interrupt(process: subprocess.Popen[bytes]) -> None:
         started.append(process)
+        assert process.stdin is not None
+        if closes:
+            process.stdin.close()
+            process.wait(DEADLINE_S)
         raise KeyboardInterrupt
 
     started: list[subprocess.Popen[bytes]] = []
     monkeypatch.setattr(child_process, "_children", SimpleNamespace(add=interrupt))
-    with (tmp_path / "output").open("w+b") as file:
-        with pytest.raises(KeyboardInterrupt):
-            start_child("no_such_module", b"", output=file)
-        assert started[0].stdin is not None
-        started[0].stdin.close()
-        assert started[0].wait(DEADLINE_S) == 1
+    with (tmp_path / "output").open("w+b") as file, pytest.raises(KeyboardInterrupt):
+        start_child("no_such_module", b"", output=file)
+    assert started[0].returncode == code
     assert (tmp_path / "output").read_bytes() == b""
 
 

@@ -11,8 +11,8 @@ A template may use what transformers' ``apply_chat_template`` offers: filters, `
 A fork for each rendering would cost milliseconds; one that stays costs some tenths of one.
 """
 
-import contextlib
 import json
+import queue
 import re
 import socket
 import threading
@@ -47,7 +47,10 @@ class ChatTemplate:
     def __init__(self, text: str) -> None:
         parse_template(text)
         self._text = text
-        self._places = threading.BoundedSemaphore(_MAX_RENDERING)
+        # Not a semaphore of threading's: a thread that an exception strikes in it may leave its lock taken.
+        self._places: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(_MAX_RENDERING):
+            self._places.put(None)
         self._idle: list[_Fork] = []
         weakref.finalize(self, _close_all, self._idle)
 
@@ -63,20 +66,31 @@ class ChatTemplate:
             data = json.dumps({"variables": variables, "now": now, **limits}, default=str).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise TemplateRefusal(f"what it gets can not be written as JSON ({error})") from error
-        with self._places:
-            fork = self._idle.pop() if self._idle else _Fork(self._text)
-            try:
-                wall_s = cpu_s * _WALL_PER_CPU + _GRACE_S
-                if not (answer := fork.ask(data, wall_s)):  # it was old
-                    fork = _Fork(self._text)
-                    answer = fork.ask(data, wall_s)
-                took_s, is_prompt, text = json.loads(answer)
-            except CallError as error:
-                raise TemplateRefusal(f"the template {error}", cpu_s=cpu_s) from error
-            self._idle.append(fork)
+        self._places.get()
+        try:
+            took_s, is_prompt, text = self._rendered(data, cpu_s)
+        finally:
+            self._places.put(None)
         if not is_prompt:
             raise TemplateRefusal(text, cpu_s=took_s)
         return text, took_s
+
+    def _rendered(self, data: bytes, cpu_s: float) -> tuple[float, bool, str]:
+        """What a process answers to a job: its time, and the prompt or what is wrong."""
+        fork = self._idle.pop() if self._idle else _Fork(self._text)
+        try:
+            wall_s = cpu_s * _WALL_PER_CPU + _GRACE_S
+            if not (answer := fork.ask(data, wall_s)):  # it was old
+                fork = _Fork(self._text)
+                answer = fork.ask(data, wall_s)
+            took_s, is_prompt, text = json.loads(answer)
+        except CallError as error:
+            raise TemplateRefusal(f"the template {error}", cpu_s=cpu_s) from error
+        except BaseException:  # the waiting thread was struck, and the next job would get this one's answer
+            fork.close()
+            raise
+        self._idle.append(fork)
+        return took_s, is_prompt, text
 
     def mentions(self, word: str) -> bool:
         """Return whether the template's source has the word, not as a part of a longer one."""
@@ -96,10 +110,14 @@ class _Fork:
 
     def ask(self, data: bytes, timeout_s: float) -> bytes:
         """Return the answer to a job; nothing if the process has ended in peace, else raises how it ended."""
-        with contextlib.suppress(EOFError, OSError):
+        try:
             self._link.send_bytes(data)
             if self._link.poll(timeout_s):
                 return self._link.recv_bytes()
+        except TimeoutError:  # no error of the link: something struck the waiting thread
+            raise
+        except (EOFError, OSError):
+            pass
         self._cancellation.cancel()
         self.close()
         self._thread.join(_END_S)
