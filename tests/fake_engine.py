@@ -31,6 +31,7 @@ from tp_engine.engine.report import (
 from tp_engine.engine.service import EngineService
 from tp_engine.engine.service_socket import new_address
 from tp_engine.errors import RequestError
+from tp_engine.features.images.feature import ImageCounters
 from tp_engine.features.kv_events.feature import KVEventCounters
 from tp_engine.features.lora.feature import AdapterStats
 from tp_engine.features.lora.scheduling import LoRASlots
@@ -40,7 +41,6 @@ from tp_engine.features.tiers.feature import TierStats
 from tp_engine.model_config.kv_layout import DiskCounters, MoveCounters
 from tp_engine.plan import FloatArray, TokenLogprobs
 from tp_engine.requests.request import EngineRequest, FinishReason, SequenceDelta, StepOutput
-from tp_engine.sched.images import ImageCounters
 from tp_engine.sched.view import PoolGrid, RunningSequence, SchedulerStats, SchedulerView, ViewLimits
 
 THREAD_DEADLINE_S = 100.0

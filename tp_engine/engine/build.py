@@ -18,7 +18,6 @@ from tp_engine.ipc.plan_channel import PlanPublisher
 from tp_engine.ipc.relay import PlanLink
 from tp_engine.ipc.ring_buffer import RingWriter
 from tp_engine.job.progress import RankPhase
-from tp_engine.sched.limits import ImageLimits
 from tp_engine.sched.scheduler import Scheduler, SchedulerLimits
 from tp_engine.system.log import get_logger
 from tp_engine.worker.effective_config import EffectiveConfig
@@ -110,7 +109,7 @@ def _limits(
     effective: EffectiveConfig, num_blocks: int, worker: Worker, of_features: dict[str, Any]
 ) -> SchedulerLimits:
     config = effective.config
-    layout = effective.model.kv_layout_on(config.tensor_parallel_size)
+    layout, vision = effective.model.kv_layout_on(config.tensor_parallel_size), effective.model.vision
     return SchedulerLimits(
         **_as_configured(SchedulerLimits, config),
         num_blocks=num_blocks,
@@ -119,26 +118,8 @@ def _limits(
         num_spare_rows=effective.num_spare_rows,
         has_states=layout.states is not None,
         num_snapshots=effective.num_snapshots,
-        images=_image_limits(effective, worker),
+        least_chunk_tokens=1 if vision is None or not vision.is_bidirectional else vision.most_rows,
         extensions=of_features,
-    )
-
-
-def _image_limits(effective: EffectiveConfig, worker: Worker) -> ImageLimits | None:
-    vision = effective.model.vision
-    if vision is None:
-        return None
-    num_layers, row_work, pair_work = worker.tower_work()
-    return ImageLimits(
-        num_rows=effective.image_rows,
-        token_id=vision.image_token_id,
-        num_ranks=effective.config.tensor_parallel_size,
-        num_layers=num_layers,
-        row_work=row_work,
-        pair_work=pair_work,
-        is_bidirectional=vision.is_bidirectional,
-        most_tokens=vision.most_rows,
-        num_ahead=0 if effective.model.mtp is None else 1,
     )
 
 

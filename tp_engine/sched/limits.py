@@ -13,31 +13,6 @@ _CHUNKS_PER_POOL = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageLimits:
-    """How images are encoded: ``num_rows`` of the encoder cache, on each of ``num_ranks``.  ``token_id`` is the model's
-    placeholder.  ``is_bidirectional``: tokens of an image see all of it, so that no chunk cuts it, and a chunk may have
-    to hold the ``most_tokens`` of one.  A draft head reads ``num_ahead`` tokens behind a chunk, images too.
-
-    The tower has ``num_layers``.  One of them over an image of n rows takes a rank as long as ``n * row_work + n * n *
-    pair_work`` tokens of a prompt do.
-    """
-
-    num_rows: int
-    token_id: int
-    num_ranks: int = 1
-    num_layers: int = 1
-    row_work: float = 1.0
-    pair_work: float = 0.0
-    is_bidirectional: bool = False
-    most_tokens: int = 1
-    num_ahead: int = 0
-
-    def layer_work(self, num_rows: int) -> float:
-        """Return the work of a layer over an image of ``num_rows``, in tokens of a prompt."""
-        return num_rows * (self.row_work + num_rows * self.pair_work)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
     """Sizes of the pool and of a step.
 
@@ -54,7 +29,7 @@ class SchedulerLimits:
     ``has_states``: each row has a recurrent state too, that behind the row's last computed token; so has each spare
     row.  ``num_snapshots`` more can be kept for the prefix cache.
 
-    ``images``: how those of prompts are encoded; None: there are none.
+    ``least_chunk_tokens`` may have to be computed in one step: those of an image that no chunk cuts.
     ``extensions`` has the sizes of features.
     """
 
@@ -70,7 +45,7 @@ class SchedulerLimits:
     num_spare_rows: int = 0
     has_states: bool = False
     num_snapshots: int = 0
-    images: ImageLimits | None = None
+    least_chunk_tokens: int = 1
     extensions: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -111,11 +86,6 @@ class SchedulerLimits:
             return self.max_num_batched_tokens
         num_blocks = max(1, self.num_blocks // (_CHUNKS_PER_POOL * self.num_groups))
         return min(self.max_num_batched_tokens, max(num_blocks * self.block_size, self.least_chunk_tokens))
-
-    @property
-    def least_chunk_tokens(self) -> int:
-        """Tokens that may have to be computed in one step: those of an image that no chunk cuts."""
-        return self.images.most_tokens if self.images is not None and self.images.is_bidirectional else 1
 
     @property
     def max_sequence_tokens(self) -> int:

@@ -474,6 +474,8 @@ def changed(given: SchedulerLimits, **changes: Any) -> SchedulerLimits:
     if max_loras := changes.pop("max_loras", 0):
         changes["extensions"] = {**given.extensions, "lora": AdapterSlots(max_loras=max_loras)}
         given = replace(given, extensions=changes["extensions"])
+    if images := changes.pop("images", None):
+        given = replace(given, extensions={**given.extensions, "images": images})
     tiers = {name: changes.pop(name) for name in _OF_TIERS & changes.keys()}
     if tiers:
         changes["extensions"] = {**given.extensions, LIMITS.name: replace(tiers_of(given), **tiers)}

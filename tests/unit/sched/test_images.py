@@ -24,14 +24,13 @@ from tests.unit.sched.scheduler_harness import (
     limits,
 )
 from tp_engine.errors import RequestError
-from tp_engine.features.images.feature import COUNTERS
+from tp_engine.features.images.encoder_cache import EncoderCache
+from tp_engine.features.images.feature import COUNTERS, LIMITS, ImageCounters, ImageLimits
 from tp_engine.images.image_input import ImageInput
 from tp_engine.plan import StepPlan, StepResult
 from tp_engine.requests.request import EngineRequest, FinishReason
 from tp_engine.requests.sampling_params import SamplingParams
-from tp_engine.sched.encoder_cache import EncoderCache
-from tp_engine.sched.images import ImageCounters
-from tp_engine.sched.limits import ImageLimits, SchedulerLimits
+from tp_engine.sched.limits import SchedulerLimits
 from tp_engine.worker.image_encoder import read_pixels, rows_within, turning_positions
 
 IMAGE, BREAK = 60, 61
@@ -145,7 +144,8 @@ class ImageSimulation(Simulation):
     def __init__(self, given: SchedulerLimits, album: Album, *, ahead: int = 0) -> None:
         super().__init__(given, ahead=ahead)
         self.worker, self.album = ImageWorker(given), album
-        self.worker.num_layers = 1 if given.images is None else given.images.num_layers
+        found = LIMITS.get(given)
+        self.worker.num_layers = 1 if found is None else found.num_layers
 
     def add_images(self, prompt: tuple[list[int], tuple[ImageInput, ...]], **params: object) -> EngineRequest:
         """Queue a request with images."""
@@ -218,8 +218,8 @@ def test_no_chunk_cuts_an_image_whose_tokens_see_each_other(
         fill(worker, number, row, count, found)
 
     monkeypatch.setattr(ImageWorker, "_fill", check)
-    images = ImageLimits(num_rows=40, token_id=IMAGE, is_bidirectional=True, most_tokens=6)
-    given = image_limits(max_num_batched_tokens=4 + room, max_num_seqs=4, images=images)
+    images = ImageLimits(num_rows=40, token_id=IMAGE, is_bidirectional=True)
+    given = image_limits(max_num_batched_tokens=4 + room, max_num_seqs=4, images=images, least_chunk_tokens=6)
     simulation = ImageSimulation(given, album)
     for length in range(1, 9):
         simulation.add_images(album.prompt([3] * length, (1, 2, 3), [5], (2, 2, 2), (3, 2, 3), [6]), max_tokens=9)

@@ -26,29 +26,19 @@ import msgspec
 import numpy as np
 
 from tp_engine.errors import RequestError
+from tp_engine.features.images.encoder_cache import EncoderCache
+from tp_engine.features.images.encodes import Encodes
+from tp_engine.features.images.feature import COUNTERS, LIMITS, ImageCounters, ImageLimits
 from tp_engine.images.image_input import ImageInput
 from tp_engine.plan import IntArray, StepPlan, StepResult
 from tp_engine.requests.request import EngineRequest
-from tp_engine.sched.encoder_cache import EncoderCache
-from tp_engine.sched.encodes import Encodes
 from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks, SchedulerParts
-from tp_engine.sched.limits import ImageLimits
 from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import RequestGroup, Sequence
 from tp_engine.sched.step_scheduler import StepPlanBuilder
 
 _FIRST_NAME = -2  # -1 has another meaning where tokens are drafted
 _MOST_NAMES = 100_000
-
-
-@dataclass(slots=True)
-class ImageCounters:
-    """Since the start: images that chunks needed, those of them that were in the encoder cache, and rows in use."""
-
-    num_queries: int = 0
-    num_hits: int = 0
-    num_encoded: int = 0
-    num_rows_used: int = 0
 
 
 class PixelFile:
@@ -233,7 +223,7 @@ class Images(SchedulerFeature):
         self._cache.clear()
 
     def stats(self) -> dict[str, ImageCounters]:
-        return {"images": replace(self._counters, num_rows_used=self._cache.num_used)}
+        return {COUNTERS.name: replace(self._counters, num_rows_used=self._cache.num_used)}
 
     def check_integrity(self) -> None:
         self._cache.check_integrity()
@@ -327,6 +317,6 @@ def _array(entries: list[tuple[int, ...]], columns: int) -> IntArray:
 
 def make(parts: SchedulerParts) -> Iterator[Images]:
     """Make the scheduler's half if the model reads images."""
-    limits = parts.state.limits.images
+    limits = LIMITS.get(parts.state.limits)
     if limits is not None:
         yield Images(parts.state, limits)

@@ -14,8 +14,8 @@ which goes on in *every* plan until it has ended: a rank forgets those with whic
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
+from tp_engine.features.images.feature import ImageLimits
 from tp_engine.images.image_input import ImageInput
-from tp_engine.sched.limits import ImageLimits
 
 
 @dataclass(slots=True)
