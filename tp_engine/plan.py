@@ -4,7 +4,7 @@ A plan carries changes, not state.  Every rank keeps, for each *row* of the pers
 computed tokens, sampling parameters and token ids; applying the plans in order keeps all ranks equal.  A rank applies a
 plan in this order::
 
-    kept -> released -> admitted -> new blocks -> draft rows -> what features do, in their order
+    what features do before -> released -> admitted -> new blocks -> what features do, in their order
          -> copies -> state copies -> forward pass over decodes, then prefills -> sample
 
 Batch order of a step: all ``decode_rows`` (one token each, all sampled), then all ``prefill_rows`` (``prefill_tokens``
@@ -13,20 +13,8 @@ each; those with ``prefill_samples`` reach the end of their known tokens in this
 ``rows_epoch`` numbers the sets of decode rows: plans of an equal epoch above 0 have equal ``decode_rows``, so that a
 reader may keep what it made of them.  Epoch 0 says nothing about the rows.
 
-Speculation verifies draft tokens in *draft rows*, rows behind those of the batch that stand for a row at later
-positions in one step.  The last ``len(draft_base_rows)`` of ``decode_rows`` are draft rows; ``draft_base_rows`` (n,),
-grouped, are the rows that they stand for, and ``draft_tokens`` (n,) the draft tokens.  If a row goes on behind its
-computed position p, its first draft row has draft token 0 at p + 1, the next one draft token 1 at p + 2.  All are
-sampled with the row's parameters::
-
-    decode_rows | 4 7 64 65 66 |    draft_base_rows | 4 4 7 |    draft_tokens | 31 8 5 |
-
-Of these tokens only that of the row itself counts at once.  Where draft tokens were right, a later plan says what
-follows: ``kept_rows`` (n,), grouped, have one more computed token for each entry, behind which ``kept_tokens`` (n,)
-come.  A row's recurrent state is then copied from the draft row of its last kept token (``state_copies``).
-
-``num_drafts`` asks the ranks' drafter for that many tokens behind each row that is sampled, or 0 for none; they come
-back with the step's result (``StepResult.drafts``).
+The last of ``decode_rows`` may be *spare rows*, rows behind those of the batch, of which a feature says in a section
+of its own for which row each stands, at a later position of the same step.  Such a plan has no epoch.
 
 New blocks: ``block_rows`` (n,) names the row that grows by a *logical block*, ``block_size`` tokens, which is one block
 of the pool in each of the model's G groups of layers (``kv_layout``).  All groups grow at once, so ``block_ids`` is
@@ -167,15 +155,10 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prefill_rows: IntArray = NO_IDS
     prefill_tokens: IntArray = NO_IDS
     prefill_samples: BoolArray = NO_FLAGS
-    draft_base_rows: IntArray = NO_IDS
-    draft_tokens: IntArray = NO_IDS
-    kept_rows: IntArray = NO_IDS
-    kept_tokens: IntArray = NO_IDS
     order: bytes = b""  # an ``Order`` as JSON
     images: IntArray = NO_IMAGES
     encodes: IntArray = NO_ENCODES
     image_rows: IntArray = NO_IMAGE_ROWS
-    num_drafts: int = 0
     extensions: dict[str, Any] = {}
 
     @property
@@ -186,10 +169,6 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     def extended(self, sections: dict[str, Any]) -> "StepPlan":
         """Return the plan with these sections of features, too."""
         return msgspec.structs.replace(self, extensions={**self.extensions, **sections})
-
-    @property
-    def draft_rows(self) -> IntArray:
-        return self.decode_rows[len(self.decode_rows) - len(self.draft_base_rows) :]
 
     @property
     def sampled_rows(self) -> IntArray:
@@ -216,7 +195,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     entry i scores the token that follows computed position ``first + i`` of the chunk.  ``pooled`` maps the rows that
     pool to their hidden states (hidden,) or scores (labels,), to those of the chunk's tokens (n, size), or to logits,
     one for each of their ``pooled_token_ids``.  ``drafts`` maps rows to what the draft head made behind the row's last
-    token that counts, up to ``StepPlan.num_drafts`` tokens.
+    token that counts, as many tokens as the plan asked for.
     """
 
     step_id: int

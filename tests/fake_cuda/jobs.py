@@ -124,7 +124,7 @@ JOBS = (
         node={"GPUS": "1xA100", **_LAZY}),
     Job("2 ranks, adapters", "`lora.py`, `upload.py`: slots and their uploads", ranks=2, program="adapters", node=_LAZY,
         options={"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}, only_gpu=_NCCL),
-    Job("2 ranks, speculation", "`draft_rows.py`, `trial_steps.py`: verified drafts",
+    Job("2 ranks, speculation", "`spare_rows.py`, `trial_steps.py`: verified drafts",
         ranks=2, options={"speculative_config": _NGRAM}, only_gpu=_NCCL,
         node=_LAZY),
     Job("2 ranks, a draft head", "`head_drafter.py`: drafts of a head of the model, in graphs",

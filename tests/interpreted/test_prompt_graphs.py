@@ -20,6 +20,7 @@ from tests.interpreted.engines import MODEL, gpu_path
 from tests.unit.attention.test_kv_groups import WINDOWED
 from tests.unit.kernels.kernel_harness import triton_ops_on_cpus
 from tp_engine import LLM, SamplingParams
+from tp_engine.features.speculation.feature import BASE_ROWS
 from tp_engine.features.speculation.proposer import Proposal
 from tp_engine.features.speculation.suffix_proposer import SuffixProposer
 from tp_engine.plan import IntArray, StepPlan
@@ -105,7 +106,7 @@ def recorded_prompts(seen_of_steps: set[SeenStep], is_measured: bool) -> Iterato
 
     def replay_and_note(self: StepRunner, found: Captured, plan: StepPlan) -> Any:
         if isinstance(found.size, StepSize):
-            seen_of_steps.add((found.size, bool(len(plan.sampled_rows)), bool(len(plan.draft_base_rows))))
+            seen_of_steps.add((found.size, bool(len(plan.sampled_rows)), bool(len(BASE_ROWS.of(plan)))))
         return replay(self, found, plan)
 
     plan = GraphPlan(sizes=(1, 2, 4), prompts=SIZES, make_recorder=StrictRecorder)

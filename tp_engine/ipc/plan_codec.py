@@ -28,11 +28,11 @@ import numpy as np
 import xxhash
 
 from tp_engine.errors import PlanError
-from tp_engine.ipc.plan_sections import ALIGNMENT, INT, SECTIONS, ArraySection, Buffer, NumberSection, Part, Section
+from tp_engine.ipc.plan_sections import ALIGNMENT, INT, SECTIONS, ArraySection, Buffer, Part, Section
 from tp_engine.plan import NO_IDS, Control, IntArray, StepPlan
 
 MAGIC = b"TPSP"
-VERSION = 17
+VERSION = 18
 
 _HEADER = struct.Struct("<4sIQIIqqI")
 _UNSUMMED = struct.Struct("<4sIQ")  # the header up to what the checksum is of
@@ -55,8 +55,6 @@ class PlanCodec:
         self._values = attrgetter(*names)
         arrays = [section for section in sections if isinstance(section, ArraySection) and section.per]
         self._related = [(array, names.index(array.name), names.index(array.per)) for array in arrays]
-        self._num_sized = sum(not isinstance(section, NumberSection) for section in sections)
-        assert all(isinstance(section, NumberSection) for section in sections[self._num_sized :]), "numbers come last"
         self._rows_index = names.index(_ROWS)
         self._rows_bit = 1 << self._rows_index
         self._blocks_bits = sum(1 << names.index(name) for name in ("block_rows", "block_ids"))
@@ -66,7 +64,7 @@ class PlanCodec:
         """Return the plan's bytes, laid out as drawn above.  ``TypeError`` for arrays of another dtype.
         ``known_epoch``: that of the last plan before that had one, or 0 for a plan that must stand alone."""
         values = self._values(plan)
-        counts = self._counts(values)
+        counts = list(map(len, values))
         for array, index, owner in self._related:
             if counts[index] != counts[owner]:
                 array.check(counts[index], counts[owner])
@@ -148,10 +146,6 @@ class PlanCodec:
             block_ids=ints[ids_start // 4 :],
             decode_rows=known_rows,
         )
-
-    def _counts(self, values: tuple[Any, ...]) -> list[int]:
-        """The length of each value, a number as it is: 0 for those that are absent."""
-        return [*map(len, values[: self._num_sized]), *values[self._num_sized :]]
 
 
 _CODEC = PlanCodec(SECTIONS)

@@ -1,10 +1,10 @@
 """The sections of an encoded step plan: one table, from which the codec, the sizes and the checks are made.
 
-A section is a field of ``StepPlan``: an array, the admissions, bytes, or a number.  A plan has only those that are not
-empty, or 0.  To add an array to the plan, add a field with an empty default to ``StepPlan`` and a line to ``SECTIONS``;
-a section of a feature is in its ``Feature`` (``features/registry.py``), and its value among the plan's ``extensions``;
-to add one of a row's parameters, a field to ``RowSampling`` or ``Admission`` and a line to ``ADMISSIONS``.  Either
-makes another ``plan_codec.VERSION``.
+A section is a field of ``StepPlan``: an array, the admissions, or bytes.  A plan has only those that are not empty.  To
+add an array to the plan, add a field with an empty default to ``StepPlan`` and a line to ``SECTIONS``; a section of a
+feature is in its ``Feature`` (``features/registry.py``), and its value among the plan's ``extensions``; to add one of a
+row's parameters, a field to ``RowSampling`` or ``Admission`` and a line to ``ADMISSIONS``.  Either makes another
+``plan_codec.VERSION``.
 
 ``encode`` appends what a value consists of to ``parts``, to be joined, and returns its size in bytes; ``TypeError`` for
 another dtype.  ``decode`` returns the value in ``size`` bytes from ``offset`` on, as views, given the ``fields`` before
@@ -233,7 +233,7 @@ ADMISSIONS = AdmissionSection(
     ),
 )
 
-Section: TypeAlias = ArraySection | AdmissionSection | BytesSection | ExtensionSection | NumberSection
+Section: TypeAlias = ArraySection | AdmissionSection | BytesSection | ExtensionSection
 
 SECTIONS: tuple[Section, ...] = (
     ArraySection("released"),
@@ -246,15 +246,10 @@ SECTIONS: tuple[Section, ...] = (
     ArraySection("prefill_samples", BOOL, per="prefill_rows"),
     ADMISSIONS,
     ArraySection("state_copies", columns=2),
-    ArraySection("draft_base_rows"),
-    ArraySection("draft_tokens", per="draft_base_rows"),
-    ArraySection("kept_rows"),
-    ArraySection("kept_tokens", per="kept_rows"),
     ArraySection("images", columns=5),
     ArraySection("encodes", columns=12),
     ArraySection("image_rows", columns=3),
     BytesSection("order"),
     ExtensionSection("extensions", plan_sections),
-    NumberSection("num_drafts"),
 )
-"""A section's place here is its bit in the header, and its place among the sections of a plan.  Numbers come last."""
+"""A section's place here is its bit in the header, and its place among the sections of a plan."""

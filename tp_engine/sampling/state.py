@@ -77,15 +77,11 @@ class SamplingState:
         return self.penalties.num_bytes + (0 if self.tables is None else self.tables.num_bytes)
 
     def apply(self, plan: StepPlan) -> None:
-        """Take in a plan's changes, in its order: what was kept, released rows, admissions, then draft rows."""
-        if len(plan.kept_rows):
-            self.keep(plan.kept_rows, plan.kept_tokens)
+        """Take in a plan's changes, in its order: released rows, then admissions."""
         if len(plan.released):
             self.release(plan.released)
         for one in plan.admitted:
             self.admit(one.row, one.sampling, one.token_ids, one.num_prompt_tokens)
-        if len(plan.draft_base_rows):
-            self.mirror(plan.draft_rows, plan.draft_base_rows, plan.draft_tokens)
 
     def admit(self, row: int, sampling: RowSampling, token_ids: IntArray, num_prompt_tokens: int) -> None:
         """Set a row.  ``token_ids`` (int32) are its prompt and, for a resumed request, the tokens generated so far."""

@@ -2,7 +2,7 @@
 
 ::
 
-    ModelRunner.run     admit -> apply -> must_launch, once for a set of rows that decode
+    ModelRunner.run     before_rows -> admit -> apply -> must_launch, once for a set of rows that decode
       launched          on_inputs -> reads_all, state_room, around_model -> the model -> on_hidden -> logits
                         -> on_logits -> sampling -> on_sampled
       replayed          the recording -> on_sampled
@@ -21,7 +21,7 @@ import torch
 
 from tp_engine.layers.attention import Attention
 from tp_engine.models.causal_lm import CausalLM
-from tp_engine.plan import Admission, StepPlan
+from tp_engine.plan import Admission, IntArray, StepPlan
 from tp_engine.worker.batch.step_inputs import StepInputs
 from tp_engine.worker.graphs.recorder import Recorder
 from tp_engine.worker.results.readback import PendingStep
@@ -31,11 +31,17 @@ from tp_engine.worker.results.readback import PendingStep
 class RunnerHooks:
     """What a runner calls, by hook: the functions of all features that are on, in the features' order."""
 
+    before_rows: list[Callable[[StepPlan], None]] = field(default_factory=list)
+    """Enters what the plan has of rows as they were, before some are released and others admitted."""
+
     admit: list[Callable[[Sequence[Admission]], None]] = field(default_factory=list)
     """Takes in the sequences that get a row in the next step, if there are any."""
 
     apply: list[Callable[[StepPlan], None]] = field(default_factory=list)
     """Takes in the plan's other changes, behind those of the batch and the sampler, before the copies of blocks."""
+
+    mirror_rows: list[Callable[[IntArray, IntArray], None]] = field(default_factory=list)
+    """Spare rows (n,) stand for rows (n,) in this step; called by the feature that says so, in ``apply``."""
 
     must_launch: list[Callable[[StepPlan], bool]] = field(default_factory=list)
     """Whether the step can not be replayed, because more is read of it, or does more, than is recorded.  Steps of an

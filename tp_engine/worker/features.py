@@ -18,11 +18,8 @@ from tp_engine.model_config.kv_layout import KvCapacity, KvLayout
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.draft_head import DraftHead
 from tp_engine.sampling.state import SamplingState
-from tp_engine.system.units import ceil_div
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.batch.recurrent_states import RecurrentStatePool
-from tp_engine.worker.drafters.head_drafter import HeadDrafter
-from tp_engine.worker.drafters.head_passes import HeadPasses, SharedKvPasses, head_bytes
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.feature import RunnerFeature
 from tp_engine.worker.image_encoder import ImageEncoder
@@ -68,7 +65,7 @@ class RankParts:
 class RunnerParts:
     """What the features of a runner are made of: those of the ``rank``, and what they share with their runner: the
     ``batch`` and its rows' ``sampling``, the cache's blocks ``pool`` (blocks, block_bytes) uint8, and where the rank
-    says what it does.  A runner that ``is_trial`` serves no requests.
+    says what it does; ``features`` are those that were made before.  A runner that ``is_trial`` serves no requests.
     """
 
     rank: RankParts
@@ -76,6 +73,7 @@ class RunnerParts:
     sampling: SamplingState
     pool: torch.Tensor
     progress: RankProgress
+    features: Iterable[RunnerFeature]
     is_trial: bool = False
 
 
@@ -98,6 +96,10 @@ class RankFeature:
 
     def settle(self, parts: RankParts, num_blocks: int) -> None:
         """Agree on sizes, once the ranks have agreed on the number of blocks; a collective."""
+
+    def warm_up(self, parts: RankParts, runner: ModelRunner, vary: Variation) -> None:
+        """Run first steps of the feature, and its largest decodes, as ``vary`` makes them, behind those of
+        ``trial_steps.warm_up``; a collective."""
 
     def measure(self, parts: RankParts, trial: TrialRunner) -> None:
         """Measure steps before the cache is allocated; a collective."""
@@ -129,11 +131,10 @@ def make_features(own: RunnerParts, of_rank: Iterable[RankFeature]) -> Iterator[
         yield InputDigests(parts.note_inputs)
     if not own.is_trial:
         yield OutputWatch(parts.device, is_first=groups.info.is_first)
-    images = None
     if model.vision is not None:
         num_rows = 1 if own.is_trial else effective.image_rows
         sum_rows = effective.config.max_num_batched_tokens
-        yield (images := ImageEncoder(model, num_rows, groups.communicator, sum_rows, progress))
+        yield ImageEncoder(model, num_rows, groups.communicator, sum_rows, progress)
     if parts.layout.states is not None:
         states = RecurrentStatePool(parts.layout.states, _num_states(effective), parts.device)
         states.bind(model.state_layers)
@@ -143,18 +144,6 @@ def make_features(own: RunnerParts, of_rank: Iterable[RankFeature]) -> Iterator[
     for feature in of_rank:
         yield from feature.runner(own)
     yield from halves("runner", own)
-    if parts.head is not None:
-        keeps_kv = parts.head.keeps_kv
-        passes = (HeadPasses if keeps_kv else SharedKvPasses)(
-            parts.head,
-            parts.backends,
-            (effective.draft_group,) if keeps_kv else parts.head.groups,
-            batch,
-            own.sampling,
-            groups.communicator,
-            effective.most_drafting_rows,
-        )
-        yield HeadDrafter(passes, batch, is_first=groups.info.is_first, images=images)
 
 
 def _num_states(effective: EffectiveConfig) -> int:
@@ -164,16 +153,13 @@ def _num_states(effective: EffectiveConfig) -> int:
 
 def count_bytes(parts: RankParts, of_rank: Iterable[RankFeature]) -> Counter[str]:
     """Return the memory to set aside on the device for all features, by line of the ledger: the encoder cache, the
-    recurrent states, what a draft head reads and leaves, and what features of the rank say themselves."""
+    recurrent states, and what features of the rank say themselves."""
     effective, tower, states = parts.effective, parts.model.vision, parts.layout.states
     found: Counter[str] = Counter()
     if tower is not None:
         found["images"] = effective.image_rows * tower.width * tower.dtype.itemsize + tower.unfinished_bytes
     if states is not None:
         found["states"] = (_num_states(effective) + 1) * states.slot_bytes
-    if parts.head is not None:
-        num_columns = ceil_div(effective.max_model_len, effective.config.block_size)
-        found["tables"] += head_bytes(parts.head, effective.config.max_step_decodes, num_columns)
     for feature in of_rank:
         found += feature.reserved()
     return found

@@ -151,7 +151,9 @@ class ModelRunner:
             return step
 
     def _apply(self, plan: StepPlan) -> None:
-        """The plan's changes, in its order: rows and their draft rows, new blocks, what features do, then copies."""
+        """The plan's changes, in its order: rows, new blocks, what features do, then copies."""
+        for before_rows in self._hooks.before_rows:
+            before_rows(plan)
         self._batch.apply(plan)
         self._sampling.apply(plan)
         if plan.admitted:

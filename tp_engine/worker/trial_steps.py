@@ -9,16 +9,12 @@ Rows have two tokens, except those of the longer prompts::
     mixed        a decode beside a prompt
     sampling     decodes of every kind that a kernel or the general sampler treats differently
     decodes      of 1, 2, 4, ... rows up to the limit: attention splits the keys by the number of rows
-
-With speculation, decodes are timed too.
 """
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import TypeAlias
 
-import msgspec
 import numpy as np
 import torch
 
@@ -45,10 +41,10 @@ from tp_engine.worker.results.prompt_scores import empty_scores, positions_at_on
 Variation: TypeAlias = Callable[[StepPlan], StepPlan]
 """Makes of a trial step another kind of step."""
 
-_LENGTH = 2
+LENGTH = 2
 # Between any two of these, products of experts and with quantised weights change their tiles at most once.
 _PART_SIZES = (32, 64, 128, 256, 1024, 4096)
-_GREEDY = RowSampling()
+GREEDY = RowSampling()
 _PENALISED = RowSampling(temperature=1.0, presence_penalty=0.5)
 _MIN_P = RowSampling(temperature=1.0, min_p=0.1)
 _RANKED = RowSampling(temperature=0.8, top_k=20, top_p=0.9)
@@ -57,7 +53,7 @@ _LARGE_TOP_K = RowSampling(temperature=1.0, top_k=MAX_RANKED + 1)
 _SCORED = RowSampling(temperature=1.0, top_p=0.9, logprobs=1)
 _KINDS = (
     (_PENALISED,), (_MIN_P,), (_PENALISED, _MIN_P), (_RANKED,), (_NUCLEUS,), (_LARGE_TOP_K,), (_SCORED,),
-    (_GREEDY, _RANKED),
+    (GREEDY, _RANKED),
 )  # fmt: skip
 
 
@@ -71,103 +67,47 @@ def as_it_is(plan: StepPlan) -> StepPlan:
     return plan
 
 
-def warm_up(runner: ModelRunner, config: EngineConfig, variations: Iterable[Variation] = ()) -> None:
-    """Run the first steps on ``runner``, which has no rows and gets arbitrary ones, as they are and in all
-    ``variations``; a collective."""
-    for vary in (as_it_is, *variations):
-        for plan in _steps_of_every_kind(config, runner.num_groups):
-            runner.run(vary(plan)).result()
-        run_largest_decodes(runner, config, vary)
+def warm_up(runner: ModelRunner, config: EngineConfig, vary: Variation = as_it_is) -> None:
+    """Run the first steps, as ``vary`` makes them, on ``runner``, which has no rows and gets arbitrary ones; a
+    collective."""
+    for plan in _steps_of_every_kind(config, runner.num_groups):
+        runner.run(vary(plan)).result()
+    run_largest_decodes(runner, config, vary)
 
 
 def run_largest_decodes(runner: ModelRunner, config: EngineConfig, vary: Variation = as_it_is) -> None:
     """Run decodes of 1, 2, 4, ... rows: one of them needs the most memory for attention's partial results."""
-    for first, again in _decodes(config, runner.num_groups, config.max_step_decodes).values():
-        runner.run(vary(first)).result()
-        if len(again.draft_base_rows):
-            runner.run(again).result()
-
-
-def time_decodes(
-    runner: ModelRunner, config: EngineConfig, most_rows: int, *, num_drafts: int = 0, run_length: int = 1
-) -> dict[int, float]:
-    """Seconds of a greedy decode step of 1, 2, 4, ... and ``most_rows`` rows, with so many drafts of a head behind
-    each; a collective.
-
-    Of every ``run_length`` rows one is a request's and the others are its draft rows, as where draft tokens are
-    verified: layers with a recurrent state compute these one after the other.
-
-    The first two steps of a size may be recorded and compared (``CapturedSteps``); the fastest of
-    three later ones counts.
-    """
-    found: dict[int, float] = {}
-    for num_rows, (first, again) in _decodes(config, runner.num_groups, most_rows, run_length).items():
-        again = msgspec.structs.replace(again, num_drafts=num_drafts)
-        times: list[float] = []
-        for _ in range(4):
-            runner.run(first).result()
-            began_s = time.perf_counter()
-            runner.run(again).result()
-            times.append(time.perf_counter() - began_s)
-        found[num_rows] = min(times[1:])
-    return found
-
-
-def _decodes(
-    config: EngineConfig, num_groups: int, most_rows: int, run_length: int = 1
-) -> dict[int, tuple[StepPlan, StepPlan]]:
-    """Greedy decodes of 1, 2, 4, ... and ``most_rows`` rows, as far as the context goes: a step that admits the
-    sequences, and one of all rows.
-
-    Of every ``run_length`` rows, or more where there are more rows than sequences, one is a sequence's and the others
-    are its draft rows.
-    """
-    longest = max(1, config.max_model_len - _LENGTH) if config.max_model_len else most_rows
-    found = {}
-    for num_rows in _decode_sizes(min(most_rows, config.max_num_seqs * longest)):
-        length = min(longest, max(run_length, ceil_div(num_rows, config.max_num_seqs)))
-        num_own = ceil_div(num_rows, length)
-        first = _plan(config, num_groups, [_GREEDY] * num_own)
-        draft_rows = config.max_num_seqs + np.arange(num_rows - num_own, dtype=np.int32)
-        again = StepPlan(
-            step_id=FIRST_STEP_ID,
-            decode_rows=np.concatenate((first.decode_rows, draft_rows)),
-            draft_base_rows=first.decode_rows.repeat(length - 1)[: len(draft_rows)],
-            draft_tokens=np.zeros(len(draft_rows), dtype=np.int32),
-        )
-        found[num_rows] = first, again
-    return found
+    for num_rows in sizes_up_to(config.max_num_seqs):
+        runner.run(vary(trial_plan(config, runner.num_groups, [GREEDY] * num_rows))).result()
 
 
 def _steps_of_every_kind(config: EngineConfig, num_groups: int) -> Iterator[StepPlan]:
     """The plans that the limits on rows and tokens allow."""
-    steps: list[tuple[Sequence[RowSampling], Sequence[int]]] = [((), (1,)), ((), (_LENGTH,)), ((_GREEDY,), (_LENGTH,))]
-    longest = min(config.max_num_batched_tokens, config.max_model_len or _LENGTH)
+    steps: list[tuple[Sequence[RowSampling], Sequence[int]]] = [((), (1,)), ((), (LENGTH,)), ((GREEDY,), (LENGTH,))]
+    longest = min(config.max_num_batched_tokens, config.max_model_len or LENGTH)
     steps += [((), (size,)) for size in _PART_SIZES if size <= longest]
     steps += [(samplings, ()) for samplings in _KINDS]
-    steps.append(([_GREEDY] * (config.max_num_seqs - 1), (_LENGTH,)))  # launches differ from those of decodes alone
+    steps.append(([GREEDY] * (config.max_num_seqs - 1), (LENGTH,)))  # launches differ from those of decodes alone
     for decodes, chunks in steps:
         num_tokens, num_rows = len(decodes) + sum(chunks), len(decodes) + len(chunks)
         if num_tokens <= config.max_num_batched_tokens and num_rows <= config.max_num_seqs:
-            yield _plan(config, num_groups, decodes, chunks)
-    if (speculation := config.speculative_config) is not None:
-        plan = _plan(config, num_groups, [_GREEDY])
-        yield msgspec.structs.replace(plan, num_drafts=speculation.num_speculative_tokens)
+            yield trial_plan(config, num_groups, decodes, chunks)
 
 
-def _decode_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, ... and ``max_num_seqs``."""
-    powers = [1 << exponent for exponent in range((max_num_seqs - 1).bit_length())]
-    return [*powers, max_num_seqs]
+def sizes_up_to(most_rows: int) -> list[int]:
+    """Return 1, 2, 4, ... and ``most_rows``."""
+    powers = [1 << exponent for exponent in range((most_rows - 1).bit_length())]
+    return [*powers, most_rows]
 
 
-def _plan(
+def trial_plan(
     config: EngineConfig, num_groups: int, decodes: Sequence[RowSampling], chunks: Sequence[int] = ()
 ) -> StepPlan:
-    """Rows that decode with ``decodes``, then greedy prompts of which ``chunks`` tokens are computed in this step."""
-    samplings = [*decodes, *[_GREEDY] * len(chunks)]
-    computed = [_LENGTH - 1] * len(decodes) + [0] * len(chunks)
-    lengths = [_LENGTH] * len(decodes) + [max(chunk, _LENGTH) for chunk in chunks]
+    """Return a step with rows that decode with ``decodes``, then greedy prompts of which ``chunks`` tokens are computed
+    in this step."""
+    samplings = [*decodes, *[GREEDY] * len(chunks)]
+    computed = [LENGTH - 1] * len(decodes) + [0] * len(chunks)
+    lengths = [LENGTH] * len(decodes) + [max(chunk, LENGTH) for chunk in chunks]
     rows = np.arange(len(samplings), dtype=np.int32)
     return StepPlan(
         step_id=FIRST_STEP_ID,
@@ -186,7 +126,7 @@ def _plan(
         decode_rows=rows[: len(decodes)],
         prefill_rows=rows[len(decodes) :],
         prefill_tokens=np.array(chunks, dtype=np.int32),
-        prefill_samples=np.array([chunk == _LENGTH for chunk in chunks], dtype=np.bool_),
+        prefill_samples=np.array([chunk == LENGTH for chunk in chunks], dtype=np.bool_),
     )
 
 

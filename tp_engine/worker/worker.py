@@ -29,6 +29,7 @@ from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.device import Device, check_devices, make_device
 from tp_engine.worker.effective_config import EffectiveConfig
+from tp_engine.worker.feature import RunnerFeature
 from tp_engine.worker.features import RankFeature, RankParts, RunnerParts, count_bytes, make_features
 from tp_engine.worker.graphs.graph_plan import graph_plan, measure_graph_bytes
 from tp_engine.worker.graphs.step_runner import GraphPlan
@@ -44,6 +45,7 @@ from tp_engine.worker.results.layer_watch import watch_layers
 from tp_engine.worker.results.readback import PendingStep
 from tp_engine.worker.sleep import sleep, wake_up
 from tp_engine.worker.trial_steps import (
+    as_it_is,
     encode_largest_image,
     run_largest_decodes,
     run_largest_step,
@@ -321,14 +323,17 @@ class Worker:
         blocks.bind(self._parts.attention_layers)
         batch = make_batch(self.effective, self._layout, device)
         sampling = make_sampling(self.effective, self.groups.info, device)
+        features: list[RunnerFeature] = []
         parts = RunnerParts(
             rank=self._parts,
             batch=batch,
             sampling=sampling,
             pool=blocks.raw,
             progress=progress,
+            features=features,
             is_trial=is_trial,
         )
+        features += make_features(parts, self.features.values())
         return ModelRunner(
             model=self._parts.model,
             backends=self._backends,
@@ -337,7 +342,7 @@ class Worker:
             communicator=self.groups.communicator,
             sampling=sampling,
             progress=progress,
-            features=list(make_features(parts, self.features.values())),
+            features=features,
             check=self.groups.check,
         )
 
@@ -355,8 +360,7 @@ class Worker:
     def _try_steps(self, graphs: GraphPlan | None) -> int:
         """Run one-time set-up, then measure the bytes that recorded steps take."""
         with self._trial_runner() as runner:
-            variations = [one for feature in self.features.values() for one in feature.variations()]
-            self._start_up.run("warming up", lambda: warm_up(runner, self.effective.config, variations))
+            self._start_up.run("warming up", lambda: self._warm_up(runner))
             if graphs is None:
                 return 0
             most_drafting_rows = 0 if self._parts.head is None else self.effective.most_drafting_rows
@@ -364,6 +368,13 @@ class Worker:
                 "measuring CUDA graphs",
                 lambda: measure_graph_bytes(graphs, self._device, runner.graphs, most_drafting_rows),
             )
+
+    def _warm_up(self, runner: ModelRunner) -> None:
+        variations = [one for feature in self.features.values() for one in feature.variations()]
+        for vary in (as_it_is, *variations):
+            warm_up(runner, self.effective.config, vary)
+            for feature in self.features.values():
+                feature.warm_up(self._parts, runner, vary)
 
     @contextmanager
     def _recording_runner(self, graphs: GraphPlan | None, most_rows: int) -> Iterator[ModelRunner]:
@@ -391,6 +402,8 @@ class Worker:
                 encode_largest_image(parts.model.vision, self.effective.image_rows, device)
             if warms_up(device.type):
                 run_largest_decodes(runner, self.effective.config)
+                for feature in self.features.values():
+                    feature.warm_up(parts, runner, as_it_is)
             return meter.finish(**reserved)
 
     def _settle(self, ledger: MemoryLedger) -> int:

@@ -42,7 +42,6 @@ from tp_engine.worker.feature import RunnerFeature, RunnerHooks
 # The fields of the core's records that belong to an optional feature.  What is not named here is the core's.
 OWNERS: dict[type[Any], dict[str, tuple[str, ...]]] = {
     StepPlan: {
-        "speculation": ("draft_base_rows", "draft_tokens", "kept_rows", "kept_tokens", "num_drafts"),
         "new weights": ("order",),
         "images": ("images", "encodes", "image_rows"),
         "recurrent states": ("state_copies",),
@@ -64,14 +63,11 @@ OWNERS: dict[type[Any], dict[str, tuple[str, ...]]] = {
     },
 }  # fmt: skip
 
-MOST_OPTIONAL = 18  # of the fields of all these records; the aim is one in six
+MOST_OPTIONAL = 13  # of the fields of all these records; the aim is one in six
 
 # Features that stand in the core's folders until they are moved, and what the core imports of them.
-NOT_MOVED = (
-    "worker.image_encoder", "worker.drafters",
-)  # fmt: skip
+NOT_MOVED = ("worker.image_encoder",)
 LEFT = {
-    ("worker/features.py", "worker.drafters"),
     ("worker/features.py", "worker.image_encoder"),
 }
 

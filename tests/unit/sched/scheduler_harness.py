@@ -22,7 +22,14 @@ import numpy.typing as npt
 
 from tp_engine.features.kv_events.scheduling import KVEventSink
 from tp_engine.features.lora.feature import AdapterSlots
-from tp_engine.features.speculation.feature import SpeculationLimits
+from tp_engine.features.speculation.feature import (
+    BASE_ROWS,
+    DRAFT_TOKENS,
+    KEPT_ROWS,
+    KEPT_TOKENS,
+    SpeculationLimits,
+    draft_rows,
+)
 from tp_engine.features.speculation.options import SpeculativeConfig
 from tp_engine.features.speculation.proposer import Proposer
 from tp_engine.features.tiers.feature import LIMITS, TierLimits
@@ -115,8 +122,8 @@ class FakeWorker:
         self._keep(plan)
         self._apply_rows(plan)
         self._copy(plan)
-        num_rows = len(plan.decode_rows) - len(plan.draft_base_rows)
-        assert plan.draft_rows.tolist() == [self.limits.max_num_seqs + i for i in range(len(plan.draft_base_rows))]
+        num_rows = len(plan.decode_rows) - len(BASE_ROWS.of(plan))
+        assert draft_rows(plan).tolist() == [self.limits.max_num_seqs + i for i in range(len(BASE_ROWS.of(plan)))]
         decode_rows = plan.decode_rows[:num_rows].tolist()
         scheduled = [(row, 1) for row in decode_rows]
         if plan.rows_epoch:
@@ -137,7 +144,7 @@ class FakeWorker:
 
     def _keep(self, plan: StepPlan) -> None:
         """Tokens that an earlier step verified: their predecessor's keys are in the row's slots already."""
-        for number, token_id in zip(plan.kept_rows.tolist(), plan.kept_tokens.tolist(), strict=True):
+        for number, token_id in zip(KEPT_ROWS.of(plan).tolist(), KEPT_TOKENS.of(plan).tolist(), strict=True):
             row = self.rows[number]
             row.computed += 1
             for group in range(self.limits.num_groups):
@@ -150,10 +157,10 @@ class FakeWorker:
         """Store each draft row's draft token behind its row, and sample what follows it."""
         found: list[int] = []
         draft_tokens: dict[int, list[int]] = {}
-        draft_rows = zip(
-            plan.draft_rows.tolist(), plan.draft_base_rows.tolist(), plan.draft_tokens.tolist(), strict=True
+        of_step = zip(
+            draft_rows(plan).tolist(), BASE_ROWS.of(plan).tolist(), DRAFT_TOKENS.of(plan).tolist(), strict=True
         )
-        for place, number, token_id in draft_rows:
+        for place, number, token_id in of_step:
             row, own = self.rows[number], draft_tokens.setdefault(number, [])
             own.append(token_id)
             token_ids = [*row.token_ids, *own]

@@ -29,7 +29,7 @@ from tests.unit.sched.scheduler_harness import (
     visible,
 )
 from tp_engine.errors import INVALID_GRAMMAR
-from tp_engine.features.speculation.feature import COUNTERS
+from tp_engine.features.speculation.feature import BASE_ROWS, COUNTERS, draft_rows
 from tp_engine.features.speculation.options import SpeculativeConfig
 from tp_engine.features.speculation.proposer import Proposer
 from tp_engine.features.structured_output.constraint import Grammar
@@ -124,12 +124,12 @@ class MaskedWorker(FakeWorker):
     def _sample(self, plan: StepPlan) -> np.ndarray[Any, np.dtype[np.int32]]:
         masks = dict(zip(MASK_ROWS.of(plan).tolist(), MASKS.of(plan), strict=True))
         sampled = [row for row in plan.sampled_rows.tolist() if row < self.limits.max_num_seqs]
-        draft_rows = dict(zip(plan.draft_rows.tolist(), plan.draft_base_rows.tolist(), strict=True))
-        owners = {row: row for row in sampled} | draft_rows
+        drafting = dict(zip(draft_rows(plan).tolist(), BASE_ROWS.of(plan).tolist(), strict=True))
+        owners = {row: row for row in sampled} | drafting
         is_constrained = {row: self.rows[owner].seed >= CONSTRAINED_SEEDS for row, owner in owners.items()}
         assert sorted(masks) == sorted(row for row in owners if is_constrained[row])
         super()._sample(plan)
-        for number in masks.keys() - draft_rows.keys():
+        for number in masks.keys() - drafting.keys():
             row = self.rows[number]
             row.token_ids.pop()
             row.chain.pop()
@@ -258,7 +258,7 @@ def test_draft_tokens_change_no_token_of_a_grammar(kind: str, ahead: int) -> Non
             load.act()
         simulation.run()
         for plan in simulation.plans:
-            num_masked += int(np.isin(plan.draft_rows, MASK_ROWS.of(plan)).sum())
+            num_masked += int(np.isin(draft_rows(plan), MASK_ROWS.of(plan)).sum())
         stats = COUNTERS.get(simulation.scheduler.stats())
         assert stats is not None
         assert stats.by_source["grammar"][0] == stats.by_source["grammar"][1], "forced tokens are right"

@@ -14,8 +14,8 @@ from tp_engine.kernels.steps.draft_inputs import DraftInputs
 from tp_engine.plan import Admission, IntArray, RowSampling, StepPlan
 from tp_engine.worker.batch import decode_batch, input_batch
 from tp_engine.worker.batch.decode_batch import DecodeBatch
-from tp_engine.worker.batch.draft_rows import MirroredTable
 from tp_engine.worker.batch.input_batch import InputBatch
+from tp_engine.worker.batch.spare_rows import MirroredTable
 from tp_engine.worker.batch.step_inputs import StepInputs
 
 CPU = torch.device("cpu")
@@ -264,12 +264,14 @@ def test_rows_of_an_epoch_are_set_once() -> None:
 
 
 def test_draft_rows_go_on_behind_their_row() -> None:
-    """By hand, 8 rows: three draft rows of row 4, one of row 2; the same rows with other draft rows, and with none."""
-    decodes = DecodeBatch(make_batch().row_tables(), 8, has_draft_runs=True)
+    """By hand, 8 rows: three draft rows of row 4, one of row 2; others; none while steps are
+    recorded, whatever the step before had."""
+    decodes = DecodeBatch(make_batch().row_tables(), 8, first_spare=8)
 
     def after(rows: list[int], bases: list[int], size: int) -> list[list[int]]:
         own, draft = np.array(rows, dtype=np.int32), np.array(bases, dtype=np.int32)
-        decodes.set_rows(StepPlan(step_id=1, decode_rows=own, draft_base_rows=draft), size)
+        decodes.base_rows = draft if bases else decodes.base_rows
+        decodes.set_rows(StepPlan(step_id=1, decode_rows=own), size)
         runs = decodes.draft_runs(size)
         assert runs is not None
         found: list[list[int]] = runs.tolist()
@@ -278,7 +280,7 @@ def test_draft_rows_go_on_behind_their_row() -> None:
     none = [0, -1]
     assert after([4, 0, 2, 8, 9, 10, 11], [4, 4, 4, 2], 8) == [[3, 3], [0, 0], [6, 1], *[none] * 4, [0, 0]]
     assert after([4, 0, 2, 8, 9, 10, 11], [2, 4, 4, 4], 8) == [[4, 3], [0, 0], [3, 1], *[none] * 4, [0, 0]]
-    assert after([4, 0, 2, 7], [], 4) == [[0, 0]] * 4
+    assert after([], [], 4) == after([4, 0, 2, 7], [], 4) == [[0, 0]] * 4
     assert make_batch().decodes.draft_runs(2) is None
 
 

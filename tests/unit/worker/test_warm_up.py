@@ -13,9 +13,11 @@ import pytest
 from tests.draft_heads import make_draft_head
 from tp_engine import LLM, SamplingParams
 from tp_engine.config import EngineConfig
+from tp_engine.features.speculation.feature import BASE_ROWS, DRAFT_TOKENS
+from tp_engine.features.speculation.trial_steps import time_decodes
 from tp_engine.plan import StepPlan
 from tp_engine.worker import worker
-from tp_engine.worker.trial_steps import time_decodes, warm_up, warms_up
+from tp_engine.worker.trial_steps import warm_up, warms_up
 
 Checkpoint = Callable[..., Path]
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_model_len": 64, "num_gpu_blocks_override": 32, "max_num_seqs": 3}
@@ -69,9 +71,9 @@ def test_verified_rows_are_timed_as_they_run() -> None:
     assert set(time_decodes(runner, config, 7, run_length=4)) == {1, 2, 4, 7}
     plan = runner.plans[-1]
     assert plan.decode_rows.tolist() == [0, 1, 8, 9, 10, 11, 12]
-    assert plan.draft_base_rows.tolist() == [0, 0, 0, 1, 1] and len(plan.draft_tokens) == 5
+    assert BASE_ROWS.of(plan).tolist() == [0, 0, 0, 1, 1] and len(DRAFT_TOKENS.of(plan)) == 5
     assert set(time_decodes(runner, config, 7)) == {1, 2, 4, 7}
-    assert runner.plans[-1].decode_rows.tolist() == list(range(7)) and not len(runner.plans[-1].draft_base_rows)
+    assert runner.plans[-1].decode_rows.tolist() == list(range(7)) and not runner.plans[-1].extensions
 
 
 def test_gpus_warm_up() -> None:

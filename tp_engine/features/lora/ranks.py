@@ -24,7 +24,7 @@ import torch
 from tp_engine.features.lora.feature import DROPS, LOADS, ROWS
 from tp_engine.layers.lora import LocalPair, LoRALayerSlots, StepAdapters, adapting, group_step
 from tp_engine.model_config.names import CheckpointNames
-from tp_engine.plan import StepPlan
+from tp_engine.plan import IntArray, StepPlan
 from tp_engine.system.units import MIB
 from tp_engine.weights.lora import check_all_used, read_adapter
 from tp_engine.worker.batch.step_inputs import BatchLayout, StepInputs
@@ -111,6 +111,7 @@ class RankAdapters(RunnerFeature):
 
     def attach(self, hooks: RunnerHooks) -> None:
         hooks.apply.append(self.apply)
+        hooks.mirror_rows.append(self.mirror_rows)
         hooks.must_launch.append(self.must_launch)
         hooks.around_model.append(self.around_model)
 
@@ -131,7 +132,7 @@ class RankAdapters(RunnerFeature):
         return sum(pair.num_bytes for pair in adapter if pair is not None)
 
     def apply(self, plan: StepPlan) -> None:
-        """Apply the plan's loads, admissions, draft rows and drops."""
+        """Apply the plan's loads, admissions and drops."""
         for generation, slot in LOADS.of(plan).tolist():
             for layer, pair in zip(self._layers, self._kept[generation], strict=True):
                 layer.put(slot - 1, pair)
@@ -141,8 +142,10 @@ class RankAdapters(RunnerFeature):
             self._slots[[admission.row for admission in plan.admitted]] = -1
             rows, slots = ROWS.of(plan).T
             self._slots[rows] = slots - 1
-        if len(plan.draft_base_rows):
-            self._slots[plan.draft_rows] = self._slots[plan.draft_base_rows]
+
+    def mirror_rows(self, spare_rows: IntArray, rows: IntArray) -> None:
+        """Let each spare row have its row's adapter in this step."""
+        self._slots[spare_rows] = self._slots[rows]
 
     def must_launch(self, plan: StepPlan) -> bool:
         """Return whether a row of this step has an adapter."""

@@ -1,4 +1,17 @@
-"""Speculation: draft tokens, of which one step verifies several (docs/speculation.md)."""
+"""Speculation: draft tokens, of which one step verifies several (docs/speculation.md).
+
+They are verified in *draft rows*: spare rows (``SchedulerLimits.num_spare_rows``) that stand for a row at later
+positions in one step.  The last ``len(BASE_ROWS)`` of a plan's ``decode_rows`` are draft rows; ``BASE_ROWS`` (n,),
+grouped, are the rows that they stand for, and ``DRAFT_TOKENS`` (n,) the draft tokens.  If a row goes on behind its
+computed position p, its first draft row has draft token 0 at p + 1, the next one draft token 1 at p + 2.  All are
+sampled with the row's parameters::
+
+    decode_rows | 4 7 64 65 66 |    BASE_ROWS | 4 4 7 |    DRAFT_TOKENS | 31 8 5 |
+
+Of these tokens only that of the row itself counts at once.  Where draft tokens were right, a later plan says what
+follows: ``KEPT_ROWS`` (n,), grouped, have one more computed token for each entry, behind which ``KEPT_TOKENS`` (n,)
+come.  A row's recurrent state is then copied from the draft row of its last kept token (``StepPlan.state_copies``).
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,7 +21,23 @@ from tp_engine.features.extension import Extension
 from tp_engine.features.metric import FeatureMetric, MetricFamily, Samples, counter
 from tp_engine.features.registry import Feature
 from tp_engine.features.speculation.options import SpeculativeConfig
+from tp_engine.ipc.plan_sections import ArraySection, NumberSection
+from tp_engine.plan import IntArray, StepPlan
 from tp_engine.requests.request import SequenceDelta
+
+BASE_ROWS = ArraySection("speculation.base_rows")
+DRAFT_TOKENS = ArraySection("speculation.draft_tokens")
+KEPT_ROWS = ArraySection("speculation.kept_rows")
+KEPT_TOKENS = ArraySection("speculation.kept_tokens")
+
+NUM_DRAFTS = NumberSection("speculation.num_drafts")
+"""How many tokens the ranks' head drafts behind each row that is sampled; they come back with the step's result
+(``StepResult.drafts``)."""
+
+
+def draft_rows(plan: StepPlan) -> IntArray:
+    """Return the plan's draft rows."""
+    return plan.decode_rows[len(plan.decode_rows) - len(BASE_ROWS.of(plan)) :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +90,7 @@ def _of_sources(which: int) -> Callable[[SpeculationCounters, Any], Samples]:
 
 FEATURE = Feature(
     name="speculation",
+    sections=(BASE_ROWS, DRAFT_TOKENS, KEPT_ROWS, KEPT_TOKENS, NUM_DRAFTS),
     engine="tp_engine.features.speculation.ranks:open_speculation",
     scheduler="tp_engine.features.speculation.scheduling:make",
     rank="tp_engine.features.speculation.ranks:make",

@@ -1,8 +1,8 @@
 """Speculation that changes no token: draft tokens of a row's next tokens, of which one step verifies several.
 
 A sampled token is a function of the tokens before it, its position and the row's parameters; noise too (``noise``).  So
-the step computes the row as always, and beside it a *draft row* (plan.py) for each draft token, which samples the token
-behind::
+the step computes the row as always, and beside it a *draft row* (``feature.py``) for each draft token, which samples
+the token behind::
 
                  position   reads                     samples
     row          p          the last known token      s0        right in any case
@@ -32,8 +32,13 @@ import numpy as np
 
 from tp_engine.features.registry import find_half
 from tp_engine.features.speculation.feature import (
+    BASE_ROWS,
     COUNTERS,
+    DRAFT_TOKENS,
+    KEPT_ROWS,
+    KEPT_TOKENS,
     LIMITS,
+    NUM_DRAFTS,
     TALLY,
     DraftTally,
     SpeculationCounters,
@@ -211,7 +216,7 @@ class Speculation(SchedulerFeature):
         """Judge the draft tokens of a step; return its plan and result as if it had had none."""
         self._ended.clear()
         self.sources.take(result)
-        num_draft_rows = len(plan.draft_base_rows)
+        num_draft_rows = len(BASE_ROWS.of(plan))
         if not num_draft_rows:
             return plan, result
         self._judged, self._verifying = self._verifying, []
@@ -227,6 +232,7 @@ class Speculation(SchedulerFeature):
                 run.logprobs = slice_logprobs(logprobs, begin, begin + num_right, logprobs.token_ids.shape[1] - 1)
             self._count(run)
         draft_rows = slice(first, first + num_draft_rows)
+        others = {name: one for name, one in plan.extensions.items() if name not in (BASE_ROWS.name, DRAFT_TOKENS.name)}
         if logprobs is not None:
             logprobs = TokenLogprobs(
                 token_ids=np.delete(logprobs.token_ids, draft_rows, axis=0),
@@ -234,9 +240,7 @@ class Speculation(SchedulerFeature):
                 ranks=np.delete(logprobs.ranks, draft_rows),
             )
         return (
-            msgspec.structs.replace(
-                plan, decode_rows=plan.decode_rows[:first], draft_base_rows=NO_IDS, draft_tokens=NO_IDS
-            ),
+            msgspec.structs.replace(plan, decode_rows=plan.decode_rows[:first], extensions=others),
             msgspec.structs.replace(result, token_ids=np.delete(sampled, draft_rows), logprobs=logprobs),
         )
 
@@ -324,21 +328,19 @@ class Speculation(SchedulerFeature):
             if 0 < num_sampled <= self._most_decodes:
                 likelihoods = self.sources.head_likelihoods()
                 count = len(likelihoods) if self._costs is None else self._costs.num_drafts(num_sampled, likelihoods)
-                plan = msgspec.structs.replace(plan, num_drafts=count)
+                plan = plan.extended({NUM_DRAFTS.name: count}) if count else plan
         if self._verifying:
             plan = self._with_draft_rows(plan)
         if not self._kept:
             return plan
         kept, self._kept = self._kept, []
-        return msgspec.structs.replace(
-            plan,
-            kept_rows=np.repeat([run.row for run in kept], [len(run.kept) for run in kept]).astype(np.int32),
-            kept_tokens=np.concatenate([run.kept for run in kept]),
-            state_copies=self._with_states(plan.state_copies, kept),
-        )
+        kept_rows = np.repeat([run.row for run in kept], [len(run.kept) for run in kept]).astype(np.int32)
+        kept_tokens = np.concatenate([run.kept for run in kept])
+        plan = plan.extended({KEPT_ROWS.name: kept_rows, KEPT_TOKENS.name: kept_tokens})
+        return msgspec.structs.replace(plan, state_copies=self._with_states(plan.state_copies, kept))
 
     def _with_draft_rows(self, plan: StepPlan) -> StepPlan:
-        """The plan with the draft rows behind its decodes, and their masks.  No later plan decodes the same rows."""
+        """The plan with the draft rows behind its decodes, and their masks; its set of rows is this step's alone."""
         runs, first = self._verifying, np.int32(self._state.limits.max_num_seqs)
         base_rows = np.repeat([run.row for run in runs], [len(run.tokens) for run in runs]).astype(np.int32)
         draft_rows = np.arange(len(base_rows), dtype=np.int32) + first
@@ -349,13 +351,10 @@ class Speculation(SchedulerFeature):
                 masks.append(run.masks[: len(run.tokens)])
         if len(masks) > 1:
             plan = plan.extended({MASK_ROWS.name: np.concatenate(mask_rows), MASKS.name: np.concatenate(masks)})
-        return msgspec.structs.replace(
-            plan,
-            rows_epoch=0,
-            decode_rows=np.concatenate((plan.decode_rows, draft_rows)),
-            draft_base_rows=base_rows,
-            draft_tokens=np.concatenate([run.tokens for run in runs]),
-        )
+        decode_rows = np.concatenate((plan.decode_rows, draft_rows))
+        plan = msgspec.structs.replace(plan, rows_epoch=0, decode_rows=decode_rows)
+        draft_tokens = np.concatenate([run.tokens for run in runs])
+        return plan.extended({BASE_ROWS.name: base_rows, DRAFT_TOKENS.name: draft_tokens})
 
     def _with_states(self, copies: IntArray, kept: list[DraftRun]) -> IntArray:
         """``copies`` and, where there are recurrent states, those behind the rows' last kept tokens.

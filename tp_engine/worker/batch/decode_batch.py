@@ -10,7 +10,7 @@ from tp_engine.attention.base import AttentionMetadata
 from tp_engine.kernels.ops import op
 from tp_engine.kernels.steps.decode_inputs import PAD_ROW, DecodeInputs, RowTables
 from tp_engine.layers.upload import upload_into
-from tp_engine.plan import IntArray, StepPlan
+from tp_engine.plan import NO_IDS, IntArray, StepPlan
 
 GroupViews: TypeAlias = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 """Each group's ``slot_mapping`` (B,) and ``block_table`` (B, M)."""
@@ -22,10 +22,11 @@ class DecodeBatch:
     ``set_rows`` is the host's part of a step, ``prepare`` and ``advance`` are the device's: their launches depend only
     on ``size``, so a CUDA graph may hold them and what lies between.
 
-    With ``has_draft_runs`` layers are told which draft rows go on behind which row.
+    Rows from ``first_spare`` on are spare ones.  If it is given, layers are told which of them go on behind which row:
+    those of a step stand for the ``base_rows`` (n,), grouped.
     """
 
-    def __init__(self, tables: RowTables, max_requests: int, *, has_draft_runs: bool = False) -> None:
+    def __init__(self, tables: RowTables, max_requests: int, *, first_spare: int | None = None) -> None:
         self.tables = tables
         device_type = tables.token_ids.device.type
         self._prepare, self._advance = op("prepare_decodes", device_type), op("advance_decodes", device_type)
@@ -35,9 +36,11 @@ class DecodeBatch:
         self._ones: IntArray = np.ones(max_requests, dtype=np.int32)
         self._rows: IntArray = np.full(max_requests, PAD_ROW, dtype=np.int32)
         self._given = (0, 0)  # epoch and size
+        self.base_rows: IntArray = NO_IDS
+        self._first_spare = first_spare
         self._host_runs: IntArray = np.zeros((max_requests, 2), dtype=np.int32)
         device = tables.token_ids.device
-        self._runs = torch.zeros((max_requests, 2), dtype=torch.int32, device=device) if has_draft_runs else None
+        self._runs = None if first_spare is None else torch.zeros((max_requests, 2), dtype=torch.int32, device=device)
 
     @property
     def num_bytes(self) -> int:
@@ -49,8 +52,9 @@ class DecodeBatch:
         if epoch and self._given == (epoch, size):
             return
         self._given = epoch, size
-        if self._runs is not None:
-            runs = draft_runs(plan, size)
+        if self._runs is not None and self._first_spare is not None:
+            num_spare = np.count_nonzero(rows >= self._first_spare)  # 0 while steps are recorded
+            runs = draft_runs(rows, self.base_rows[:num_spare], size)
             if not np.array_equal(runs, self._host_runs[:size]):
                 upload_into(self._runs[:size], runs)
                 self._host_runs[:size] = runs
@@ -128,17 +132,16 @@ class DecodeBatch:
         )
 
 
-def draft_runs(plan: StepPlan, size: int) -> IntArray:
-    """Return for each of the plan's decodes, padded to ``size``, the place of its first draft row and their number
-    (size, 2); (0, -1) for a draft row."""
+def draft_runs(decode_rows: IntArray, bases: IntArray, size: int) -> IntArray:
+    """Return for each of ``decode_rows``, padded to ``size``, of which the last stand for ``bases``, the place of its
+    first spare row and their number (size, 2); (0, -1) for a spare row."""
     runs: IntArray = np.zeros((size, 2), dtype=np.int32)
-    bases = plan.draft_base_rows
     if len(bases):
-        end = len(plan.decode_rows)
+        end = len(decode_rows)
         num_own = end - len(bases)
         runs[num_own:end, 1] = -1
         firsts = np.flatnonzero(np.diff(bases, prepend=-1))
-        own = plan.decode_rows[:num_own]
+        own = decode_rows[:num_own]
         order = own.argsort()
         owners = order[np.searchsorted(own, bases[firsts], sorter=order)]
         runs[owners] = np.stack((num_own + firsts, np.diff(firsts, append=len(bases))), 1)

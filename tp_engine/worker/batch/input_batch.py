@@ -25,7 +25,7 @@ from tp_engine.layers.upload import upload_all
 from tp_engine.plan import Admission, IntArray, StepPlan
 from tp_engine.system.units import ceil_div
 from tp_engine.worker.batch.decode_batch import DecodeBatch
-from tp_engine.worker.batch.draft_rows import DraftRows, MirroredTable, places_in_runs
+from tp_engine.worker.batch.spare_rows import MirroredTable, SpareRows, places_in_runs
 from tp_engine.worker.batch.step_inputs import BatchLayout, SlotArray, StepInputs, make_layout, slots_for
 
 
@@ -60,9 +60,9 @@ class InputBatch:
         self.num_computed = self._computed.host
         self.num_prompt = np.zeros(num_rows, dtype=np.int32)
         self._rope_deltas = MirroredTable((num_rows,), device) if turns_by_place else None
-        self._draft_rows = DraftRows(self._token_ids, self._block_table, self._computed)
+        self._spare_rows = SpareRows(self._token_ids, self._block_table, self._computed)
         self.decodes = DecodeBatch(
-            self.row_tables(), self.max_decodes, has_draft_runs=has_states and num_spare_rows > 0
+            self.row_tables(), self.max_decodes, first_spare=max_num_seqs if has_states and num_spare_rows else None
         )
 
     @property
@@ -82,9 +82,7 @@ class InputBatch:
         )
 
     def apply(self, plan: StepPlan) -> None:
-        """Apply what was kept, then released rows, admissions, new blocks, and draft rows (plan.py)."""
-        if len(plan.kept_rows):
-            self._draft_rows.keep(plan.kept_rows, plan.kept_tokens)
+        """Apply released rows, admissions, and new blocks (plan.py)."""
         if len(plan.released):
             self.num_blocks[plan.released] = 0
         if plan.admitted:
@@ -93,12 +91,19 @@ class InputBatch:
                 self._set_deltas(plan)
         if len(plan.block_rows):
             self._append_blocks(plan.block_rows, plan.block_ids)
-        if len(plan.draft_base_rows):
-            most = int(self.num_blocks[plan.draft_base_rows].max())
-            self._draft_rows.fill(plan.draft_rows, plan.draft_base_rows, plan.draft_tokens, most)
-            if self._rope_deltas is not None:
-                self._rope_deltas.host[plan.draft_rows] = self._rope_deltas.host[plan.draft_base_rows]
-                self._rope_deltas.push(plan.draft_rows)
+
+    def keep(self, rows: IntArray, tokens: IntArray) -> None:
+        """``rows`` (n,), grouped, have one more computed token for each entry, behind which ``tokens`` (n,) come."""
+        self._spare_rows.keep(rows, tokens)
+
+    def stand_for(self, spare_rows: IntArray, rows: IntArray, tokens: IntArray) -> None:
+        """In this step the ``spare_rows`` (n,), the last of its decodes, stand for ``rows`` (n,), grouped, and read
+        ``tokens`` (n,): the first of a row at the position behind the row's own, the next one behind that."""
+        self._spare_rows.fill(spare_rows, rows, tokens, int(self.num_blocks[rows].max()))
+        self.decodes.base_rows = rows
+        if self._rope_deltas is not None:
+            self._rope_deltas.host[spare_rows] = self._rope_deltas.host[rows]
+            self._rope_deltas.push(spare_rows)
 
     def _set_deltas(self, plan: StepPlan) -> None:
         """An image takes more places than the text behind it is turned by."""

@@ -17,7 +17,7 @@ from tests.unit.sched.scheduler_harness import VOCABULARY, RandomLoad, Simulatio
 from tp_engine.api.openai.answer_shape import Usage
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
-from tp_engine.features.speculation.feature import COUNTERS, SpeculationCounters
+from tp_engine.features.speculation.feature import BASE_ROWS, COUNTERS, KEPT_ROWS, SpeculationCounters
 from tp_engine.features.speculation.options import METHODS, SpeculativeConfig
 from tp_engine.features.speculation.proposer import Proposal, Proposer
 from tp_engine.features.speculation.proposers import Acceptance, DraftPart, Proposers, make_source
@@ -118,7 +118,7 @@ def test_right_draft_tokens_take_one_step_for_their_run(ahead: int) -> None:
     simulation = simulate("right", ahead=ahead)
     simulation.add([1, 2, 3], max_tokens=1 + 3 * (MOST + 1), ignore_eos=True)
     simulation.run()
-    assert [len(plan.draft_base_rows) for plan in simulation.plans] == [0, MOST, MOST, MOST]
+    assert [len(BASE_ROWS.of(plan)) for plan in simulation.plans] == [0, MOST, MOST, MOST]
     found = counters(simulation)
     assert (found.num_drafts, found.num_draft_tokens, found.num_accepted_tokens) == (3, 3 * MOST, 3 * MOST)
     assert found.accepted_at == [3] * MOST
@@ -152,7 +152,7 @@ def test_many_rows_are_planned_ahead_without_draft_tokens() -> None:
     for number in range(5):
         simulation.add([number, 3], max_tokens=9, ignore_eos=True)
     simulation.run()
-    assert not any(len(plan.draft_base_rows) for plan in simulation.plans)
+    assert not any(len(BASE_ROWS.of(plan)) for plan in simulation.plans)
     assert len(simulation.plans) == 9
 
 
@@ -387,7 +387,7 @@ def test_draft_tokens_beside_few_sequences(kind: str, max_num_seqs: int) -> None
         for _ in range(150):
             load.act()
         simulation.run()
-        most = max(len(plan.draft_base_rows) for plan in simulation.plans)
+        most = max(len(BASE_ROWS.of(plan)) for plan in simulation.plans)
         assert MOST <= most <= max_num_seqs * MOST and counters(simulation).num_accepted_tokens > 0
 
 
@@ -435,7 +435,7 @@ def test_golden_states_behind_kept_tokens(place: int) -> None:
     source.simulation = simulation
     simulation.add(PROMPT, max_tokens=12, seed=3, ignore_eos=True)
     simulation.run()
-    drafted = [index for index, plan in enumerate(simulation.plans[:-1]) if len(plan.draft_base_rows) == 3]
+    drafted = [index for index, plan in enumerate(simulation.plans[:-1]) if len(BASE_ROWS.of(plan)) == 3]
     assert drafted
     for index in drafted:
         expected = [[8 + place - 1, 0]] if place else []
@@ -453,13 +453,13 @@ def test_a_row_that_was_left_gets_no_state_of_its_last_occupant() -> None:
     simulation.add(list(range(11)), max_tokens=2, ignore_eos=True)
     simulation.run()  # leaves a snapshot behind 8 tokens
     simulation.add(PROMPT, max_tokens=15, seed=3, ignore_eos=True)
-    while not len(simulation.plans[-1].draft_base_rows):
+    while not len(BASE_ROWS.of(simulation.plans[-1])):
         simulation.step()
-    (row,) = set(simulation.plans[-1].draft_base_rows.tolist())
+    (row,) = set(BASE_ROWS.of(simulation.plans[-1]).tolist())
     simulation.scheduler.preempt_all()
     simulation.add(list(range(11)), max_tokens=4, ignore_eos=True, priority=-1)
     plan = simulation.step()
-    assert plan is not None and plan.admitted[0].row == row and row in plan.kept_rows
+    assert plan is not None and plan.admitted[0].row == row and row in KEPT_ROWS.of(plan)
     (source_of_row,) = (start for start, target in plan.state_copies.tolist() if target == row)
     assert source_of_row >= 4 + 3, "the state of a draft row, and no snapshot"
     simulation.run()

@@ -7,17 +7,16 @@
     next positions       the head's own output, the draft before       -> drafts 1, 2, ...
 
 All of a step's tokens go through the head, in the step's own batch, so its K/V are as far as the model's, and turn as
-the model's do; a model's own head reads the rows of images where the token behind is in one.  Draft rows (plan.py) are
-among them.  Which draft tokens of a request were right follows from integers that are equal on all ranks, so the host
+the model's do; a model's own head reads the rows of images where the token behind is in one.  Draft rows are among
+them.  Which draft tokens of a request were right follows from integers that are equal on all ranks, so the host
 waits for nothing.
 
 A draft is the token that the head's logits give with the temperature of the request and the noise of the draft's own
 position, with which the model samples there too: both choose alike as far as their logits do, at any temperature, and a
 draft needs no probabilities.  Filters, penalties and masks are left out.
 
-Drafts go to rank 0 with the step's result, and rank 0 alone puts them into a plan, as draft tokens in draft rows
-(plan.py).  K/V of drafts lie behind those of the request's tokens, in blocks that it has; where these end, so do its
-drafts.
+Drafts go to rank 0 with the step's result, and rank 0 alone puts them into a plan, as draft tokens in draft rows.  K/V
+of drafts lie behind those of the request's tokens, in blocks that it has; where these end, so do its drafts.
 """
 
 from collections.abc import Sequence
@@ -27,15 +26,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tp_engine.features.speculation.feature import BASE_ROWS, DRAFT_TOKENS, NUM_DRAFTS
+from tp_engine.features.speculation.head_passes import HeadPasses
 from tp_engine.layers.attention import Attention, forward_context, only
 from tp_engine.layers.image_rows import seeing
 from tp_engine.layers.upload import upload_all
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import IntArray, StepPlan
-from tp_engine.worker.batch.draft_rows import places_in_runs
 from tp_engine.worker.batch.input_batch import InputBatch
+from tp_engine.worker.batch.spare_rows import places_in_runs
 from tp_engine.worker.batch.step_inputs import StepInputs
-from tp_engine.worker.drafters.head_passes import HeadPasses
 from tp_engine.worker.feature import RunnerFeature, RunnerHooks
 from tp_engine.worker.graphs.recorder import Recorder
 from tp_engine.worker.image_encoder import ImageEncoder
@@ -85,7 +85,7 @@ class HeadDrafter(RunnerFeature):
         return self._room
 
     def on_sampled(self, step: PendingStep, inputs: StepInputs | None, token_ids: torch.Tensor | None) -> None:
-        """Take in all of the step's tokens, and draft ``plan.num_drafts`` tokens behind each that was sampled.
+        """Take in all of the step's tokens, and draft the plan's number of tokens behind each that was sampled.
 
         A collective.
         """
@@ -97,14 +97,14 @@ class HeadDrafter(RunnerFeature):
         else:
             wanted, positions = inputs.layout.wanted, inputs.positions
         self._room = self._passes.states
-        drafts = plan.num_drafts > 0 and token_ids is not None
+        drafts = NUM_DRAFTS.of(plan) > 0 and token_ids is not None
         given: Sequence[torch.Tensor] = ()
         if self._passes.head.keeps_kv:
             given = self._take_in(plan, inputs, states, token_ids, drafts)
         elif token_ids is not None:
             given = token_ids, only(wanted, states)
         if drafts and token_ids is not None:
-            last = self._last_right(plan, token_ids) if len(plan.draft_base_rows) else None
+            last = self._last_right(plan, token_ids) if len(BASE_ROWS.of(plan)) else None
             first, fed, position = (only(last, one) for one in (*given, only(wanted, positions)))
             self._draft(step, first, fed, position)
 
@@ -154,7 +154,7 @@ class HeadDrafter(RunnerFeature):
 
     def _draft(self, step: PendingStep, first: torch.Tensor, fed: torch.Tensor, position: torch.Tensor) -> None:
         """Draft from what ``HeadPasses.draft`` needs, and send rank 0's host the drafts."""
-        count, rows = step.plan.num_drafts, drafted_rows(step.plan)
+        count, rows = NUM_DRAFTS.of(step.plan), drafted_rows(step.plan)
         limits = self._num_slots(rows)
         tokens = self._passes.draft(count, rows, limits, first, fed, position)
         if self._is_first:
@@ -169,7 +169,7 @@ class HeadDrafter(RunnerFeature):
 
 def drafted_rows(plan: StepPlan) -> IntArray:
     """Return the rows (m,) of the requests that the step samples, without draft rows, in batch order."""
-    num_own = len(plan.decode_rows) - len(plan.draft_base_rows)
+    num_own = len(plan.decode_rows) - len(BASE_ROWS.of(plan))
     return np.concatenate((plan.decode_rows[:num_own], plan.prefill_rows[plan.prefill_samples]))
 
 
@@ -180,15 +180,15 @@ def right_draft_rows(plan: StepPlan, sampled: torch.Tensor) -> tuple[torch.Tenso
     most) int64, those behind the last draft row arbitrary; and the number of its draft tokens that were right (m, 1)
     int64.
     """
-    num_decodes, num_draft_rows = len(plan.decode_rows), len(plan.draft_base_rows)
-    num_own, places = num_decodes - num_draft_rows, places_in_runs(plan.draft_base_rows)
+    num_decodes, num_draft_rows = len(plan.decode_rows), len(BASE_ROWS.of(plan))
+    num_own, places = num_decodes - num_draft_rows, places_in_runs(BASE_ROWS.of(plan))
     index_of = np.zeros(int(plan.decode_rows.max()) + 1, dtype=np.int64)
     index_of[plan.decode_rows[:num_own]] = np.arange(num_own)
-    owners, most = index_of[plan.draft_base_rows], int(places.max()) + 1
+    owners, most = index_of[BASE_ROWS.of(plan)], int(places.max()) + 1
     chains = np.repeat(np.arange(num_own)[:, np.newaxis], most + 1, axis=1)
     chains[owners, places + 1] = np.arange(num_own, num_decodes)
     draft_tokens = np.full((num_own, most), NO_DRAFT, dtype=np.int32)
-    draft_tokens[owners, places] = plan.draft_tokens
+    draft_tokens[owners, places] = DRAFT_TOKENS.of(plan)
     on_chains, on_drafts = upload_all((chains, draft_tokens), sampled.device)
     return on_chains, (sampled[on_chains[:, :-1]] == on_drafts).cumprod(1).sum(1, keepdim=True)
 

@@ -1,8 +1,7 @@
-"""Draft rows: rows behind those of the batch, each of which stands for a row at a later position during one step
-(plan.py).
+"""Spare rows: rows behind those of the batch, each of which stands for a row at a later position during one step.
 
-A draft row has the block table of its row, so it reads the row's keys and values and stores its own behind them.  Those
-of a wrong draft token stay in slots behind the row's last computed token, where the row's next tokens overwrite them.
+A spare row has the block table of its row, so it reads the row's keys and values and stores its own behind them.  Where
+the row does not keep the token, they stay in slots behind its last computed one, and its next tokens overwrite them.
 """
 
 from typing import Any
@@ -49,9 +48,9 @@ def places_in_runs(rows: IntArray) -> npt.NDArray[np.int64]:
     return np.arange(len(rows)) - np.repeat(first_of_run, lengths)
 
 
-class DraftRows:
-    """Enters draft tokens, and tokens that were drafted right, into a batch's tables: ``token_ids`` (rows, stride) on
-    the device, ``block_table`` (G, rows, M) and ``computed`` (rows,).
+class SpareRows:
+    """Enters tokens of spare rows, and those that rows keep, into a batch's tables: ``token_ids`` (rows, stride) on the
+    device, ``block_table`` (G, rows, M) and ``computed`` (rows,).
     """
 
     def __init__(self, token_ids: torch.Tensor, block_table: MirroredTable, computed: MirroredTable) -> None:
@@ -66,17 +65,17 @@ class DraftRows:
         self._computed.host[rows] = positions  # of a row's entries numpy enters the last
         self._computed.push(rows)
 
-    def fill(self, draft_rows: IntArray, rows: IntArray, tokens: IntArray, num_blocks: int) -> None:
-        """``draft_rows`` (n,) stand for ``rows`` (n,), which have up to ``num_blocks`` blocks, and have read
+    def fill(self, spare_rows: IntArray, rows: IntArray, tokens: IntArray, num_blocks: int) -> None:
+        """``spare_rows`` (n,) stand for ``rows`` (n,), which have up to ``num_blocks`` blocks, and have read
         ``tokens``."""
         positions = self._computed.host[rows] + 1 + places_in_runs(rows)
-        self._write(draft_rows, positions, tokens)
-        self._computed.host[draft_rows] = positions
-        self._computed.push(draft_rows)
+        self._write(spare_rows, positions, tokens)
+        self._computed.host[spare_rows] = positions
+        self._computed.push(spare_rows)
         tables = self._block_table
-        tables.host[:, draft_rows, :num_blocks] = tables.host[:, rows, :num_blocks]
+        tables.host[:, spare_rows, :num_blocks] = tables.host[:, rows, :num_blocks]
         if not tables.is_shared:
-            targets, sources = upload_all((draft_rows.astype(np.int64), rows.astype(np.int64)), tables.device.device)
+            targets, sources = upload_all((spare_rows.astype(np.int64), rows.astype(np.int64)), tables.device.device)
             tables.device[:, targets, :num_blocks] = tables.device[:, sources, :num_blocks]
 
     def _write(self, rows: IntArray, positions: npt.NDArray[np.int64], tokens: IntArray) -> None:
