@@ -1,5 +1,7 @@
 """What requests generate while nobody reads it: kept on rank 0 until they end, so that one message carries it all."""
 
+from collections import defaultdict
+
 import msgspec
 import numpy as np
 
@@ -19,24 +21,27 @@ class _Held:
 
 
 class HeldTokens:
-    """The expected requests, by id, with their sequences; false if there are none.
+    """The expected requests, by id, with their sequences that have begun; false if there are none.
 
     A sequence's first record goes on at once, because its time is that of the first token.
     """
 
     def __init__(self) -> None:
         self._requests: dict[str, dict[int, _Held]] = {}
+        self._num_left: dict[str, int] = {}
 
     def __bool__(self) -> bool:
         return bool(self._requests)
 
     def expect(self, request_id: str, num_sequences: int) -> None:
         """Keep what the sequences of a request generate from now on."""
-        self._requests[request_id] = {index: _Held() for index in range(num_sequences)}
+        self._requests[request_id] = defaultdict(_Held)
+        self._num_left[request_id] = num_sequences
 
     def forget(self, request_id: str) -> None:
         """Keep nothing of a request; ignores unknown ones."""
         self._requests.pop(request_id, None)
+        self._num_left.pop(request_id, None)
 
     def fold(self, output: StepOutput) -> StepOutput:
         """Return what of ``output`` is passed on: other requests' part, and first and last records."""
@@ -55,9 +60,10 @@ class HeldTokens:
             if sequences is None:
                 passed.deltas.append(delta)
             elif delta.finish_reason is not None:
-                passed.deltas.append(_whole(sequences.pop(delta.index), delta))
-                if not sequences:
-                    del requests[delta.request_id]
+                passed.deltas.append(_whole(sequences.pop(delta.index, _Held()), delta))
+                self._num_left[delta.request_id] -= 1
+                if not self._num_left[delta.request_id]:
+                    self.forget(delta.request_id)
             elif not (held := sequences[delta.index]).started:
                 held.started = True
                 passed.deltas.append(delta)

@@ -51,7 +51,7 @@ class Admitter:
             begin(builder.step_id)
         deferred: list[Sequence] = []
         while builder.budget > 0 and self._rows.num_vacant > len(self._entries) and len(deferred) < _MAX_DEFERRED:
-            sequence = self._state.waiting.pop()
+            sequence = self._state.pop_waiting()
             if sequence is None:
                 break
             verdict = self._consider(builder, sequence)
@@ -155,7 +155,7 @@ class Admitter:
         self._entries.append(entry)
         if not entry.must_load:
             builder.add_prefill(entry.sequence, entry.end - entry.num_computed)
-        if len(entry.sequence.group.sequences) > 1:
+        if entry.sequence.group.request.params.n > 1:
             self._seat(builder)
 
     def _seat(self, builder: StepPlanBuilder) -> None:

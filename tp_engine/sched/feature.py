@@ -2,10 +2,10 @@
 
 ::
 
-    Scheduler.add         resolve -> the request's sequences are made and queued -> on_add
+    Scheduler.add         resolve -> the request's first sequence is made and queued -> on_add
     Scheduler.schedule    poll -> must_wait -> wants_step -> begin_plan -> extend_plan -> must_send -> finish_plan
                           -> after_plan
-    Admitter              begin_admission -> may_enter -> review_hits -> limit_chunk -> on_hits -> on_enter
+    Admitter              begin_admission -> on_make -> may_enter -> review_hits -> limit_chunk -> on_hits -> on_enter
     Scheduler.update      on_result -> on_prompts -> the tokens are entered -> on_tokens -> on_first
                           -> extend_output
     a sequence            on_leave (it gives back its row) -> on_end -> on_request_end
@@ -37,7 +37,10 @@ class SchedulerHooks:
     """The request as the scheduler is to see it; ``RequestError`` if it can not be served."""
 
     on_add: list[Callable[[RequestGroup], None]] = field(default_factory=list)
-    """A request's sequences have just been queued, or wait for their grammar."""
+    """A request's first sequence has just been queued, or waits for its grammar."""
+
+    on_make: list[Callable[[Sequence], None]] = field(default_factory=list)
+    """Another sequence of a request has been made, and is queued next."""
 
     announce: list[Callable[[str, str, int], None]] = field(default_factory=list)
     """``session, cache_key, step_id``: a client's session (``SamplingParams.prompt_cache_key``) will go on soon; its

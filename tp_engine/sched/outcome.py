@@ -143,14 +143,20 @@ def ending(sequence: Sequence, token_id: int, num_tokens: int, max_total_tokens:
     return FinishDetails(FinishReason.LENGTH) if num_tokens >= max_total_tokens else None
 
 
-def aborted(sequence: Sequence, error: str | None = None, error_code: str | None = None) -> SequenceDelta:
-    """Return the last record of a sequence that was aborted, or that ended with an ``error``."""
+def aborted(
+    group: RequestGroup,
+    index: int,
+    error: str | None = None,
+    error_code: str | None = None,
+    first_scheduled_s: float = 0.0,
+) -> SequenceDelta:
+    """Return the last record of the sequence ``index``, which was aborted, or ended with an ``error``."""
     return SequenceDelta(
-        request_id=sequence.request_id,
-        index=sequence.index,
+        request_id=group.request.request_id,
+        index=index,
         new_token_ids=[],
         finish_reason=FinishReason.ABORT if error is None else FinishReason.ERROR,
-        first_scheduled_s=sequence.first_scheduled_s,
+        first_scheduled_s=first_scheduled_s,
         error=error,
         error_code=error_code,
     )

@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Collection
+from functools import partial
 
 import numpy as np
 import xxhash
@@ -21,22 +22,13 @@ _INT64_HALF = 1 << 63
 def build_group(
     request: EngineRequest, limits: SchedulerLimits, number: int, body: int, cache_keys: CacheKeys
 ) -> RequestGroup:
-    """Return the sequences of a request, the ``number``-th of this engine and of its ``body``-th body, which
+    """Return a request with its first sequence, the ``number``-th of this engine and of its ``body``-th body, which
     ``InputProcessor`` has checked.  ``RequestError`` if the KV cache can never hold it."""
     _check_length(request, limits)
     token_ids = request.prompt_token_ids
     packed = bytearray(struct.pack(f"<{len(token_ids)}i", *token_ids))  # takes half of numpy's time
     prompt: IntArray = np.frombuffer(packed, dtype="<i4")
     params = request.params
-    eos = frozenset(() if params.ignore_eos else request.eos_token_ids)
-    group = RequestGroup(
-        request=request,
-        number=number,
-        cache_key=cache_keys.of_request(request),
-        eos_token_ids=eos,
-        stop_token_ids=frozenset(params.stop_token_ids),
-        num_unfinished=params.n,
-    )
     # Where the user gives no seed, it follows from the engine's and the request's number: equal in every run.
     drawn = xxhash.xxh3_64_intdigest(f"{limits.seed}:{number}".encode()) % _INT64_HALF
     seed = drawn if params.seed is None else params.seed
@@ -44,12 +36,27 @@ def build_group(
     max_total_tokens = longest if params.max_tokens is None else min(longest, len(prompt) + params.max_tokens)
     if request.pooling is not None:  # its one token is never read, and may lie behind the context
         max_total_tokens = len(prompt) + 1
-    for index in range(params.n):
-        place = request.place * params.n + index
-        key = (request.priority, turn_of(body, place), number, index)
-        sampling = _row_sampling(request, index, seed, eos | group.stop_token_ids)
-        group.sequences.append(Sequence(group, index, key, sampling, prompt, len(prompt), max_total_tokens, place))
+    group = RequestGroup(
+        request=request,
+        number=number,
+        cache_key=cache_keys.of_request(request),
+        eos_token_ids=frozenset(() if params.ignore_eos else request.eos_token_ids),
+        stop_token_ids=frozenset(params.stop_token_ids),
+        prompt=prompt,
+        make=partial(_make_sequence, body=body, seed=seed, max_total_tokens=max_total_tokens),
+        num_unmade=params.n,
+        num_unfinished=params.n,
+    )
+    group.make_next()
     return group
+
+
+def _make_sequence(group: RequestGroup, index: int, *, body: int, seed: int, max_total_tokens: int) -> Sequence:
+    request, prompt = group.request, group.prompt
+    place = request.place * request.params.n + index
+    key = (request.priority, turn_of(body, place), group.number, index)
+    sampling = _row_sampling(request, index, seed, group.eos_token_ids | group.stop_token_ids)
+    return Sequence(group, index, key, sampling, prompt, len(prompt), max_total_tokens, place)
 
 
 def _check_length(request: EngineRequest, limits: SchedulerLimits) -> None:

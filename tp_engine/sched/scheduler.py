@@ -80,7 +80,8 @@ class Scheduler:
         self._hooks = SchedulerHooks()
         for feature in self._features:
             feature.attach(self._hooks)
-        self.state.on_leave, self.state.limit_chunk = self._hooks.on_leave, self._hooks.limit_chunk
+        self.state.on_make, self.state.on_leave = self._hooks.on_make, self._hooks.on_leave
+        self.state.limit_chunk = self._hooks.limit_chunk
         self._cache_keys = CacheKeys(self._hooks.cache_salt, self._hooks.variant)
         self._admitter = Admitter(self.state, self._hooks)
         self._groups: dict[str, RequestGroup] = {}
@@ -122,12 +123,13 @@ class Scheduler:
         self._num_requests, self._num_bodies = self._num_requests + 1, num_bodies
         self._groups[request.request_id] = group
         self._stops.watch(group)
-        for sequence in group.sequences:
-            if request.is_constrained:
-                sequence.blocked = Blocked.GRAMMAR
-                self.state.num_parked += 1
-            else:
-                self.state.waiting.push(sequence)
+        self.state.num_unmade += group.num_unmade
+        (first,) = group.sequences
+        if request.is_constrained:
+            first.blocked = Blocked.GRAMMAR
+            self.state.num_parked += 1
+        else:
+            self.state.waiting.push(first)
         for on_add in self._hooks.on_add:
             on_add(group)
 
@@ -145,10 +147,14 @@ class Scheduler:
         deltas: list[SequenceDelta] = []
         for request_id in list(self._groups) if request_ids is None else request_ids:
             group = self._groups.get(request_id)
-            for sequence in group.sequences if group is not None else ():
+            if group is None:
+                continue
+            unmade = self._give_up_unmade(group)
+            for sequence in group.sequences:
                 if sequence.phase is not SequencePhase.FINISHED:
-                    deltas.append(aborted(sequence, error, error_code))
+                    deltas.append(aborted(group, sequence.index, error, error_code, sequence.first_scheduled_s))
                     self._finish(sequence)
+            deltas += [aborted(group, index, error, error_code) for index in unmade]
         return deltas
 
     def preempt_all(self) -> None:
@@ -291,7 +297,8 @@ class Scheduler:
             check_integrity()
         counts = np.array([group.check_integrity() for group in self._groups.values()]).reshape(-1, 3).sum(axis=0)
         num_parked = self.state.num_parked
-        assert counts.tolist() == [self.state.rows.num_running, len(self.state.waiting) + num_parked, num_parked]
+        assert counts.tolist() == [self.state.rows.num_running, self.state.num_waiting, num_parked]
+        assert self.state.num_unmade == sum(group.num_unmade for group in self._groups.values())
 
     def _confirm_prefills(self, plan: StepPlan, result: StepResult) -> None:
         """The chunks of this step are computed."""
@@ -326,6 +333,15 @@ class Scheduler:
         for on_tokens in self._hooks.on_tokens:
             on_tokens(outcome)
         return outcome
+
+    def _give_up_unmade(self, group: RequestGroup) -> range:
+        """Give up the sequences of a request that have not been made, and return their indices."""
+        num_made = len(group.sequences)
+        given_up = range(num_made, num_made + group.num_unmade)
+        self.state.num_unmade -= group.num_unmade
+        group.num_unfinished -= group.num_unmade
+        group.num_unmade = 0
+        return given_up
 
     def _finish(self, sequence: Sequence) -> None:
         """The sequence ends for good; with its last one the request is forgotten."""

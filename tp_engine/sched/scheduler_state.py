@@ -31,7 +31,8 @@ class SchedulerCounters:
 class SchedulerState:
     """Rows, blocks and the queue, shared by all parts of the scheduler.  ``released`` are the rows left since the last
     plan, in order of leaving.  ``num_parked`` sequences have no row, are not in the queue, and have a bit of
-    ``Blocked``.  ``on_leave`` and ``limit_chunk`` are hooks of the scheduler's features."""
+    ``Blocked``.  ``num_unmade`` more will be made, when one of their request leaves the queue.  ``on_make``,
+    ``on_leave`` and ``limit_chunk`` are hooks of the scheduler's features."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
@@ -40,9 +41,27 @@ class SchedulerState:
         self.waiting = WaitingQueue()
         self.counters = SchedulerCounters()
         self.released: list[int] = []
-        self.num_parked = 0
+        self.num_parked = self.num_unmade = 0
+        self.on_make: list[Callable[[Sequence], None]] = []
         self.on_leave: list[Callable[[Sequence], None]] = []
         self.limit_chunk: list[Callable[[Sequence, int, int], int]] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without a row, made or not."""
+        return len(self.waiting) + self.num_parked + self.num_unmade
+
+    def pop_waiting(self) -> Sequence | None:
+        """Remove and return the next living sequence of the queue; None if there is none.  The one behind it of its
+        request takes its place, and is made if need be: keys rise within a request, so it was behind it all along."""
+        sequence = self.waiting.pop()
+        if sequence is not None and (group := sequence.group).num_unmade and sequence is group.sequences[-1]:
+            following = group.make_next()
+            self.num_unmade -= 1
+            for on_make in self.on_make:
+                on_make(following)
+            self.waiting.push(following)
+        return sequence
 
     def enter(self, entries: list[Entry], step_id: int) -> list[IntArray]:
         """Seat sequences, with the blocks that they share and new ones; returns their tables."""

@@ -20,6 +20,7 @@ this one is known.  The end of a sequence is found when a result comes in.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -52,25 +53,42 @@ class SequencePhase(enum.IntEnum):
 @dataclass(slots=True, eq=False)
 class RequestGroup:
     """A request and its sequences; ``running`` are those with a row, in order of admission.  ``cache_key`` is what
-    precedes the first block of its sequences in the prefix cache (``CacheKeys``)."""
+    precedes the first block of its sequences in the prefix cache (``CacheKeys``).
+
+    ``sequences`` are those that have been made: the first, and one more whenever the last of them leaves the queue
+    (``SchedulerState.pop_waiting``).  So a request costs the same when it comes in, whatever its ``n`` is.  ``make``
+    gives the sequence of an index; ``num_unmade`` will follow.  They begin with ``prompt``.
+    """
 
     request: EngineRequest
     number: int
     cache_key: str
     eos_token_ids: frozenset[int]
     stop_token_ids: frozenset[int]
+    prompt: IntArray
+    make: Callable[[RequestGroup, int], Sequence]
+    num_unmade: int
     sequences: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
     num_unfinished: int = 0
 
+    def make_next(self) -> Sequence:
+        """Make the next sequence, which waits."""
+        made = self.make(self, len(self.sequences))
+        self.sequences.append(made)
+        self.num_unmade -= 1
+        return made
+
     def check_integrity(self) -> tuple[int, int, int]:
         """Assert that its counts agree; how many of its sequences run, wait, and are not in the queue yet."""
         phases = [sequence.phase for sequence in self.sequences]
-        assert self.num_unfinished == sum(phase is not SequencePhase.FINISHED for phase in phases) > 0
+        num_made = sum(phase is not SequencePhase.FINISHED for phase in phases)
+        assert self.num_unfinished == num_made + self.num_unmade > 0
+        assert not self.num_unmade or self.sequences[-1].phase is SequencePhase.WAITING
         idle = (SequencePhase.WAITING, SequencePhase.FINISHED)
         assert all(sequence.phase not in idle for sequence in self.running)
         num_parked = sum(bool(sequence.blocked) for sequence in self.sequences)
-        return len(self.running), phases.count(SequencePhase.WAITING), num_parked
+        return len(self.running), phases.count(SequencePhase.WAITING) + self.num_unmade, num_parked
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +150,10 @@ class Sequence:
     @property
     def has_waiting_siblings(self) -> bool:
         """Whether another sequence of its request waits."""
-        return any(one.phase is SequencePhase.WAITING for one in self.group.sequences if one is not self)
+        group = self.group
+        return group.num_unmade > 0 or any(
+            one.phase is SequencePhase.WAITING for one in group.sequences if one is not self
+        )
 
     @property
     def wants_prompt_logprobs(self) -> bool:

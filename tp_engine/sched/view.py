@@ -113,7 +113,7 @@ def stats_of(state: SchedulerState, of_features: Mapping[str, Any]) -> Scheduler
     num_live = state.rows.num_live_tokens(blocks.pool.num_used, blocks.block_size)
     return SchedulerStats(
         num_running=state.rows.num_running,
-        num_waiting=len(state.waiting) + state.num_parked,
+        num_waiting=state.num_waiting,
         num_free_blocks=blocks.pool.num_free,
         num_cached_blocks=blocks.pool.num_cached,
         num_used_blocks=blocks.pool.num_used,

@@ -26,7 +26,8 @@ def make(
     """The waiting sequences of a request."""
     params = SamplingParams(n=n, cache_salt=salt)
     request = EngineRequest(request_id=f"r{number}", prompt_token_ids=prompt, params=params)
-    return build_group(request, batch.limits, number, number, CacheKeys()).sequences
+    group = build_group(request, batch.limits, number, number, CacheKeys())
+    return [*group.sequences, *(group.make_next() for _ in range(group.num_unmade))]
 
 
 def seat(batch: SchedulerState, sequence: Sequence) -> list[int]:

@@ -100,6 +100,26 @@ def test_up_to_a_portion_of_copies_is_served_in_order_of_arrival() -> None:
     assert simulation.scheduler.stats().num_preemptions == 0
 
 
+def test_copies_are_made_as_they_enter() -> None:
+    """Oracle: by hand: a request brings one sequence, whatever its ``n`` is, and each that is looked at one more;
+    all have their end."""
+    simulation = Simulation(ROOMY, checks=False)
+    queue = simulation.scheduler.state.waiting
+    for number in range(20):
+        simulation.add_request(request(f"r{number}", "a", n=100, place=number))
+    assert len(queue) == 20 and simulation.scheduler.stats().num_waiting == 2000
+    for _ in range(12):
+        simulation.step()
+        stats = simulation.scheduler.stats()
+        ended = sum(output.finish_reason is not None for output in simulation.outputs.values())
+        assert len(queue) <= 20 + 2 * ROWS and stats.num_waiting + stats.num_running + ended == 2000
+    simulation.scheduler.check_integrity()
+    simulation.abort(*simulation.requests)
+    simulation.drain()
+    assert all(simulation.outputs[f"r{number}", 99].finish_reason is FinishReason.ABORT for number in range(20))
+    simulation.check_idle()
+
+
 def test_clients_take_turns() -> None:
     """Oracle: by hand: with one row, the clients one after the other; of each, its own order."""
     simulation = Simulation(replace(ROOMY, max_num_seqs=1))

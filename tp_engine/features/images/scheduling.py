@@ -119,7 +119,7 @@ class Images(SchedulerFeature):
         salt = request.params.cache_salt or ""
         images = [(image, self._name(salt, image.digest)) for image in request.images]
         self._prompts[request.request_id] = _Prompt(images, files)
-        tokens = group.sequences[0].token_ids.copy()
+        group.prompt = tokens = group.prompt.copy()
         for image, name in images:
             tokens[image.start + row_places(image)] = name
         for sequence in group.sequences:

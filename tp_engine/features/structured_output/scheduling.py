@@ -2,7 +2,8 @@
 
 ::
 
-    constrain      the request's grammar is there: each sequence begins with a constraint of its own
+    constrain      the request's grammar is there: its first sequence begins with a constraint of its own
+    on_make        so does each further one
     extend_plan    the masks of the step's sampled rows, each of which then awaits its token (``Blocked.TOKEN``)
     on_tokens      each constraint accepts its row's token; some sequences end with it, or without it
 """
@@ -23,7 +24,7 @@ from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks, SchedulerP
 from tp_engine.sched.outcome import FinishDetails, StepOutcome
 from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.scheduler_state import SchedulerState
-from tp_engine.sched.sequence import RequestGroup, Sequence, SequencePhase
+from tp_engine.sched.sequence import RequestGroup, Sequence
 from tp_engine.sched.step_scheduler import StepPlanBuilder
 
 
@@ -64,9 +65,11 @@ class ConstrainedRows(SchedulerFeature):
         self._state, self._rows, self._readiness = state, state.rows, state.rows.readiness
         self._fill_masks = fill_masks
         self._waiting: dict[str, RequestGroup] = {}  # for their grammars
+        self._grammars: dict[str, Grammar] = {}  # of the others
 
     def attach(self, hooks: SchedulerHooks) -> None:
         hooks.on_add.append(self.on_add)
+        hooks.on_make.append(self.on_make)
         hooks.extend_plan.append(self.extend_plan)
         hooks.on_tokens.append(self.on_tokens)
         hooks.on_request_end.append(self.on_request_end)
@@ -78,15 +81,25 @@ class ConstrainedRows(SchedulerFeature):
 
     def on_request_end(self, group: RequestGroup) -> None:
         self._waiting.pop(group.request.request_id, None)
+        self._grammars.pop(group.request.request_id, None)
+
+    def on_make(self, sequence: Sequence) -> None:
+        grammar = self._grammars.get(sequence.request_id)
+        if grammar is not None:
+            self._start(sequence, grammar)
 
     def constrain(self, request_id: str, grammar: Grammar) -> None:
         """Let the sequences of a request run: its grammar is compiled.  A request that was aborted is ignored."""
         group = self._waiting.pop(request_id, None)
-        for sequence in group.sequences if group is not None else ():
-            if sequence.phase is SequencePhase.WAITING and sequence.blocked & Blocked.GRAMMAR:
-                constraint = grammar.start(ignore_eos=sequence.group.request.params.ignore_eos)
-                sequence.extensions[CONSTRAINED.name] = Constrained(constraint)
-                self._state.unblock(sequence, Blocked.GRAMMAR)
+        if group is not None:
+            self._grammars[request_id] = grammar
+            (first,) = group.sequences
+            self._start(first, grammar)
+            self._state.unblock(first, Blocked.GRAMMAR)
+
+    def _start(self, sequence: Sequence, grammar: Grammar) -> None:
+        constraint = grammar.start(ignore_eos=sequence.group.request.params.ignore_eos)
+        sequence.extensions[CONSTRAINED.name] = Constrained(constraint)
 
     def extend_plan(self, builder: StepPlanBuilder) -> None:
         """Give the plan a mask for each constrained row that the step samples."""
