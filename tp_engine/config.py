@@ -38,12 +38,17 @@ MEASURED_LOGPROBS = 20
 """What the memory profile has room for where there is no limit; the default limit."""
 ATTENTION_BACKENDS = ("auto", "torch", "native", "triton", "flash_attn")
 ALL_REDUCES = ("auto", "nccl", "symm_mem", "gloo", "shm")
-_DEFAULT_BATCHED_TOKENS = 2048
+_DEFAULT_NUM_SEQS, _DEFAULT_BATCHED_TOKENS = 256, 2048
 DEMO_MODEL = Path(__file__).resolve().parent / "models" / "demo_model"
 
 
 def _processor_sizes(given: Mapping[str, Any] | str) -> dict[str, Any]:
     return json_object("mm_processor_kwargs", given)
+
+
+def _num_seqs(values: Mapping[str, Any]) -> int:
+    most = values["max_num_batched_tokens"]
+    return _DEFAULT_NUM_SEQS if most is None else min(_DEFAULT_NUM_SEQS, int(most))
 
 
 def _batched_tokens(values: Mapping[str, Any]) -> int:
@@ -206,7 +211,13 @@ class EngineConfig:
         flags=("--context-length",),
         section="Scheduling",
     )
-    max_num_seqs: int = option(256, "most sequences in one step", positive=True, flags=("--max-running-requests",))
+    max_num_seqs: int = option(
+        None,
+        f"most sequences in one step (default: {_DEFAULT_NUM_SEQS}, or max_num_batched_tokens if that is less)",
+        positive=True,
+        flags=("--max-running-requests",),
+        derived=_num_seqs,
+    )
     max_num_batched_tokens: int = option(
         None,
         f"most tokens in one step, at least max_num_seqs (default: {_DEFAULT_BATCHED_TOKENS})",

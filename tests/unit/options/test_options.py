@@ -103,6 +103,20 @@ def test_numbers_that_are_not_finite_are_refused(value: str) -> None:
                     kind(**given)
 
 
+def test_most_sequences_and_most_tokens_follow_each_other() -> None:
+    """Oracle: vLLM's rule: of two limits that would contradict each other, the one that is not given follows."""
+    for given, expected in (
+        ([], (256, 2048)),
+        (["--max-num-batched-tokens", "64"], (64, 64)),
+        (["--max-num-batched-tokens", "8k"], (256, 8000)),
+        (["--max-num-seqs", "3000"], (3000, 3000)),
+    ):
+        config = engine(*given)
+        assert (config.max_num_seqs, config.max_num_batched_tokens) == expected
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens is 64; .* the 65 sequences: raise it, or lower"):
+        engine("--max-num-batched-tokens", "64", "--max-num-seqs", "65")
+
+
 def test_precedence(tmp_path: Path) -> None:
     """Oracle: command line over file over defaults, per key."""
     path = tmp_path / "run.toml"
