@@ -45,6 +45,8 @@ _END = (-1).to_bytes(8, "big", signed=True)
 _LINGER_MS = 500
 _CLOSE_S = 5.0
 _SILENCE_S = 10.0  # between two lines of the log about lost changes
+_REPLAY_RESTS = 9  # between two replays, of what the first one took: a tenth of the thread's time at most
+_LONGEST_POLL_MS = 60_000
 _MOST_BYTES_IN = 4096  # of a message from a subscriber: a topic, or a number of 8 bytes
 _MOST_WAITING_IN = 64  # messages of a connection
 _USER = b"kv_events"
@@ -83,7 +85,7 @@ class KVEventPublisher(EngineFeature):
         self._queue: deque[CacheChange] = deque()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._next = self._num_batches = self._num_lost = 0
-        self._next_word_s = 0.0
+        self._next_word_s = self._next_replay_s = 0.0
         self._is_idle = self._is_closing = self._has_failed = False
         self._door = _Door(key) if key else None
         self._context = zmq.Context() if key else zmq.Context.instance()
@@ -169,16 +171,19 @@ class KVEventPublisher(EngineFeature):
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
-        for socket in (self._replays, self._door.socket if self._door else None):
-            if socket is not None:
-                poller.register(socket, zmq.POLLIN)
+        if self._door is not None:
+            poller.register(self._door.socket, zmq.POLLIN)
         try:
             while self._queue or not self._is_closing:
                 if self._queue and not self._is_closing:
                     time.sleep(_GATHER_S)
                 self._publish()
                 self._is_idle = True  # before the look at the queue, so that no change comes unseen
-                ready = dict(poller.poll(0 if self._queue or self._is_closing else None))
+                rest_s = max(0.0, self._next_replay_s - time.monotonic())
+                if self._replays is not None:
+                    poller.modify(self._replays, 0 if rest_s else zmq.POLLIN)
+                idle_ms = min(1 + int(rest_s * 1000), _LONGEST_POLL_MS) if rest_s else None
+                ready = dict(poller.poll(0 if self._queue or self._is_closing else idle_ms))
                 self._is_idle = False
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
@@ -209,7 +214,8 @@ class KVEventPublisher(EngineFeature):
         self._next += 1
 
     def _replay(self, socket: zmq.Socket[bytes]) -> None:
-        """Answer one request; one that is malformed is ignored."""
+        """Answer one request, after which others wait a while; one that is malformed is ignored."""
+        begun_s = time.monotonic()
         client, *frames = socket.recv_multipart(zmq.NOBLOCK)
         if len(frames) != 2 or frames[0] or len(frames[1]) != 8:
             logger.debug("KV events: a replay was asked for with something else than a number of 8 bytes")
@@ -219,6 +225,8 @@ class KVEventPublisher(EngineFeature):
             if number >= first:
                 socket.send_multipart((client, b"", self._topic, number.to_bytes(8, "big"), payload), zmq.NOBLOCK)
         socket.send_multipart((client, b"", b"", _END, b""), zmq.NOBLOCK)
+        ended_s = time.monotonic()
+        self._next_replay_s = ended_s + _REPLAY_RESTS * (ended_s - begun_s)
 
     def _open(self, name: str, kind: int, endpoint: str, *, binds: bool, hwm: int) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)

@@ -19,6 +19,7 @@ from zmq.utils.monitor import recv_monitor_message
 from tests.kv_events import Subscriber, decode_as_dynamo, decode_as_llm_d, new_socket, plain_hashes
 from tp_engine import ConfigError
 from tp_engine.config import EngineConfig
+from tp_engine.features.kv_events import publisher as publishing_thread
 from tp_engine.features.kv_events.connections import MOST_BYTES, MOST_CONNECTIONS
 from tp_engine.features.kv_events.options import KVEventsConfig
 from tp_engine.features.kv_events.publisher import KVEventPublisher
@@ -162,6 +163,24 @@ def test_missed_messages_come_again() -> None:
         assert replay(publisher, 0) == sent[2:]
         assert replay(publisher, 6) == replay(publisher, (1 << 64) - 1) == []
         assert not socket.poll(0)
+        socket.close(0)
+
+
+def test_replays_rest_and_events_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: with a rest without an end one replay of four is answered, and later events are heard; close works."""
+    monkeypatch.setattr(publishing_thread, "_REPLAY_RESTS", 1e12)
+    with publishing(replay_endpoint=LOOPBACK, topic="t") as (publisher, listener):
+        publisher.put(inserted(1, "", TOKENS))
+        sent = listener.receive()
+        assert replay(publisher, 0) == [sent]
+        socket = new_socket(zmq.DEALER)
+        socket.connect(publisher.replay_endpoint)
+        for _ in range(3):
+            socket.send_multipart((b"", bytes(8)))
+        for number in range(1, 5):
+            publisher.put(inserted(3 * number + 1, "", TOKENS[number:]))
+            assert listener.receive()[1] == number
+        assert not socket.poll(50)
         socket.close(0)
 
 
