@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tp_engine.api.anthropic.protocol import MessagesBody
+from tp_engine.api.anthropic.messages import chat_messages
+from tp_engine.api.anthropic.protocol import Message, MessagesBody
 from tp_engine.api.anthropic.requests import chat_body
 from tp_engine.errors import RequestError
 
@@ -104,7 +105,7 @@ def test_a_call_whose_input_is_the_text_of_an_object() -> None:
     [
         ("sun", "sun"),
         (None, ""),
-        ([], ""),
+        ([], "[the tool failed]"),
         (text("a", "b"), "a\nb"),
         ([{"type": "image", "source": {}}, *text("b")], "[image omitted]\nb"),
         ([{"type": "search_result", "title": "T", "source": "http://x", "content": text("c")}], "T\nhttp://x\nc"),
@@ -166,6 +167,8 @@ def test_a_function_without_a_name_is_refused_by_its_place() -> None:
     """Oracle: the place of the fault in the client's own body."""
     with pytest.raises(RequestError, match=r"tools\[1\].name is missing"):
         chat([user("a")], tools=[{"name": "f"}, {"input_schema": {}}])
+    with pytest.raises(RequestError, match=r"tools\[0\] has parameters; here their name is input_schema"):
+        chat([user("a")], tools=[{"name": "f", "parameters": {"type": "object"}}])
     with pytest.raises(RequestError, match=r"tools\[0\] is a function in OpenAI's form"):
         chat([user("a")], tools=[{"type": "function", "function": {"name": "f"}}])
 
@@ -234,6 +237,45 @@ def test_a_system_message_may_end_with_the_next_turn() -> None:
     assert chat([user("a"), {"role": "system", "output_config": {"effort": "low"}}]).messages == [user(text("a"))]
     with pytest.raises(RequestError, match=r"messages\[0\].content is missing"):
         chat([{"role": "user"}])
+
+
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    [
+        ("compaction", "W"),
+        ("mcp_tool_result", "W"),
+        ("mcp_tool_result", [{"type": "text", "text": "W"}]),
+        ("bash_code_execution_tool_result", {"type": "r", "stdout": "W", "stderr": "", "content": []}),
+        ("code_execution_tool_result", {"type": "code_execution_result", "stdout": "", "stderr": "W", "content": []}),
+        ("text_editor_code_execution_tool_result", {"type": "view_result", "content": "W"}),
+        ("web_fetch_tool_result", {"content": {"type": "document", "source": {"type": "text", "data": "W"}}}),
+    ],
+)
+def test_what_a_servers_own_tool_found_is_the_assistants(kind: str, content: Any) -> None:
+    """Oracle: the text is there, as the assistant's; Anthropic's API shows its model all of these."""
+    blocks = [{"type": kind, "content": content}, *text("Ok.")]
+    messages = chat([user("a"), {"role": "assistant", "content": blocks}, user("b")]).messages
+    assert messages[1]["content"] == text("W", "Ok.")
+    images = chat_messages(None, [Message.model_validate({"role": "assistant", "content": blocks})], takes_images=True)
+    assert images == [{"role": "assistant", "content": text("W", "Ok.")}]
+
+
+def test_a_pdf_that_a_servers_tool_fetched_is_no_text() -> None:
+    """Oracle: bytes in base64 tell the model nothing."""
+    pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "W"}}
+    blocks = [{"type": "web_fetch_tool_result", "content": {"content": pdf}}, *text("Ok.")]
+    assert chat([user("a"), {"role": "assistant", "content": blocks}]).messages[1]["content"] == text("Ok.")
+
+
+@pytest.mark.parametrize("content", [None, "", []])
+def test_a_tool_that_failed_and_says_nothing(content: Any) -> None:
+    """Oracle: it does not look like one that had nothing to say."""
+    answer = {"type": "tool_result", "tool_use_id": "t", "content": content}
+    told = [
+        chat_messages(None, [Message.model_validate({"role": "user", "content": [{**answer, "is_error": is_error}]})])
+        for is_error in (True, False)
+    ]
+    assert [one[0]["content"] for one in told] == ["[the tool failed]", ""]
 
 
 def test_blocks_of_tools_that_anthropics_servers_run_are_left_out() -> None:

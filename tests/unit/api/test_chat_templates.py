@@ -67,6 +67,17 @@ def test_transformers_renders_the_same(template: str, messages: Any, options: di
     assert render(messages, template, **options) == text
 
 
+def test_documents_are_shown_or_refused() -> None:
+    """Oracle: a template that does not name them can not show them, and nothing that was sent is lost silently."""
+    documents = [{"title": "T", "text": "W"}]
+    reading = CHAT_TEMPLATE + "{% for one in documents or [] %}{{ one.text }}{% endfor %}"
+    assert render([QUESTION], reading, documents=documents).endswith("W")
+    with pytest.raises(RequestError, match="shows the model no documents") as error:
+        render([QUESTION], CHAT_TEMPLATE, documents=documents)
+    assert error.value.param == "documents"
+    assert render([QUESTION], CHAT_TEMPLATE, documents=[]) == render([QUESTION], CHAT_TEMPLATE)
+
+
 def test_continuing_keeps_or_strips_space_as_the_template_does() -> None:
     """Oracle: by hand; the template's end of turn is absent."""
     messages = [QUESTION, {"role": "assistant", "content": "It is "}]

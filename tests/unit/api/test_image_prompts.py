@@ -301,7 +301,7 @@ def test_pictures_in_items_of_responses_reach_the_model() -> None:
         "id": "ci",
         "outputs": [{"type": "logs", "logs": "x"}, {"type": "image", "url": URL}],
     }
-    assert of(ran) == f"<s>assistant: {shown}</s>"
+    assert of(ran) == f"<s>assistant: x{shown}</s>"
     said = {"role": "assistant", "content": [{"type": "output_text", "text": "x"}, image]}
     assert of(said) == f"<s>assistant: x{shown}</s>"
     for role in ("system", "developer"):

@@ -115,6 +115,31 @@ def test_a_tool_that_had_nothing_to_say(kind: str) -> None:
     assert messages == [{"role": "tool", "tool_call_id": "c", "content": ""}]
 
 
+def test_a_patch_that_failed_and_says_nothing() -> None:
+    """Oracle: it does not look like one that was applied."""
+    item = {"type": "apply_patch_call_output", "call_id": "c", "status": "failed"}
+    assert input_messages([item], None)[0]["content"] == "[the tool failed]"
+    assert input_messages([{**item, "output": "no such file"}], None)[0]["content"] == "no such file"
+
+
+@pytest.mark.parametrize("takes_images", [True, False])
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"type": "mcp_call", "name": "f", "arguments": "{}", "output": "W"},
+        {"type": "mcp_call", "name": "f", "arguments": "{}", "output": None, "error": "W"},
+        {"type": "code_interpreter_call", "code": "print()", "outputs": [{"type": "logs", "logs": "W"}]},
+        {"type": "file_search_call", "queries": ["q"], "results": [{"filename": "a", "text": "W"}]},
+    ],
+    ids=lambda item: item["type"],
+)
+def test_what_a_servers_own_tool_found_is_the_assistants(item: dict[str, Any], takes_images: bool) -> None:
+    """Oracle: the text is there, as the assistant's; OpenAI's API shows its model all of these."""
+    items = [{"role": "user", "content": "a"}, item, {"role": "user", "content": "b"}]
+    messages = input_messages(items, None, takes_images=takes_images)
+    assert messages[1] == {"role": "assistant", "content": "W"}
+
+
 @pytest.mark.parametrize(
     ("item", "word"),
     [

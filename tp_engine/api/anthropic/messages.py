@@ -13,8 +13,10 @@
     document of a PDF                         its pages, as images
     document of another kind, and an image
     where the model takes none                refused; a note in a tool's answer, which would else end the conversation
+    what a server's own tool found, a summary
+    of earlier turns                          its texts and images, as the assistant's
     redacted_thinking of another server, what
-    a server's own tool did                   nothing; the log says so
+    else a server's own tool did              nothing; the log says so
     tool_addition, tool_removal               nothing; the list of tools changes
     a system message behind the first turn    a message of the user in its place, so that the prompt before it stays
 """
@@ -36,7 +38,7 @@ ChatMessages = list[dict[str, Any]]
 
 # Claude Code begins its system prompt with a block that changes with each request; no prefix could be cached behind it.
 _BILLING = "x-anthropic-billing-header"
-# What only Anthropic's servers write or read.
+# What only Anthropic's servers write or read; some of it has texts.
 _UNTOLD = frozenset({
     "advisor_tool_result", "bash_code_execution_tool_result", "code_execution_tool_result", "compaction",
     "container_upload", "fallback", "mcp_tool_listing", "mcp_tool_result", "mcp_tool_use", "redacted_thinking",
@@ -44,6 +46,7 @@ _UNTOLD = frozenset({
     "web_search_tool_result",
 })  # fmt: skip
 _FILES = ("base64", "url")  # types of sources
+_FAILED = "[the tool failed]"  # what stands for the answer of one that says nothing else
 # What changes the list of tools (``requests.py``), and is not text.
 TOOL_CHANGES = frozenset({"tool_addition", "tool_removal"})
 
@@ -105,7 +108,7 @@ def _parts(where: str, block: Block, *, takes_images: bool, in_result: bool = Fa
     if takes_images and block["type"] in _UNTOLD and isinstance(content := block.get("content"), list):
         places = ((f"{where}.content[{number}]", one) for number, one in enumerate(content) if _is_image(one))
         if images := [_image(place, one) for place, one in places]:
-            return images
+            return [*map(_text_part, _found(content)), *images]
     if takes_images and block["type"] == "document" and isinstance(source, Mapping):
         head, blocks = _joined(block.get("title"), block.get("context")), source.get("content")
         if isinstance(blocks, list) and _has_image(blocks):
@@ -223,6 +226,8 @@ def _texts(where: str, content: str | Sequence[Block], *, takes_images: bool) ->
 def _result(where: str, block: Block, *, in_result: bool = True) -> str:
     """The text of a tool's answer, or of a document."""
     content = block.get("content")
+    if not content and block.get("is_error") is True:
+        return _FAILED
     if content is None:
         return ""
     are_blocks = isinstance(content, list) and all(isinstance(one, Mapping) for one in content)
@@ -237,6 +242,8 @@ def _text(where: str, block: Block, *, in_result: bool = False, takes_images: bo
     kind = block["type"]
     if kind in TOOL_CHANGES:
         return None
+    if kind in _UNTOLD and (found := "\n".join(_found(block.get("content")))):
+        return found
     if kind in _UNTOLD:
         warn_once(logger, "blocks of the type %s are left out of messages: they tell the model nothing", kind)
         return None
@@ -248,6 +255,19 @@ def _text(where: str, block: Block, *, in_result: bool = False, takes_images: bo
         reads = "it is not read there" if takes_images else "this model reads text only"
         raise _refused(f"{where} is a block of type {shown(kind)}; {reads}, send it as text")
     return text
+
+
+def _found(content: object) -> Iterator[str]:
+    """The texts of what a server's own tool found: of blocks, of programs' outputs, and of documents."""
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, list):
+        yield from (text for one in content for text in _found(one))
+    elif isinstance(content, Mapping):
+        names = ("text", "stdout", "stderr", *(("data",) if content.get("type") == "text" else ()))
+        yield from (text for name in names if isinstance(text := content.get(name), str) and text)
+        yield from _found(content.get("content"))
+        yield from _found(source if isinstance(source := content.get("source"), Mapping) else None)
 
 
 def _document(where: str, block: Block, in_result: bool) -> str | None:

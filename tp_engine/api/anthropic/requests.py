@@ -139,6 +139,8 @@ def _tools(tools: list[Tool]) -> list[dict[str, Any]] | None:
             continue
         if not tool.name:
             raise RequestError(f"tools[{number}].name is missing; a function must have one", param="tools")
+        if tool.input_schema is None and "parameters" in (tool.model_extra or {}):
+            raise RequestError(f"tools[{number}] has parameters; here their name is input_schema", param="tools")
         function: dict[str, Any] = {"name": tool.name, "parameters": {"type": "object", **(tool.input_schema or {})}}
         function |= {name: value for name in ("description", "strict") if (value := getattr(tool, name)) is not None}
         found.append({"type": "function", "function": function})

@@ -107,6 +107,11 @@ class ChatFormat:
                 "the chat template does not tell the model of a request's tools: serve with --chat-template and one "
                 "that does",
             )
+        if given.get("documents") and not template.mentions("documents"):
+            raise RequestError(
+                "the chat template shows the model no documents; write their texts into the messages",
+                param="documents",
+            )
         images: list[ImageSource] | None = None if image_marker is None else []
         conversation = normal_messages(messages, takes, self.tool_format, images, adapts_calls=adapts_calls)
         if not continues:

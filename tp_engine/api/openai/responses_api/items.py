@@ -7,13 +7,13 @@
     message (assistant), reasoning, and all
     calls of the client's tools               one assistant message, as long as they follow each other
     outputs of these calls                    a message of the role tool
-    pictures that a server's own tool made    parts of the assistant's message
+    what a server's own tool found or made    its texts and images, as the assistant's message
     what tells the model nothing              nothing; the log says so
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from tp_engine.api.openai.chat.messages import omitted
 from tp_engine.api.openai.responses_api.tools import custom_arguments, flat_name
@@ -35,6 +35,7 @@ _UNTOLD = frozenset({
     "file_search_call", "image_generation_call", "mcp_approval_request", "mcp_approval_response", "mcp_call",
     "mcp_list_tools", "program", "program_output", "tool_search_call", "tool_search_output", "web_search_call",
 })  # fmt: skip
+_FAILED = "[the tool failed]"  # what stands for the output of one that says nothing else
 # The kind of an output -> what stands for one that is missing; None if it may not be missing.  Null is an empty text: a
 # tool had nothing to say.
 _OUTPUTS: Mapping[str, str | None] = {
@@ -91,23 +92,17 @@ def _add_item(messages: Messages, where: str, item: Item, *, takes_images: bool)
         call = {"id": _call_id(where, item), "type": "function", "function": function}
         _assistant(messages).setdefault("tool_calls", []).append(call)
     elif kind in _OUTPUTS:
-        output, place = item.get("output", _OUTPUTS[kind]), f"{where}.output"
-        if output is None and "output" in item:
-            output = ""
-        if kind == "computer_call_output":  # one part, and no list of them
-            output = [output]
-        answer: Any = _parts(place, output, _output_part) if takes_images and _has_image(output) else None
-        if answer is None and isinstance(output, list):  # a note stands for a picture or a file
-            answer = "".join(_output_part(f"{place}[{number}]", part) for number, part in enumerate(output))
-        content = _text(place, output) if answer is None else answer
-        messages.append({"role": "tool", "tool_call_id": _call_id(where, item), "content": content})
+        messages.append(_answer(where, kind, item, takes_images=takes_images))
     elif kind == "reasoning":
         text = _text(f"{where}.content", item.get("content") or item.get("summary") or "")
         if text:
             _assistant(messages, begins_turn=True).setdefault("reasoning_content", []).append(text)
     elif kind in _UNTOLD:
-        if takes_images and (pictures := _pictures(where, kind, item)):
-            _assistant(messages, begins_turn=True)["content"] = pictures
+        texts = "\n".join(_found(item))
+        pictures = _pictures(where, kind, item) if takes_images else []
+        if texts or pictures:
+            given = [*([texts] if texts else ()), *pictures] if pictures else texts
+            _assistant(messages, begins_turn=True)["content"] = given
         elif kind != "additional_tools":
             warn_once(logger, "items of the type %s are left out of responses: they tell the model nothing", kind)
     elif kind == "item_reference":
@@ -118,6 +113,22 @@ def _add_item(messages: Messages, where: str, item: Item, *, takes_images: bool)
             "or another item of the Responses API",
             param="input",
         )
+
+
+def _answer(where: str, kind: str, item: Item, *, takes_images: bool) -> dict[str, Any]:
+    """The message of a tool's output."""
+    output, place = item.get("output", _OUTPUTS[kind]), f"{where}.output"
+    if output is None and "output" in item:
+        output = ""
+    if not output and item.get("status") == "failed":
+        output = _FAILED
+    if kind == "computer_call_output":  # one part, and no list of them
+        output = [output]
+    answer: Any = _parts(place, output, _output_part) if takes_images and _has_image(output) else None
+    if answer is None and isinstance(output, list):  # a note stands for a picture or a file
+        answer = "".join(_output_part(f"{place}[{number}]", part) for number, part in enumerate(output))
+    content = _text(place, output) if answer is None else answer
+    return {"role": "tool", "tool_call_id": _call_id(where, item), "content": content}
 
 
 def _function_call(where: str, item: Item) -> tuple[str, Any]:
@@ -160,6 +171,17 @@ def _add_message(messages: Messages, where: str, item: Item, *, takes_images: bo
         _assistant(messages, begins_turn=True)["content"] = given
     else:
         messages.append({"role": _ROLES[role], "content": given})
+
+
+def _found(item: Item) -> list[str]:
+    """The texts of what a server's own tool did: a program's output, parts of files, the answer of a call."""
+    lists = ((item.get("outputs"), "logs"), (item.get("results"), "text"))
+    inner = [one.get(name) for given, name in lists if isinstance(given, list) for one in given if _is_item(one)]
+    return [text for text in (item.get("output"), item.get("error"), *inner) if isinstance(text, str) and text]
+
+
+def _is_item(one: object) -> TypeGuard[Item]:
+    return isinstance(one, Mapping)
 
 
 def _pictures(where: str, kind: str, item: Item) -> list[ImageSource]:
