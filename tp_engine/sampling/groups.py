@@ -191,11 +191,8 @@ def group_rows(state: SamplingState, rows: IntArray, is_short: BoolArray) -> Ste
 
 def _processed(state: SamplingState, rows: IntArray, is_edited: BoolArray) -> ProcessedRows:
     scored = np.flatnonzero(state.num_logprobs[rows] >= 0)
-    group, is_greedy = (
-        _group(state, rows, scored, SamplingMethod.SORTED, False, None),
-        state.temperature[rows[scored]] == 0.0,
-    )
-    greedy = upload(is_greedy[:, None], state.device)
+    group = _group(state, rows, scored, SamplingMethod.SORTED, False, None)
+    greedy = upload(state.temperature[rows[scored], None] == 0.0, state.device)
     group = replace(
         group,
         temperature=group.temperature.masked_fill(greedy, 1.0),

@@ -98,8 +98,10 @@ class ReasoningFormat:
             return Beginning.ANSWER
         return Beginning.REASONING if self.always else Beginning.EITHER
 
-    def preamble(self, writing: TokenWriting, begins: Beginning, budget: int | None = None) -> str | None:
-        """Return what comes before an answer that must follow a grammar (``StructuredOutputsParams.preamble``), if
+    def preamble(
+        self, writing: TokenWriting, begins: Beginning, budget: int | None = None, answer: str = "@answer"
+    ) -> str | None:
+        """Return what comes before an ``answer`` that must follow a grammar (``StructuredOutputsParams.preamble``), if
         anything; the reasoning has at most ``budget`` tokens, for a format that ``limits`` it.
 
         White space comes behind reasoning only: in front of it, it would leave the model no choice but to think.
@@ -111,7 +113,7 @@ class ReasoningFormat:
         opens, heads = (" | ".join(map(writing.mark, marks)) for marks in (self.opens, self.heads))
         thought = f"thought ({heads})? space" if heads else "thought space"
         either = f"({opens}) {thought} | {heads}" if heads else f"({opens}) {thought}"
-        start = f"{thought} @answer" if begins is Beginning.REASONING else f"({either})? @answer"
+        start = f"{thought} {answer}" if begins is Beginning.REASONING else f"({either})? {answer}"
         return f"start: {start}\n{rule}\n"
 
     def limits(self, writing: TokenWriting) -> bool:

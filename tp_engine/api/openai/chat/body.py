@@ -179,13 +179,14 @@ def _behind_reasoning(
         return replace(constraint, preamble=message.preamble(writing, thinks, parsing.may_call))
     if parsing.forced is not None:
         constraint = StructuredOutputsParams(grammar=parsing.forced)
-    reasoning = parsing.reasoning
-    preamble = None if reasoning is None else reasoning.preamble(writing, parsing.begins, parsing.budget)
+    reasoning, answer, calls = parsing.reasoning, "@answer", ""
     if parsing.may_call and parsing.tool_format is not None and parsing.tool_format.opens:
-        calls = f"calls: ({' | '.join(map(writing.mark, parsing.tool_format.opens))}) rest"
-        rest = writing.any_text("rest", *parsing.tool_format.marks)
-        first = (preamble or "start: @answer\n").replace("@answer", "(@answer | calls)")
-        preamble = f"{first}{calls}\n{rest}\n"
+        opens = " | ".join(map(writing.mark, parsing.tool_format.opens))
+        answer, calls = "(@answer | calls)", f"calls: ({opens}) rest\n"
+        calls += writing.any_text("rest", *parsing.tool_format.marks) + "\n"
+    preamble = None if reasoning is None else reasoning.preamble(writing, parsing.begins, parsing.budget, answer)
+    if calls:
+        preamble = (preamble or f"start: {answer}\n") + calls
     return replace(constraint, preamble=preamble)
 
 

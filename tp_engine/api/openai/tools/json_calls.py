@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from tp_engine.api.openai.tools.argument_types import parsed_json
@@ -230,17 +231,25 @@ class ObjectsParser(TextParser):
                 return
 
 
+class _BlockPlace(Enum):
+    """Where the reader of a block stands."""
+
+    HEAD = "in front of a call's head, or of its object"
+    OBJECT = "in front of a call's object"
+    INSIDE = "in a call's object"
+
+
 class JsonCallsParser(ObjectsParser):
     """The parser of a ``CallBlock``.  A block without a call is content, with its marks, so that no text is lost."""
 
     def __init__(self, block: CallBlock, new_call_id: NewCallId = openai_call_id) -> None:
         super().__init__(block.opens, drops=block.drops, new_call_id=new_call_id)
-        self._block = block
+        self._block, self._begin = block, _BlockPlace.OBJECT if block.head is None else _BlockPlace.HEAD
 
     def _read_block(self, mark: str) -> Reading[None]:
         block = self._block
         self._at, self._is_unsure = len(mark), True
-        is_new, takes_head, in_object = True, block.head is not None, False  # in front of the block's first call
+        is_new, place = True, self._begin  # no call of the block has been read
         try:
             while True:
                 start = self._at
@@ -250,21 +259,20 @@ class JsonCallsParser(ObjectsParser):
                     break
                 char = self._pending[self._at : self._at + 1]
                 if mark:
-                    takes_head = block.head is not None
-                    continue
-                if (not takes_head or char in _BEFORE_OBJECTS) and char in SEPARATORS:
-                    takes_head &= char.isspace()
+                    place = self._begin
+                elif char in SEPARATORS and (place is _BlockPlace.OBJECT or char in _BEFORE_OBJECTS):
+                    place = place if char.isspace() else _BlockPlace.OBJECT
                     self._at += 1
-                    continue
-                if takes_head and char not in _BEFORE_OBJECTS:
-                    yield from self._read_named_call()
-                elif char == "{":
-                    self._at, takes_head, in_object = self._at + 1, False, True
-                    yield from self._read_call()
                 else:
-                    raise NoCallError
-                self._take(self._at)
-                self._is_unsure, is_new, takes_head, in_object = True, False, False, False
+                    if place is _BlockPlace.HEAD and char not in _BEFORE_OBJECTS:
+                        yield from self._read_named_call()
+                    elif char == "{":
+                        self._at, place = self._at + 1, _BlockPlace.INSIDE
+                        yield from self._read_call()
+                    else:
+                        raise NoCallError
+                    self._take(self._at)
+                    self._is_unsure, is_new, place = True, False, _BlockPlace.OBJECT
         except NoCallError:
             if not self._is_unsure or (block.is_closed and not is_new):
                 yield from self._skip(block.close, *(() if block.is_closed else self._opens))
@@ -272,8 +280,8 @@ class JsonCallsParser(ObjectsParser):
                 text = self._take(self._at)
                 self._give(text if is_new else text[len(text.rstrip()) :])
         except EndOfTextError:
-            is_half = takes_head and is_new and bool(self._pending[start:].strip())
-            if self._is_unsure and (in_object or is_half):
+            is_half = place is _BlockPlace.HEAD and is_new and bool(self._pending[start:].strip())
+            if self._is_unsure and (place is _BlockPlace.INSIDE or is_half):
                 self._give(self._pending)
             raise
         self._is_unsure = False
