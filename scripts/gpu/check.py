@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.again:
         budget_s = min(budget_s, AGAIN_S)
     elif args.plan is not None:
-        out, budget_s = out / f"plan_{args.plan}", min(budget_s, PLAN_S)
+        out, budget_s = out / f"plan_{args.plan}", budget_s if args.rehearse else min(budget_s, PLAN_S)
     out.mkdir(parents=True, exist_ok=True)
     with (out / "gpu_check.log").open("w", encoding="utf-8") as log:
         outcomes = run_all(sections, num_gpus, budget_s, log, out)
@@ -104,6 +104,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--pack", action="store_true", help="download what a GPU machine lacks, and say what to call")
     parser.add_argument(
         "--again", type=Path, metavar="FILE", help=f"run its failed tests once more, for at most {AGAIN_S} s"
+    )
+    parser.add_argument(
+        "--rehearse", action="store_true", help="plan 1 with tiny models and without its time limits, on a fake GPU"
     )
     parser.add_argument("--nano-vllm-path", help="also measure the nano-vllm in this folder")
     peers = " or ".join(GPU_PEERS)

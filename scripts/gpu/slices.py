@@ -4,6 +4,7 @@ A slice is a folder with a config.json whose heads, inner sizes and vocabulary a
 size is shared too, as under tensor parallelism.  Its kernels, launches and bytes are those of a rank of the whole.
 
     python scripts/gpu/slices.py NAME --steps ROWSxTOKENS      measures a slice's decode steps (bench offline --steps)
+    python scripts/gpu/slices.py NAME --rehearse               the same with a tiny model of the same kind
 """
 
 from __future__ import annotations
@@ -23,6 +24,15 @@ _SHARED = (
     "num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads",
     "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "vocab_size",
 )  # fmt: skip
+# The most of each size in a rehearsal: every kind of layer and kernel is still there.
+_TINY = {
+    "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "intermediate_size": 256, "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128, "num_experts": 16, "num_local_experts": 16, "n_routed_experts": 16,
+    "q_lora_rank": 128, "vocab_size": 512,
+}  # fmt: skip
+# Nor does a rehearsal profile a step of 16,384 tokens.
+_FEW = {"max_num_batched_tokens": 32, "max_num_seqs": 2, "max_model_len": 128, "num_gpu_blocks_override": 16}
 _COMMON = {
     "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 40960, "torch_dtype": "bfloat16",
     "tie_word_embeddings": False, "attention_bias": False, "hidden_act": "silu",
@@ -48,6 +58,14 @@ class Whole:
                 config[name] = max(1, -(-int(config[name]) // self.world_size))
         if self.num_layers is not None:
             config["num_hidden_layers"] = self.num_layers
+        return config
+
+    def rehearsal(self) -> dict[str, Any]:
+        """Return the config.json of a tiny model of the same kind."""
+        config = self.slice()
+        config |= {name: min(config[name], most) for name, most in _TINY.items() if name in config}
+        if "layer_types" in config:
+            config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
         return config
 
 
@@ -104,14 +122,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=WHOLES)
     parser.add_argument("--steps", default="1x128", metavar="ROWSxTOKENS")
+    parser.add_argument("--rehearse", action="store_true", help="a tiny model, a row, and few steps")
     args = parser.parse_args()
+    whole = WHOLES[args.name]
+    config = whole.rehearsal() if args.rehearse else whole.slice()
+    steps, num_steps = ("1x16", "4") if args.rehearse else (args.steps, "24")
     folder = Path(tempfile.mkdtemp(prefix="slice-")) / args.name
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(WHOLES[args.name].slice(), indent=1), encoding="utf-8")
-    rows = args.steps.partition("x")[0]
-    options = {"load_format": "dummy", "cudagraph_capture_sizes": rows}
+    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    rows = steps.partition("x")[0]
+    options = {"load_format": "dummy", "cudagraph_capture_sizes": rows, **(_FEW if args.rehearse else {})}
     command = [sys.executable, "-m", "tp_engine", "bench", "offline", "--model", str(folder), "--no-peer"]
-    command += ["--dtype", "bfloat16", "--steps", args.steps, "--num-steps", "24"]
+    command += ["--dtype", "bfloat16", "--steps", steps, "--num-steps", num_steps]
     os.execv(sys.executable, [*command, "--engine-options", json.dumps(options)])
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+
+_REPEATS = 10
+_LONG_S = 0.02  # of a size that a GPU does in 0.1 ms
 
 
 def processor_name() -> str:
@@ -42,28 +45,44 @@ def _best_seconds(run: Callable[[], object], repeats: int) -> float:
     return best
 
 
-def copy_bandwidth(num_bytes: int = 4 << 30, repeats: int = 10) -> float:
+def copy_bandwidth() -> float:
     """Bytes per second (read plus written) of a large copy within the GPU; the mean of several."""
-    source = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * num_bytes / _cuda_seconds(lambda: target.copy_(source), repeats)
+
+    def copy(num_bytes: int) -> Callable[[], object]:
+        source = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+        return lambda: target.copy_(source)
+
+    num_bytes, seconds = _of_large_work(copy, (1 << 26, 1 << 32))
+    return 2 * num_bytes / seconds
 
 
-def matmul_rate(dtype: torch.dtype, size: int = 8192, repeats: int = 10) -> float:
+def matmul_rate(dtype: torch.dtype) -> float:
     """Floating-point operations per second of a large square matrix product on the GPU; the mean of several."""
-    left, right = torch.randn(2, size, size, device="cuda", dtype=torch.float32).to(dtype)
-    return 2 * size**3 / _cuda_seconds(lambda: torch.mm(left, right), repeats)
+
+    def product(size: int) -> Callable[[], object]:
+        left, right = torch.randn(2, size, size, device="cuda", dtype=torch.float32).to(dtype)
+        return lambda: torch.mm(left, right)
+
+    size, seconds = _of_large_work(product, (1024, 8192))
+    return 2 * size**3 / seconds
 
 
-def _cuda_seconds(run: Callable[[], object], repeats: int) -> float:
+def _of_large_work(make: Callable[[int], Callable[[], object]], sizes: Sequence[int]) -> tuple[int, float]:
+    """The seconds of work on a GPU, and the size they are of: the largest, unless a smaller one takes long already."""
+    for size in sizes:
+        run = make(size)
+        run()  # libraries start
+        if size == sizes[-1] or seconds_on_gpu(run) > _LONG_S:
+            break
     for _ in range(3):
         run()
 
     def run_all() -> None:
-        for _ in range(repeats):
+        for _ in range(_REPEATS):
             run()
 
-    return seconds_on_gpu(run_all) / repeats
+    return size, seconds_on_gpu(run_all) / _REPEATS
 
 
 def seconds_on_gpu(run: Callable[[], object]) -> float:
