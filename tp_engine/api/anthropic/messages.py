@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tp_engine.api.anthropic.protocol import Block, Message
-from tp_engine.api.openai.chat.messages import omitted
+from tp_engine.api.openai.chat.messages import FAILED, omitted
 from tp_engine.api.openai.reasoning_seal import ReasoningSeal
 from tp_engine.errors import RequestError, shown
 from tp_engine.images.sources import DocumentSource, ImageSource
@@ -46,7 +46,6 @@ _UNTOLD = frozenset({
     "web_search_tool_result",
 })  # fmt: skip
 _FILES = ("base64", "url")  # types of sources
-_FAILED = "[the tool failed]"  # what stands for the answer of one that says nothing else
 # What changes the list of tools (``requests.py``), and is not text.
 TOOL_CHANGES = frozenset({"tool_addition", "tool_removal"})
 
@@ -227,7 +226,7 @@ def _result(where: str, block: Block, *, in_result: bool = True) -> str:
     """The text of a tool's answer, or of a document."""
     content = block.get("content")
     if not content and block.get("is_error") is True:
-        return _FAILED
+        return FAILED
     if content is None:
         return ""
     are_blocks = isinstance(content, list) and all(isinstance(one, Mapping) for one in content)

@@ -37,6 +37,7 @@ from tp_engine.system.log import get_logger, warn_once
 
 logger = get_logger(__name__)
 
+FAILED = "[the tool failed]"  # what stands for the answer of one that says nothing else
 _MAX_SHOWN = 80
 _MOST_ARGUMENT_PARTS = 1_000_000
 _PART_MARKS = ",[{"

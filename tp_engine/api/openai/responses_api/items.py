@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
-from tp_engine.api.openai.chat.messages import omitted
+from tp_engine.api.openai.chat.messages import FAILED, omitted
 from tp_engine.api.openai.responses_api.tools import custom_arguments, flat_name
 from tp_engine.errors import RequestError, shown
 from tp_engine.images.sources import ImageSource, image_source, is_image_part
@@ -35,7 +35,6 @@ _UNTOLD = frozenset({
     "file_search_call", "image_generation_call", "mcp_approval_request", "mcp_approval_response", "mcp_call",
     "mcp_list_tools", "program", "program_output", "tool_search_call", "tool_search_output", "web_search_call",
 })  # fmt: skip
-_FAILED = "[the tool failed]"  # what stands for the output of one that says nothing else
 # The kind of an output -> what stands for one that is missing; None if it may not be missing.  Null is an empty text: a
 # tool had nothing to say.
 _OUTPUTS: Mapping[str, str | None] = {
@@ -121,7 +120,7 @@ def _answer(where: str, kind: str, item: Item, *, takes_images: bool) -> dict[st
     if output is None and "output" in item:
         output = ""
     if not output and item.get("status") == "failed":
-        output = _FAILED
+        output = FAILED
     if kind == "computer_call_output":  # one part, and no list of them
         output = [output]
     answer: Any = _parts(place, output, _output_part) if takes_images and _has_image(output) else None
