@@ -1,15 +1,17 @@
 """How many connections strangers may have to a socket of KV events, and how much each may send.
 
-libzmq bounds the size of a message, not how many topics a connection subscribes to, and keeps a tree of all of them: a
-node for each byte, and more where they branch.  It tells who connects, with the descriptor; the kernel tells how many
-bytes have come in.  So a thread looks at each TCP connection ten times a second:
+libzmq bounds the size of a frame, not how many topics a connection subscribes to, nor how many frames a message has.
+It keeps a tree of all topics, a node for each byte, and more where they branch, and all frames of a message until the
+last one has come.  It tells who connects, with the descriptor; the kernel tells how many bytes have come in.  So a
+thread looks at each TCP connection ten times a second:
 
 ::
 
-    more than MOST_CONNECTIONS                the newest is ended
-    more than MOST_BYTES of subscriptions     that one is ended, and libzmq forgets what it subscribed to
+    more than MOST_CONNECTIONS      the newest is ended
+    more than MOST_BYTES from one   that one is ended, and libzmq forgets what it has sent
 
-A subscriber that meant no harm comes again by itself; heartbeats of once a second are enough for hours.
+A subscriber that meant no harm comes again by itself; heartbeats of once a second are enough for hours, and a request
+for a replay is some 12 bytes.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ MOST_CONNECTIONS = 64
 MOST_BYTES = 1 << 17  # heartbeats included
 _LOOK_MS = 100
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
+_AT_ONCE = struct.pack("ii", 1, 0)  # of SO_LINGER: the end of a socket tells who still sends
 _RECEIVED = struct.Struct("=128xQ")  # of the kernel's struct tcp_info: tcpi_bytes_received
 
 
@@ -41,7 +44,6 @@ class ConnectionGuard:
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self._keeps_what_comes = socket.type != zmq.ROUTER
         self._held: dict[int, sockets.socket] = {}
         self._ended: set[sockets.socket] = set()  # which libzmq may hold until its next message
         address = f"inproc://kv_connections-{id(self)}"
@@ -59,8 +61,7 @@ class ConnectionGuard:
         try:
             is_open = True
             while is_open:
-                looks = self._keeps_what_comes and self._held
-                if self._monitor.poll(_LOOK_MS if looks else None):
+                if self._monitor.poll(_LOOK_MS if self._held else None):
                     is_open = self._take_event()
                 self._look()
         finally:
@@ -99,10 +100,10 @@ class ConnectionGuard:
                 self._end(connection, f"{endpoint} has {MOST_CONNECTIONS} others")
 
     def _look(self) -> None:
-        for connection in self._held.values() if self._keeps_what_comes else ():
+        for connection in self._held.values():
             info = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _RECEIVED.size)
             if len(info) == _RECEIVED.size and _RECEIVED.unpack(info)[0] > MOST_BYTES:
-                self._end(connection, f"it has sent more than {MOST_BYTES:,} bytes of subscriptions")
+                self._end(connection, f"it has sent more than {MOST_BYTES:,} bytes")
 
     def _end(self, connection: sockets.socket, why: str) -> None:
         if connection in self._ended:
@@ -110,4 +111,5 @@ class ConnectionGuard:
         self._ended.add(connection)
         logger.warning("KV events: a connection is ended, because %s", why)
         with suppress(OSError):  # it has left
+            connection.setsockopt(sockets.SOL_SOCKET, sockets.SO_LINGER, _AT_ONCE)
             connection.shutdown(sockets.SHUT_RDWR)

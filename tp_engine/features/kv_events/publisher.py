@@ -83,7 +83,7 @@ class KVEventPublisher(EngineFeature):
         self._topic = config.topic.encode()
         self._max_changes = config.max_queue_size
         self._queue: deque[CacheChange] = deque()
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        self._kept: deque[tuple[int, zmq.Frame]] = deque(maxlen=config.buffer_steps)
         self._next = self._num_batches = self._num_lost = 0
         self._next_word_s = self._next_replay_s = 0.0
         self._is_idle = self._is_closing = self._has_failed = False
@@ -98,7 +98,7 @@ class KVEventPublisher(EngineFeature):
             self._events = self._open("endpoint", zmq.PUB, config.endpoint, binds=config.binds, hwm=config.hwm)
             if config.replay_endpoint is not None:
                 self._replays = self._open(
-                    "replay_endpoint", zmq.ROUTER, config.replay_endpoint, binds=True, hwm=config.hwm
+                    "replay_endpoint", zmq.ROUTER, config.replay_endpoint, binds=True, hwm=config.buffer_steps + 1
                 )
         except ConfigError:
             self._close_sockets(0)
@@ -207,7 +207,7 @@ class KVEventPublisher(EngineFeature):
             self._next += 1
         if not (events := self._mirror.events(changes)):
             return
-        payload = encode(time.time(), events, as_arrays=self._as_arrays)
+        payload = zmq.Frame(encode(time.time(), events, as_arrays=self._as_arrays))  # all that wait for it share it
         self._num_batches += 1
         self._events.send_multipart((self._topic, self._next.to_bytes(8, "big"), payload), zmq.NOBLOCK)
         self._kept.append((self._next, payload))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import socket as sockets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -425,19 +426,72 @@ def raw_subscriber(endpoint: str, kind: bytes = b"SUB") -> sockets.socket:
     return connection
 
 
-def test_subscriptions_of_a_stranger_are_bounded() -> None:
-    """By hand: of subscriptions without end some hundred kilobytes are taken; who listens goes on."""
-    with publishing() as (publisher, listener), raw_subscriber(publisher.endpoint) as stranger:
+def subscriptions(number: int) -> bytes:
+    """64 of a subscriber, which no other call has."""
+    topics = (one.to_bytes(4, "little") * 15 for one in range(64 * number, 64 * number + 64))
+    return b"".join(b"\0\x3d\1" + topic for topic in topics)
+
+
+def frames(_number: int) -> bytes:
+    """Some of a message that has no end, each of a size that may be."""
+    return 16 * (b"\3" + (4000).to_bytes(8, "big") + bytes(4000))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "written"), [("endpoint", b"SUB", subscriptions), ("replay_endpoint", b"DEALER", frames)]
+)
+def test_what_a_stranger_sends_is_bounded(name: str, kind: bytes, written: Callable[[int], bytes]) -> None:
+    """By hand: of subscriptions, and of a message, without end some megabytes are taken; who listens goes on."""
+    with (
+        publishing(replay_endpoint=LOOPBACK) as (publisher, listener),
+        raw_subscriber(getattr(publisher, name), kind) as stranger,
+    ):
         stranger.settimeout(0.02)
-        sent = 0
+        sent = number = 0
         with pytest.raises(ConnectionError):
-            while sent < 1 << 25:
-                topics = (number.to_bytes(4, "little") * 15 for number in range(sent, sent + 64))
+            while sent < 1 << 29:
                 with suppress(TimeoutError):  # libzmq reads on when the publisher has sent something
-                    sent += stranger.send(b"".join(b"\0\x3d\1" + topic for topic in topics))
+                    sent += stranger.send(written(number := number + 1))
                 assert publisher.put(Cleared())
         assert sent > MOST_BYTES
-        assert listener.receive()[1] == 0
+        assert listener.receive()[1] == 0 and replay(publisher, 1 << 40) == []
+
+
+class _Malloc(ctypes.Structure):
+    """The C library's struct mallinfo2."""
+
+    _fields_ = [(f"field_{number}", ctypes.c_size_t) for number in range(10)]
+
+
+def malloc_bytes() -> int:
+    """What is in use of the C library's memory, in mappings and in its heap."""
+    look = ctypes.CDLL(None).mallinfo2
+    look.restype = _Malloc
+    found = look()
+    return int(found.field_4) + int(found.field_7)
+
+
+def test_replays_that_nobody_reads_share_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the C library; four replays of 12 MB to a client that does not read are no copies of it."""
+    monkeypatch.setattr(publishing_thread, "_REPLAY_RESTS", 0)
+    payload = bytes(1 << 20)
+    with (
+        patch.object(publishing_thread, "encode", lambda *_, **__: payload),
+        publishing(replay_endpoint=LOOPBACK) as (publisher, listener),
+        raw_subscriber(publisher.replay_endpoint, b"DEALER") as stranger,
+    ):
+        for number in range(12):
+            publisher.put(Cleared())
+            assert listener.receive()[1] == number
+        before = malloc_bytes()
+        for _ in range(4):
+            ended_s = publisher._next_replay_s
+            stranger.sendall(b"\1\0\0\x08" + bytes(8))
+            deadline_s = time.monotonic() + DEADLINE_MS / 1000
+            while publisher._next_replay_s == ended_s:
+                assert time.monotonic() < deadline_s, "no replay"
+                time.sleep(0.001)
+        assert malloc_bytes() - before < 12 << 20
 
 
 @pytest.mark.parametrize(("name", "kind"), [("endpoint", b"SUB"), ("replay_endpoint", b"DEALER")])
