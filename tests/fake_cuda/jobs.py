@@ -198,6 +198,17 @@ FAULTS = (
         node={"FAULTS": "hang@1:60"},
         options={"watchdog_warn_s": 10, "watchdog_timeout_s": 20, "collective_timeout_s": 25},
     ),
-    Fault("a GPU that is lost", "errors of CUDA", r"unspecified launch failure", node={"FAULTS": "lost@1:1500"}),
+    Fault(
+        "a first collective that hangs",
+        "`first_collective.py`: a deadline, and the remedy",
+        r"the first all-reduce between GPUs has not ended within 20 s.*NCCL_P2P_DISABLE=1",
+        node={"FAULTS": "hang@0:1 hang@1:1"},
+    ),
+    Fault(
+        "a GPU that is lost",
+        "`incident.py`: errors of CUDA, and which GPU it was",
+        r"on GPU 1 \(NVIDIA H100 80GB HBM3, .*dmesg \| grep -i xid",
+        node={"FAULTS": "lost@1:1500"},
+    ),
     Fault("memory that runs out", "an allocation that fails", r"out of memory", node={"FAULTS": "alloc@1:2"}),
 )

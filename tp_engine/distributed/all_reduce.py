@@ -21,6 +21,7 @@ import torch
 
 from tp_engine.config import EngineConfig
 from tp_engine.distributed.collectives import Communicator
+from tp_engine.distributed.first_collective import WHAT, try_first_collective
 from tp_engine.distributed.groups import RankGroups
 from tp_engine.distributed.rank import Agreeing
 from tp_engine.distributed.reduce_plan import Machine, why_not
@@ -35,6 +36,9 @@ from tp_engine.system.log import get_logger
 logger = get_logger(__name__)
 
 RunPhase = Callable[[str, Callable[[], None]], None]
+
+_SYMMETRIC_S = 20.0
+_SYMMETRIC_REMEDY = "the links between the GPUs do not work as the driver says; start with --all-reduce-backend nccl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +80,7 @@ def _why_not_symmetric(ranks: Ranks) -> str | None:
     if ranks.num_hosts > 1:
         return f"symmetric memory is for ranks on one host, and the ranks are on {ranks.num_hosts}"
     if ranks.machine is None:
-        return "nothing is known of the GPUs"
+        return "each rank sees its own GPU alone, so nothing is known of the links between them"
     if ranks.config.all_reduce_backend == "auto" and shares_devices(ranks.config.device_ids):
         return "ranks that share a GPU run in turns"
     return why_not(ranks.machine, ranks.config.dtype)
@@ -107,7 +111,7 @@ def _make_symmetric(ranks: Ranks, groups: RankGroups, device: ReduceDevice) -> C
         largest_bytes=device.largest_bytes,
         is_required=ranks.config.all_reduce_backend == "symm_mem",
         wait=device.wait,
-        within=groups.time_limit,
+        within=lambda what: groups.time_limit(f"symmetric memory: {what}", _SYMMETRIC_REMEDY, _SYMMETRIC_S),
     )
 
 
@@ -173,7 +177,8 @@ def probe_devices(config: EngineConfig, num_hosts: int = 1) -> Machine | None:
     auto."""
     if config.device != "cuda" or config.tensor_parallel_size == 1 or num_hosts > 1 or not torch.cuda.is_available():
         return None
-    return probe_machine(parse_devices(config.device_ids, config.tensor_parallel_size).indices)
+    devices = parse_devices(config.device_ids, config.tensor_parallel_size)
+    return None if devices.are_own else probe_machine(devices.indices)  # a rank can not ask about GPUs it does not see
 
 
 def set_up(
@@ -183,6 +188,8 @@ def set_up(
 
     Call it between the first snapshot and the last, so that the ledger counts the buffers.
     """
+    if groups.uses_nccl:
+        run_phase(WHAT, lambda: try_first_collective(groups, device.torch_device, device.wait))
     machine = probe_devices(config, num_hosts)
     if machine is not None:
         machine = agreed_machine(machine, groups.host)

@@ -29,7 +29,6 @@ logger = get_logger(__name__)
 _AFTER_WATCHDOG_S = 5.0
 _LOOPBACK = "lo"
 _NAME_KEY = "name of the job"
-_SYMMETRIC_S = 20.0
 
 
 class HostGroup:
@@ -81,8 +80,8 @@ class RankGroups:
     """This rank's membership: its place, its collectives, and the ``progress`` that other ranks see.
 
     ``device_group`` is that of device tensors, and ``patience_s`` bounds its collectives.  ``close`` leaves the groups.
-    ``report`` is told of an error that this rank's main thread may be unable to raise.  ``device`` is where the rank
-    computes, as soon as it has chosen it.
+    ``report`` is told of an error that this rank's main thread may be unable to raise, ``note_device`` of the GPU as an
+    operator finds it.  ``device`` is where the rank computes, as soon as it has chosen it.
     """
 
     device = torch.device("cpu")
@@ -109,6 +108,7 @@ class RankGroups:
         self._made = list(made)
         self.device_group = device_group
         self.report: Callable[[BaseException], None] = lambda error: None
+        self.note_device: Callable[[str], None] = lambda text: None
         self._check = check
         self._late: RankError | None = None
         self.patience_s = collective_s + _AFTER_WATCHDOG_S
@@ -120,20 +120,21 @@ class RankGroups:
             raise again(self._late)
         self._check()
 
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether tensors of devices go by NCCL."""
+        return self.device_group is not None and dist.get_backend(self.device_group) == "nccl"
+
     @contextmanager
-    def time_limit(self, what: str) -> Iterator[None]:
-        """Limit the time of a part of setting up symmetric memory, which may block in the driver: the limit ends the
-        job."""
+    def time_limit(self, what: str, remedy: str, limit_s: float) -> Iterator[None]:
+        """Limit the time of work between the GPUs, which may block in the driver: the limit ends the job, and says
+        ``what`` was late and the ``remedy``."""
 
         def expire() -> None:
-            self._late = RankError(
-                self.info.rank,
-                f"symmetric memory: {what} has not ended within {_SYMMETRIC_S:g} s, so the links between the GPUs do "
-                "not work as the driver says; start with --all-reduce-backend nccl",
-            )
+            self._late = RankError(self.info.rank, f"{what} has not ended within {limit_s:g} s: {remedy}")
             self.report(self._late)
 
-        timer = threading.Timer(_SYMMETRIC_S, expire)
+        timer = threading.Timer(limit_s, expire)
         timer.daemon = True
         timer.start()
         try:
@@ -146,7 +147,7 @@ class RankGroups:
 
         Only for NCCL; gloo's collectives raise by themselves when a peer ends.
         """
-        if self.device_group in self._made and dist.get_backend(self.device_group) == "nccl":
+        if self.uses_nccl and self.device_group in self._made:
             use_device(self.device)  # torch asks events, which makes a context on the thread's GPU
             self._made.remove(self.device_group)
             _abort_process_group(self.device_group)

@@ -156,6 +156,17 @@ def leave_hangs_to_the_engine() -> None:
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
 
 
+def graphs_stay_unregistered() -> str | None:
+    """Keep NCCL from registering the buffers of recorded steps if torch's allocator has expandable segments: replays
+    then hang where GPUs read each other's memory (pytorch#158029).  Returns what the log should say; None if NCCL is
+    left as it is."""
+    given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    if "expandable_segments:true" not in given.lower().replace(" ", "") or "NCCL_GRAPH_REGISTER" in os.environ:
+        return None
+    os.environ["NCCL_GRAPH_REGISTER"] = "0"
+    return "the allocator has expandable segments, so NCCL_GRAPH_REGISTER is set to 0: recorded steps would hang"
+
+
 def use_interface(name: str | None) -> None:
     """Let gloo and NCCL use this network interface, if ``GLOO_SOCKET_IFNAME``, ``NCCL_SOCKET_IFNAME`` are not set."""
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

@@ -15,6 +15,7 @@ from tp_engine.apps.doctor.findings import Finding, Status
 from tp_engine.attention.registry import obstacles
 from tp_engine.config import EngineConfig
 from tp_engine.cpu import native_library
+from tp_engine.distributed.first_collective import nccl_version
 from tp_engine.distributed.symmetric_memory import has_native_atomics
 from tp_engine.errors import ConfigError
 from tp_engine.ipc.segment import SHM_FOLDER, needed_bytes, shm_option
@@ -76,18 +77,11 @@ def check_devices() -> Iterator[Finding]:
         capability = f"compute capability {properties.major}.{properties.minor}"
         detail = f"{properties.name}, {format_gib(properties.total_memory)}, {capability}"
         yield Finding(f"GPU {index}", Status.OK, detail)
-    detail = f"{torch.version.cuda}, NCCL {_nccl_version()}, driver {driver_version()}"
+    detail = f"{torch.version.cuda}, NCCL {nccl_version()}, driver {driver_version()}"
     yield Finding("CUDA", Status.OK, detail)
     if count > 1:
         yield _between("peer access", torch.cuda.can_device_access_peer, "reads every other's memory", count)
         yield _between("peer atomics", has_native_atomics, "changes every other's memory in one operation", count)
-
-
-def _nccl_version() -> str:
-    try:
-        return ".".join(map(str, torch.cuda.nccl.version()))
-    except (RuntimeError, AttributeError, TypeError):
-        return "is not there"
 
 
 def _between(topic: str, can: Callable[[int, int], bool], good: str, count: int) -> Finding:
