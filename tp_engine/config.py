@@ -108,7 +108,8 @@ class EngineConfig:
     device: str = option("auto", "where to run; auto takes CUDA if there is a GPU", choices=DEVICES)
     device_ids: str | None = option(
         None,
-        "GPU of each rank, such as 0,1; 0,0 lets two ranks share one, for tests (default: one GPU per rank)",
+        "GPU of each rank, such as 0,1; 0,0 lets two ranks share one, for tests; own if each rank sees one GPU of its "
+        "own (default: one GPU per rank)",
         is_of_host=True,
         numbers=True,
     )

@@ -157,6 +157,26 @@ def test_two_hosts(
     assert line in running.text(), running.tail()
 
 
+def test_one_visible_gpu_per_rank(
+    library: Path, checkpoint: Callable[..., Path], expected: Callable[[Job], Any], tmp_path: Path
+) -> None:
+    """Oracle: the greedy tokens of one CPU rank; the launcher shows each rank one GPU, as Slurm's --gpus-per-task=1."""
+    node = Node(library, {"GPUS": "2xH100", "LAZY": "1"})
+    options = json.dumps({**jobs.LAUNCHED_OPTIONS, "model": str(checkpoint(**JOBS[0].model))})
+    result = tmp_path / "result.json"
+    rank = [sys.executable, "-m", "tests.fake_cuda.programs", "first", options, str(result)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    shown = ["bash", "-c", 'CUDA_VISIBLE_DEVICES=$LOCAL_RANK exec "$@"', "bash"]
+    done = subprocess.run(
+        [*launcher, *shown, *rank], cwd=ROOT, env={**_own_environment(), **node.environment(tmp_path)},
+        capture_output=True, text=True, timeout=_LIMIT_S,
+    )  # fmt: skip
+    assert result.exists(), done.stdout[-3000:] + done.stderr[-6000:]
+    assert json.loads(result.read_text()) == expected(Job("", "", program="first"))
+    found = logs.faults(logs.read_logs(tmp_path), shares_devices=True, pinned_bytes=_UPLOAD_BYTES)
+    assert not found, found
+
+
 @contextlib.contextmanager
 def launched(
     kind: str,

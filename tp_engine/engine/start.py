@@ -44,7 +44,7 @@ from tp_engine.job.topology import RankInfo, Topology
 from tp_engine.system import env
 from tp_engine.system.log import get_logger
 from tp_engine.worker.effective_config import EffectiveConfig, resolve
-from tp_engine.worker.gpu_host import choose_device_type
+from tp_engine.worker.gpu_host import choose_device_type, devices_of_ranks
 
 logger = get_logger(__name__)
 
@@ -153,6 +153,8 @@ def joined_ranks(config: EngineConfig) -> Iterator[RankGroups]:
     config = dataclasses.replace(
         config, device=choose_device_type(config.device), tensor_parallel_size=launched.world_size
     )
+    if config.device == "cuda":
+        config = dataclasses.replace(config, device_ids=devices_of_ranks(config.device_ids, launched.world_size))
     devices = parse_devices(config.device_ids, launched.world_size)
     die_with_launcher(grace_s=_LAST_WORDS_S)
     progress = RankProgress(fault_injector(launched.rank))

@@ -6,27 +6,35 @@ Ranks may share a GPU, to test several ranks on fewer GPUs; they then divide its
     not given     GPU 0    GPU 1    GPU 2    GPU 3       all of it
     0,0,0,0       GPU 0    GPU 0    GPU 0    GPU 0       a quarter
     2,3           GPU 2    GPU 3                         all of it
+    own           GPU 0    GPU 0    GPU 0    GPU 0       all of it: each rank's launcher shows it another GPU as GPU 0
+
+``own`` is for launchers that show each rank one GPU (Slurm's ``--gpus-per-task=1``, a container per rank); under
+torchrun and its kind it is taken where one GPU is visible to each of several ranks.
 """
 
 from dataclasses import dataclass
 
 from tp_engine.errors import ConfigError
 
+OWN = "own"
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceMap:
-    """``indices[local_rank]`` is the GPU of a rank, in CUDA's numbering of the visible GPUs."""
+    """``indices[local_rank]`` is the GPU of a rank, in CUDA's numbering of the GPUs that it sees; ``are_own``: each
+    rank sees one, which no other rank sees."""
 
     indices: tuple[int, ...]
+    are_own: bool = False
 
     @property
     def is_shared(self) -> bool:
         """Whether any GPU has more than one rank."""
-        return len(set(self.indices)) < len(self.indices)
+        return not self.are_own and len(set(self.indices)) < len(self.indices)
 
     def num_sharing(self, local_rank: int) -> int:
         """Return the number of ranks on the GPU of ``local_rank``, including itself."""
-        return self.indices.count(self.indices[local_rank])
+        return 1 if self.are_own else self.indices.count(self.indices[local_rank])
 
 
 def parse_devices(devices: str | None, world_size: int) -> DeviceMap:
@@ -34,6 +42,8 @@ def parse_devices(devices: str | None, world_size: int) -> DeviceMap:
     text."""
     if devices is None:
         return DeviceMap(tuple(range(world_size)))
+    if devices == OWN:
+        return DeviceMap((0,) * world_size, are_own=True)
     indices = check_devices(devices)
     if len(indices) != world_size:
         raise ConfigError(
@@ -44,11 +54,14 @@ def parse_devices(devices: str | None, world_size: int) -> DeviceMap:
 
 
 def check_devices(devices: str) -> tuple[int, ...]:
-    """Return the numbers in ``devices``; ``ConfigError`` for anything else."""
+    """Return the numbers in ``devices``, none for ``own``; ``ConfigError`` for anything else."""
+    if devices == OWN:
+        return ()
     parts = [part.strip() for part in devices.split(",")]
     if not all(part.isdecimal() for part in parts):
         raise ConfigError(
-            f"device_ids is {devices!r}; it must be numbers of GPUs separated by commas, one for each rank, such as 0,1"
+            f"device_ids is {devices!r}; it must be numbers of GPUs separated by commas, one for each rank, such as "
+            f"0,1, or {OWN}, if each rank sees one GPU of its own"
         )
     return tuple(int(part) for part in parts)
 

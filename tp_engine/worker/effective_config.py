@@ -31,7 +31,7 @@ from tp_engine.model_config.lora import check_expert_adapters, read_adapter_conf
 from tp_engine.model_config.pooling import TEXT, PoolingSpec, pooled, read_pooling
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.model_config.tp_invariant import check_tp_invariant
-from tp_engine.worker.gpu_host import choose_device_type
+from tp_engine.worker.gpu_host import choose_device_type, devices_of_ranks
 from tp_engine.worker.graphs.graph_plan import capture_sizes, prefill_sizes
 from tp_engine.worker.profiling import parse_steps
 
@@ -135,7 +135,7 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
     model = pooled(model, pooling)
     check_tensor_parallel(model, config.tensor_parallel_size)
     local_world_size = config.tensor_parallel_size // num_hosts
-    device = _resolve_device(config, local_world_size)
+    device, config = _resolve_device(config, local_world_size)
     check_quantization(config.quantization, device)
     check_quantization_options(model, config.quantization, config.kv_cache_dtype)
     capability = _capability(device, parse_devices(config.device_ids, local_world_size))
@@ -287,13 +287,15 @@ def _check_dtypes(dtype: str, kv_cache_dtype: str, capability: tuple[int, int] |
         )
 
 
-def _resolve_device(config: EngineConfig, local_world_size: int) -> str:
+def _resolve_device(config: EngineConfig, local_world_size: int) -> tuple[str, EngineConfig]:
+    """The kind of device, and ``config`` with the GPUs of ranks whose launcher shows each of them one."""
     device = choose_device_type(config.device)
     if device == "cuda":
+        config = dataclasses.replace(config, device_ids=devices_of_ranks(config.device_ids, local_world_size))
         map_devices(config.device_ids, local_world_size, torch.cuda.device_count())
     elif config.device_ids is not None:
         raise ConfigError(
             f"device_ids is {config.device_ids!r}, which names GPUs, but the ranks run on the CPU; leave it out, or "
             "use --device cuda where there are GPUs"
         )
-    return device
+    return device, config

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from tp_engine.errors import ConfigError
+from tp_engine.job.device_map import OWN
 from tp_engine.system import env
 from tp_engine.system.log import get_logger, warn_once
 
@@ -40,6 +41,13 @@ def choose_device_type(asked: str) -> str:
         raise ConfigError(f"{unseen}; or use --device cpu if the ranks are to run on the processor")
     warn_once(logger, "the model runs on the processor: %s", unseen)
     return "cpu"
+
+
+def devices_of_ranks(asked: str | None, local_world_size: int) -> str | None:
+    """Return the option ``device_ids`` of ``local_world_size`` ranks on this host's GPUs: ``own`` where the launcher of
+    each of several ranks shows it one GPU, as Slurm's ``--gpus-per-task=1`` does; else what is ``asked``."""
+    is_shown_one = torch.cuda.device_count() == 1 < local_world_size and env.launched_rank() is not None
+    return OWN if asked is None and is_shown_one else asked
 
 
 def why_no_gpus() -> str | None:

@@ -19,6 +19,7 @@ from tp_engine.worker.effective_config import resolve
         ("3, 1", 2, (3, 1), False, [1, 1]),
         ("0,0,0,0", 4, (0, 0, 0, 0), True, [4, 4, 4, 4]),
         ("0,1,0", 3, (0, 1, 0), True, [2, 1, 2]),
+        ("own", 3, (0, 0, 0), False, [1, 1, 1]),
     ],
 )
 def test_a_rank_has_its_gpu(
@@ -26,7 +27,7 @@ def test_a_rank_has_its_gpu(
 ) -> None:
     """Oracle: the lists, read by hand."""
     found = map_devices(devices, world_size, num_found=4)
-    assert found == DeviceMap(indices) == parse_devices(devices, world_size)
+    assert found == DeviceMap(indices, are_own=devices == "own") == parse_devices(devices, world_size)
     assert found.is_shared == is_shared
     assert [found.num_sharing(rank) for rank in range(world_size)] == sharing
 
@@ -55,6 +56,29 @@ def test_the_configuration_refuses_what_is_no_list() -> None:
     assert EngineConfig(device_ids="0,0").device_ids == "0,0"
     with pytest.raises(ConfigError, match="device_ids is 'a'"):
         EngineConfig(device_ids="a")
+
+
+@pytest.mark.parametrize(
+    ("rank", "num_found", "asked", "expected"),
+    [
+        ("1", 1, None, DeviceMap((0, 0), are_own=True)),  # srun --gpus-per-task=1
+        ("1", 2, None, DeviceMap((0, 1))),
+        ("1", 1, "0,0", DeviceMap((0, 0))),  # two ranks share it
+    ],
+)
+def test_a_launcher_may_show_each_rank_one_gpu(
+    monkeypatch: pytest.MonkeyPatch, rank: str, num_found: int, asked: str | None, expected: DeviceMap
+) -> None:
+    """Oracle: the map by hand, for torchrun's variables; ranks that the engine starts itself see what it sees."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_found)
+    monkeypatch.setattr("tp_engine.worker.gpu_host.why_no_gpus", lambda: None)
+    config = EngineConfig(device_ids=asked, tensor_parallel_size=2, device="cuda")
+    if num_found == 1 and asked is None:
+        with pytest.raises(ConfigError, match="one rank needs one device"):
+            resolve(config)
+    for name, value in {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    assert resolve(config).device_map == expected
 
 
 def test_devices_need_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

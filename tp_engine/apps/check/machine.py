@@ -21,7 +21,7 @@ from tp_engine.engine.start import joined_ranks
 from tp_engine.errors import RankError
 from tp_engine.job.device_map import parse_devices
 from tp_engine.system.units import MIB
-from tp_engine.worker.gpu_host import choose_device_type
+from tp_engine.worker.gpu_host import choose_device_type, devices_of_ranks
 
 _SPEED_BYTES = {"cuda": 32 * MIB, "cpu": 4 * MIB}
 _LARGEST_BYTES = 8 * MIB
@@ -40,6 +40,8 @@ def check_machine(
     config = dataclasses.replace(
         config, device=choose_device_type(config.device), tensor_parallel_size=world_size, dtype="bfloat16"
     )
+    if config.device == "cuda":
+        config = dataclasses.replace(config, device_ids=devices_of_ranks(config.device_ids, world_size))
     if world_size == 1:
         detail = "one rank has nothing to add up; torchrun --nproc-per-node N starts more"
         yield CheckFinding.skipped("collectives", detail)
