@@ -45,6 +45,7 @@ def build_engine(
             features[name] = feature
             undo.callback(feature.close)
             feature.prepare(effective)
+        groups.note_device = job.slot.note_device
         note_inputs = job.slot.note_inputs if effective.config.debug_compare_rank_inputs else None
         worker = Worker(
             effective, groups, job.slot.tier_progress(), owns_process=job.owns_process, note_inputs=note_inputs

@@ -5,6 +5,7 @@ import datetime
 import importlib.metadata
 import operator
 import platform
+import signal
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -36,8 +37,9 @@ ExitCode: TypeAlias = Callable[[int], int | None]
 _TAIL_LINES = 25
 _AS_THEY_ARE = (
     "rank", "pid", "count", "step_received", "step_started", "step_done", "busy_since_ns", "heartbeat_ns", "cpu_ns",
-    "failed_ns", "failed_rank",
+    "failed_ns", "failed_rank", "device",
 )  # fmt: skip
+_GPU_ERRORS = ("CUDA error", "CUDA failure", "AcceleratorError", "DistBackendError")
 _STEP_ID = operator.itemgetter("step_id")
 
 logger = get_logger(__name__)
@@ -101,6 +103,15 @@ def describe_exit(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
+def about_gpu(slot: RankSlot, exit_code: int | None = None) -> str:
+    """``', on GPU 1 (...); ...'`` for a rank that its GPU may have stopped: CUDA's error, or an abort by CUDA's or
+    NCCL's own threads, which name no GPU.  Empty for any other end."""
+    is_suspect = exit_code == -signal.SIGABRT or any(word in slot.failure_text for word in _GPU_ERRORS)
+    if not slot.device or not is_suspect:
+        return ""
+    return f", on {slot.device}; if the driver lost this GPU, the kernel's log says so: dmesg | grep -i xid"
+
+
 def on_host(board: JobBoard, slot: RankSlot) -> str:
     """``'on host 1 (beta), '``; empty if all ranks are on one host."""
     if board.topology.num_hosts == 1:
@@ -118,7 +129,8 @@ def _told(board: JobBoard, slot: RankSlot, is_gone: bool, exit_code: ExitCode) -
         how = f"{process} ended with {describe_exit(code)}"
     else:
         how = f"{process} is gone" if is_gone else f"{process} failed"
-    return Incident(slot.rank, f"{on_host(board, slot)}{how}, {where(slot)}", slot.failure_text)
+    message = f"{on_host(board, slot)}{how}, {where(slot)}{about_gpu(slot, code)}"
+    return Incident(slot.rank, message, slot.failure_text)
 
 
 class FlightRecorder:

@@ -20,7 +20,7 @@ from time import monotonic, sleep
 from tp_engine.config import EngineConfig
 from tp_engine.engine.hang_watch import HangLimits
 from tp_engine.engine.host_link import HostLinks
-from tp_engine.engine.incident import FlightRecorder, Incident
+from tp_engine.engine.incident import FlightRecorder, Incident, about_gpu
 from tp_engine.engine.processes import ChildRanks
 from tp_engine.engine.watchdog import Watchdog
 from tp_engine.errors import MemoryBudgetError, PlanError, RankError, WeightError
@@ -29,6 +29,9 @@ from tp_engine.ipc.pulse import Pulse
 from tp_engine.ipc.rank_slot import COLLECTIVE_WORD, PHASE_WORD, State
 from tp_engine.job.progress import RankProgress
 from tp_engine.system import env
+from tp_engine.system.log import get_logger
+
+logger = get_logger(__name__)
 
 _DYING_S = 2.0
 _FOLLOWER_DYING_S = 0.5
@@ -138,6 +141,8 @@ class Job:
         text = f"it was told to stop ({type(error).__name__})" if is_asked_for else traceback.format_exception(error)
         self.watchdog.note_ends()  # torchrun stops a rank because of one that has ended: that one is the cause
         self.slot.fail("".join(text), failed_rank=failed)
+        if self.rank == 0 and failed is None and (gpu := about_gpu(self.slot)):  # others are told of by the incident
+            logger.error("rank 0 failed%s", gpu)
         self.watchdog.tell_hosts()
 
     def record_failure(self, error: BaseException) -> None:

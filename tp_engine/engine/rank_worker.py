@@ -53,6 +53,7 @@ def run_worker(effective: EffectiveConfig, groups: RankGroups, job: Job, hosts: 
     with contextlib.ExitStack() as stack:
         stack.callback(groups.close)
         stack.push(job.on_exit)  # reports before the groups close: a closed group looks like a death
+        groups.note_device = job.slot.note_device
         note_inputs = job.slot.note_inputs if effective.config.debug_compare_rank_inputs else None
         worker = Worker(
             effective, groups, job.slot.tier_progress(), owns_process=job.owns_process, note_inputs=note_inputs

@@ -16,6 +16,7 @@
       then  the phases of the start, us: ``STARTUP_PHASES``, then the sum of all others      the rank itself
       then  the channels of ``tier_progress``, one after the other                           the rank itself
       then  the rank's host and what that host knows of its process: ``HostView``            the host's first rank
+      then  where it computes, 128 bytes of text; empty on a CPU                             the rank itself
       then  failure text, 8 KiB; then 512 records of 9 words: step s at s mod 512            the rank itself
 
 The ledger is all 0 until it is known; a phase that a rank does not have is 0.
@@ -66,6 +67,7 @@ STARTUP_PHASES = (
 OTHER: Final = "other"  # the sum of the memory lines, or of the phases, without a word of their own
 _HOST_NAME: Final = 5
 HOST_WORDS: Final = _HOST_NAME + 8
+DEVICE_WORDS: Final = 16
 NUM_ECHOES: Final = 16
 PHASE_WORD: Final = 9
 COLLECTIVE_WORD: Final = 15
@@ -77,7 +79,8 @@ _MEMORY = _INPUTS + NUM_ECHOES
 _STARTUP = _MEMORY + len(MEMORY_LINES) + 1
 _TIERS = _STARTUP + len(STARTUP_PHASES) + 1
 _HOST = _TIERS + len(TIER_CHANNELS) * CHANNEL_WORDS
-_TEXT = _HOST + HOST_WORDS
+_DEVICE = _HOST + HOST_WORDS
+_TEXT = _DEVICE + DEVICE_WORDS
 HEAD_WORDS: Final = _TEXT
 _RECORDS = _TEXT + _TEXT_BYTES // 8
 SLOT_WORDS = _RECORDS + NUM_RECORDS * len(RECORD_FIELDS)
@@ -206,7 +209,8 @@ class RankSlot:
         }
         self.records = table[_RECORDS:].reshape(NUM_RECORDS, len(RECORD_FIELDS))
         self.head = table[:HEAD_WORDS]
-        self.host = HostView(words[_HOST:_TEXT])
+        self.host = HostView(words[_HOST:_DEVICE])
+        self._device = words[_DEVICE:_TEXT].cast("B")
         self.text = table[_TEXT:_RECORDS].view(np.uint8)
 
     # Written by the rank.
@@ -224,6 +228,11 @@ class RankSlot:
         self.words[2] = time.monotonic_ns()
         self.words[3] = time.process_time_ns()
         self.words[7] = _starved_ns()
+
+    def note_device(self, text: str) -> None:
+        """Show which GPU the rank computes on, as an operator finds it."""
+        raw = text.encode(errors="replace")[: len(self._device)]
+        self._device[: len(raw)] = raw
 
     def tier_progress(self) -> dict[str, TierProgress]:
         """Return what writes the rank's channels, by name."""
@@ -313,6 +322,11 @@ class RankSlot:
         words = self.words[_STARTUP:_TIERS].tolist()
         names = (*STARTUP_PHASES, OTHER)
         return {name: taken_us * 1e-6 for name, taken_us in zip(names, words, strict=True) if taken_us}
+
+    @property
+    def device(self) -> str:
+        """The GPU that the rank computes on; empty on a CPU, and before it is known."""
+        return bytes(self._device).rstrip(b"\0").decode(errors="replace")
 
     @property
     def failed_rank(self) -> int | None:

@@ -292,6 +292,7 @@ class Worker:
         self._closing.callback(torch.set_num_threads, torch.get_num_threads())
         device.set_current()
         self.groups.device = device.torch_device
+        self.groups.note_device(device.description)
         return device
 
     def _load(self, device: Device) -> tuple[CausalLM, DraftHead | None]:

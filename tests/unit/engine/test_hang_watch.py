@@ -301,3 +301,23 @@ def test_places_are_told_in_words() -> None:
     assert where(slot) == "waiting for step 13 (last phase: sample)"
     slot.state = State.ABSENT
     assert where(slot) == "not there yet"
+
+
+def test_an_end_that_a_gpu_may_have_caused_names_the_gpu() -> None:
+    """Oracle: the GPU's text and the kernel's log behind CUDA's error and an abort, for ranks that have a GPU; a killed
+    process is not the GPU's doing."""
+    board = JobBoard.create(4)
+    for slot in board.slots:
+        slot.state = State.READY
+        slot.note_device("" if slot.rank == 2 else f"GPU {slot.rank} (H100, 1234, bus 0000:3b:00)")
+
+    def message(rank: int, code: int | None) -> str:
+        found = find_incident(board, 0, [rank], lambda _rank: code)
+        assert found is not None and found.rank == rank
+        return found.message
+
+    told = "on GPU 1 (H100, 1234, bus 0000:3b:00); if the driver lost this GPU, the kernel's log says so: dmesg"
+    assert told in message(1, -signal.SIGABRT)
+    assert "GPU" not in message(1, -signal.SIGKILL) and "GPU" not in message(2, -signal.SIGABRT)
+    board.slots[3].fail("torch.AcceleratorError: CUDA error: unspecified launch failure")
+    assert "on GPU 3 (H100" in message(3, 1)
