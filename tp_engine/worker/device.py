@@ -49,6 +49,11 @@ class Device:
     def __init__(self, local_world_size: int) -> None:
         self._local_world_size = local_world_size
 
+    @property
+    def description(self) -> str:
+        """Which GPU it is, as an operator finds it; empty for a CPU."""
+        return ""
+
     def snapshot(self) -> MemorySnapshot:
         """Memory now, after all launched work."""
         raise NotImplementedError  # each kind of device has its own; the other methods need nothing on a CPU
@@ -82,8 +87,9 @@ class CudaDevice(Device):
     ``non_torch`` counts this process only, if the driver reports the memory of each process.  If not (in some
     containers), it counts all memory of the GPU that torch does not hold, so a change by another process during the
     measurement counts as this one's; ``kv_cache_memory_bytes`` and ``num_gpu_blocks_override`` avoid that.  Ranks that
-    share the GPU are alike, so each then counts an equal part.  ``check`` raises if another rank has ended, whose part
-    of a collective the GPU may wait for.
+    share the GPU are alike, so each then counts an equal part.  A GPU without memory of its own (GB10, Jetson) uses the
+    host's, and the driver counts the page cache of the weights' files as used; the kernel gives it back when asked.
+    ``check`` raises if another rank has ended, whose part of a collective the GPU may wait for.
     """
 
     type = "cuda"
@@ -93,11 +99,24 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", index)
         self._check, self._num_sharing = check, num_sharing
 
+    @property
+    def description(self) -> str:
+        found = self._properties
+        return f"GPU {self.torch_device.index} ({found.name}, {found.uuid}, bus {bus_place(self.torch_device)})"
+
+    @property
+    def _properties(self) -> Any:  # torch's type has not all of its attributes
+        return torch.cuda.get_device_properties(self.torch_device)
+
     def snapshot(self) -> MemorySnapshot:
         self.synchronize()
         free, total = torch.cuda.mem_get_info(self.torch_device)
+        if self._properties.is_integrated:
+            free = min(max(free, host_memory().free), total)
         reserved = torch.cuda.memory_reserved(self.torch_device)
-        own = process_bytes(str(torch.cuda.get_device_properties(self.torch_device).uuid))
+        own = process_bytes(str(self._properties.uuid))
+        if own is not None and not reserved <= own <= total - free:  # in a container its pid may be another's
+            own = None
         return MemorySnapshot(
             total=total // self._num_sharing,
             free=free // self._num_sharing,
@@ -209,13 +228,14 @@ def check_places(host: Agreeing, place: str) -> None:
         if found and places.index(found) != rank:
             raise ConfigError(
                 f"ranks {places.index(found)} and {rank} are on one GPU ({found}), and NCCL takes one rank on each; "
-                "slices of a GPU (MIG) count as that GPU: give each rank a GPU of its own, or run a server on each"
+                "slices of a GPU (MIG) count as that GPU: give each rank a GPU of its own, run a server on each, or "
+                "let ranks share GPUs with --device-ids 0,0, for tests"
             )
 
 
 def bus_place(device: torch.device) -> str:
     """Return where a GPU is on its host's bus, as nvidia-smi writes it: ``0000:3b:00``."""
-    found: Any = torch.cuda.get_device_properties(device)  # its type has not all of its attributes
+    found: Any = torch.cuda.get_device_properties(device)
     return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}"
 
 

@@ -183,9 +183,14 @@ def test_own_bytes_from_the_driver(
     assert device.process_bytes("5678") is None
 
 
-@pytest.mark.parametrize(("own", "num_sharing", "non_torch"), [(12, 1, 2), (None, 1, 20), (12, 2, 2), (None, 2, 5)])
+@pytest.mark.parametrize(
+    ("own", "num_sharing", "non_torch"),
+    [(12, 1, 2), (None, 1, 20), (12, 2, 2), (None, 2, 5), pytest.param(9, 1, 20, id="less than torch holds"),
+     pytest.param(31, 1, 20, id="more than is used")],
+)  # fmt: skip
 def test_cuda_snapshot(monkeypatch: pytest.MonkeyPatch, own: int | None, num_sharing: int, non_torch: int) -> None:
-    """Oracle: non-torch memory is this process's own where the driver reports it, else all that torch does not hold.
+    """Oracle: non-torch memory is this process's own where the driver reports it, else all that torch does not hold;
+    a figure that can not be this process's is another's, with the same pid on the host as this one in its container.
 
     Two ranks on one GPU have half of it each; without the driver's report also half of its 30 GiB in use.
     """
@@ -195,7 +200,7 @@ def test_cuda_snapshot(monkeypatch: pytest.MonkeyPatch, own: int | None, num_sha
         "memory_reserved": 10 * GB,
         "memory_allocated": 8 * GB,
         "max_memory_allocated": 9 * GB,
-        "get_device_properties": SimpleNamespace(uuid="1234"),
+        "get_device_properties": SimpleNamespace(uuid="1234", is_integrated=False),
     }
     for name, value in figures.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
@@ -209,6 +214,23 @@ def test_cuda_snapshot(monkeypatch: pytest.MonkeyPatch, own: int | None, num_sha
         torch_peak=9 * GB,
         non_torch=non_torch * GB,
     )
+
+
+@pytest.mark.parametrize(("available", "free"), [(70, 70), (20, 50), (100, 80)])
+def test_page_cache_of_a_gpu_without_own_memory_is_free(
+    monkeypatch: pytest.MonkeyPatch, available: int, free: int
+) -> None:
+    """Oracle: the kernel's MemAvailable where it is more than the driver's figure, up to the GPU's total of 80 GiB."""
+    figures = {
+        "synchronize": None, "mem_get_info": (50 * GB, 80 * GB), "memory_reserved": 0, "memory_allocated": 0,
+        "max_memory_allocated": 0, "get_device_properties": SimpleNamespace(uuid="1234", is_integrated=True),
+    }  # fmt: skip
+    for name, value in figures.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(device, "record_event", lambda: SimpleNamespace(query=lambda: True))
+    monkeypatch.setattr(device, "host_memory", lambda: HostMemory(total=128 * GB, free=available * GB))
+    found = CudaDevice(0, 1).snapshot()
+    assert found.free == free * GB and found.non_torch == (80 - free) * GB
 
 
 def test_idle_memory_of_graphs_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ in no recording (``padded_batch.StepSizes.size_for``) and those of which more is
 import gc
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -35,12 +36,15 @@ from tp_engine.worker.results.readback import Check, never_fails
 
 logger = get_logger(__name__)
 
+Size = TypeVar("Size")
+
 # With more rows, a tape saves only a small part of a step.
 _MAX_TAPE_ROWS = 64
 # The usual batch sizes of CUDA graphs.
 _SMALLEST = (1, 2, 4)
 _FINE_STEP, _FINE_UP_TO, _COARSE_STEP = 8, 256, 16
 _LARGEST = 512
+_NUM_SAMPLES = 6
 # Padding costs little up to a few hundred tokens, and every size costs time at the start and memory.
 _PROMPT_DECODES = (0, 8, 32, 64, 128, 256)
 _PROMPT_TOKENS = (32, 64, 128, 256, 512, 1024)
@@ -144,7 +148,7 @@ def _tape_plan(
 
 
 def measure_graph_bytes(plan: GraphPlan, device: Device, graphs: StepRunner, most_drafting_rows: int = 0) -> int:
-    """Bytes that all recordings of ``plan`` will take, from those of its two largest sizes of each kind of step.
+    """Bytes that all recordings of ``plan`` will take, from those of some sizes of each kind of step.
 
     All share one pool, in which the smaller ones reuse the largest's memory: each further one adds only its own.
     ``graphs`` may be of a runner with a KV cache of any size, and keep no recording.  With up to ``most_drafting_rows``
@@ -152,14 +156,13 @@ def measure_graph_bytes(plan: GraphPlan, device: Device, graphs: StepRunner, mos
     """
     recorder, behind, num_bytes = plan.make_recorder(), plan.make_recorder(), 0
     if plan.prompts is not None:
-        prompts = plan.prompts.largest_first
-        record = [partial(graphs.capture_prompts, plan.prompts, recorder, [size]) for size in prompts[:2]]
-        num_bytes += _grown_bytes(device, record, len(prompts))
-    record = [partial(graphs.capture_decodes, plan.sizes, recorder, [size], behind) for size in plan.sizes[:-3:-1]]
-    num_bytes += _grown_bytes(device, record, len(plan.sizes))
-    if drafting := [size for size in plan.sizes[:-2] if size <= most_drafting_rows]:
-        record = [partial(graphs.capture_decodes, plan.sizes, recorder, drafting[-1:], behind)]
-        num_bytes += _grown_bytes(device, record, 1)
+        record_prompts = partial(graphs.capture_prompts, plan.prompts, recorder)
+        num_bytes += _grown_bytes(device, record_prompts, plan.prompts.largest_first)
+    record = partial(graphs.capture_decodes, plan.sizes, recorder, behind=behind)
+    sampled = _evenly_spaced(plan.sizes[::-1])
+    num_bytes += _grown_bytes(device, record, plan.sizes[::-1])
+    if drafting := [size for size in plan.sizes if size <= most_drafting_rows and size not in sampled]:
+        num_bytes += _grown_bytes(device, record, drafting[-1:])
     graphs.forget()
     del recorder, behind
     gc.collect()
@@ -167,14 +170,27 @@ def measure_graph_bytes(plan: GraphPlan, device: Device, graphs: StepRunner, mos
     return num_bytes
 
 
-def _grown_bytes(device: Device, record: Sequence[Callable[[], object]], count: int) -> int:
-    """Bytes that ``count`` recordings take, of which ``record`` makes the first, and the second if there is one."""
+def _grown_bytes(device: Device, record: Callable[[list[Size]], object], sizes: Sequence[Size]) -> int:
+    """Bytes that the recordings of ``sizes``, largest first, take: the first one's, and of the others as many times
+    those of a sample as there are more of them.
+
+    The second alone would mislead: it brings what happens once, and the allocator takes memory in portions of up to
+    20 MiB, which fifty recordings share.
+    """
     used = [_held_bytes(device)]
-    for one in record:
-        one()
+    sampled = _evenly_spaced(sizes)
+    for part in ([sampled[0]], sampled[1:]):
+        for size in part:
+            record([size])
         used.append(_held_bytes(device))
-    first, further = used[1] - used[0], used[-1] - used[1]
-    return max(first, 0) + max(further, 0) * (count - 1)
+    first, others = used[1] - used[0], used[2] - used[1]
+    return max(first, 0) + max(others, 0) * (len(sizes) - 1) // max(len(sampled) - 1, 1)
+
+
+def _evenly_spaced(sizes: Sequence[Size]) -> list[Size]:
+    """The first of ``sizes``, and up to ``_NUM_SAMPLES`` of the others, the last one among them."""
+    count = min(len(sizes) - 1, _NUM_SAMPLES)
+    return [sizes[round(place * (len(sizes) - 1) / max(count, 1))] for place in range(count + 1)]
 
 
 def _held_bytes(device: Device) -> int:
