@@ -8,6 +8,7 @@ known before they are read.  An ``OSError`` has a ``strerror`` for people; conte
 import errno
 import json
 import os
+import re
 import stat
 from fnmatch import fnmatch
 from pathlib import Path
@@ -99,6 +100,21 @@ def check_folder(folder: Path) -> None:
     for path in sorted((*folder.iterdir(), *folder.glob("*/*"))):
         if any(fnmatch(path.name, pattern) for pattern in _READ_BY_LIBRARIES) and path.exists() and not path.is_dir():
             check_regular(path, MAX_TOKENIZER_BYTES)
+
+
+def file_system_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+    """Return the kind of the file system that holds ``path``, such as ``ext4`` or ``nfs4``; empty if unknown."""
+    place, kind, longest = path.resolve(), "", -1
+    try:
+        lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return ""
+    for line in lines:  # "36 35 98:0 /root /mount/point options - kind source options"; later mounts hide earlier ones
+        left, _, right = line.partition(" - ")
+        point = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), left.split()[4])
+        if len(point) >= longest and place.is_relative_to(point):
+            kind, longest = right.split()[0], len(point)
+    return kind
 
 
 def _check(path: Path, found: os.stat_result, max_bytes: int | None) -> None:

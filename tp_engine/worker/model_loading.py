@@ -10,6 +10,7 @@ from tp_engine.job.topology import RankInfo
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.quantization import choose_formats
 from tp_engine.model_config.assistant import AssistantSpec
+from tp_engine.model_config.checkpoint_files import weight_files
 from tp_engine.models.assistant_head import AssistantHead
 from tp_engine.models.causal_lm import CausalLM, build_model
 from tp_engine.models.draft_head import DraftHead
@@ -18,8 +19,10 @@ from tp_engine.models.weight_sizes import weight_sizes
 from tp_engine.system.log import get_logger
 from tp_engine.system.units import format_gib
 from tp_engine.weights.loader import LoadReport, load_weights
+from tp_engine.weights.read_ahead import reading_ahead
 from tp_engine.worker.device import Device
 from tp_engine.worker.effective_config import EffectiveConfig
+from tp_engine.worker.memory.host_memory import host_memory
 
 logger = get_logger(__name__)
 
@@ -52,15 +55,19 @@ def load_model(
         adapters=effective.adapters,
         state_layers=() if effective.draft_head is None else effective.draft_head.spec.state_layers,
     )
-    report = load_weights(
-        dict(model.named_parameters()),
-        effective.model,
-        effective.model_path if source is None else source,
-        info=groups.info,
-        load_format=config.load_format if source is None else "auto",
-        seed=config.seed,
-        note_read=note_read,
-    )
+    load_format = config.load_format if source is None else "auto"
+    files = effective.model_path if source is None else source
+    read = () if load_format == "dummy" else weight_files(files) if isinstance(files, Path) else files
+    with reading_ahead(read, groups.info, host_memory().free):
+        report = load_weights(
+            dict(model.named_parameters()),
+            effective.model,
+            files,
+            info=groups.info,
+            load_format=load_format,
+            seed=config.seed,
+            note_read=note_read,
+        )
     _log_report(report)
     return model
 

@@ -35,6 +35,7 @@ from tp_engine.worker.results.readback import SpanClock, mark
 
 UNKNOWN_GROUP = -1
 _STAGING_BYTES = 32 << 20
+_B300 = (10, 3)
 
 
 class BlockGroups:
@@ -147,6 +148,14 @@ class BlockMover:
         return MoveCounters(stored_bytes=stored, loaded_bytes=loaded, store_s=store_s, load_s=load_s, wait_s=wait_s)
 
 
+def _stream_of_copies(device: torch.device) -> torch.cuda.Stream:
+    """A stream of their own; on B300 that of the steps: there a copy to the host on a second stream can stop two graphs
+    that are replayed back to back (pytorch#196133), as every step's are."""
+    if torch.cuda.get_device_capability(device) == _B300:
+        return torch.cuda.current_stream(device)
+    return torch.cuda.Stream(device)
+
+
 class CudaMover(BlockMover):
     """Moves on a stream of its own; ``slots`` are pinned memory."""
 
@@ -159,7 +168,7 @@ class CudaMover(BlockMover):
         self._staging: torch.Tensor | None = None
         if not codec.is_copy:
             self._staging = pool.new_empty((num_staged(codec), codec.blob_bytes))
-        self._stream = torch.cuda.Stream(pool.device)
+        self._stream = _stream_of_copies(pool.device)
         self._num_batches = 0
         self._ends: deque[tuple[int, torch.cuda.Event]] = deque()
 

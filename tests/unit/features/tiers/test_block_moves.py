@@ -203,6 +203,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr("torch.cuda.Event", Event)
     monkeypatch.setattr("torch.cuda.current_stream", lambda _device: machine.current)
     monkeypatch.setattr("torch.cuda.stream", machine.on)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _device: (9, 0))
 
     def enqueue(source: torch.Tensor, target: torch.Tensor, moves: IntArray) -> None:
         for one in moves:  # one by one, so that other streams' work may come between
@@ -306,6 +307,13 @@ def test_streams_leave_the_bytes_of_one_after_another(
     codecs: tuple[Codec, ...] = (BlockCopy(8, "any"), Halves(8))
     for seed, codec in itertools.product(range(5), codecs):
         assert outcome(machine, seed, order, waits=True, codec=codec)
+
+
+def test_b300_moves_on_the_stream_of_its_steps(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: bytes as one after another in any order of streams, of which the copies have none."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _device: (10, 3))
+    monkeypatch.setattr("torch.cuda.Stream", lambda _device: pytest.fail("a second stream"))
+    assert outcome(machine, 0, "random 0", waits=True, codec=BlockCopy(8, "any"))
 
 
 @pytest.mark.parametrize("order", ORDERS)
