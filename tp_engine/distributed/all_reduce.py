@@ -21,7 +21,7 @@ import torch
 
 from tp_engine.config import EngineConfig
 from tp_engine.distributed.collectives import Communicator
-from tp_engine.distributed.first_collective import WHAT, try_first_collective
+from tp_engine.distributed.first_collective import try_first_collective
 from tp_engine.distributed.groups import RankGroups
 from tp_engine.distributed.rank import Agreeing
 from tp_engine.distributed.reduce_plan import Machine, why_not
@@ -189,7 +189,7 @@ def set_up(
     Call it between the first snapshot and the last, so that the ledger counts the buffers.
     """
     if groups.uses_nccl:
-        run_phase(WHAT, lambda: try_first_collective(groups, device.torch_device, device.wait))
+        run_phase("first all-reduce", lambda: try_first_collective(groups, device.torch_device, device.wait))
     machine = probe_devices(config, num_hosts)
     if machine is not None:
         machine = agreed_machine(machine, groups.host)

@@ -17,7 +17,6 @@ from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
 
-WHAT = "the first all-reduce between GPUs"
 _DEADLINE_S = 20.0  # a communicator of 8 GPUs takes some seconds
 _DEADLINE_OF_HOSTS_S = 60.0  # those of several hosts meet over the network
 _HANGS = (
@@ -54,22 +53,23 @@ def try_first_collective(groups: RankGroups, device: torch.device, wait: Callabl
     remedy = _HANGS if num_hosts == 1 else f"{_OF_NETWORK}; {_HANGS}"
     kept_out = env.graphs_stay_unregistered()
     version = nccl_version()
+    what = f"NCCL {version}: the first all-reduce between GPUs"
     if groups.info.is_first:
         logger.info("NCCL %s between %d GPUs%s", version, groups.info.world_size, f"; {kept_out}" if kept_out else "")
     ones = torch.ones(1, dtype=torch.float32, device=device)
     try:
-        with groups.time_limit(f"NCCL {version}: {WHAT}", remedy, deadline_s):
+        with groups.time_limit(what, remedy, deadline_s):
             total = groups.communicator.all_reduce(ones)
             wait()
     except RankError:
         raise
     except RuntimeError as error:  # torch.distributed.DistBackendError, or one of CUDA behind it
         text = " ".join(str(error).split())
-        raise RankError(groups.info.rank, f"NCCL {version}: {WHAT} failed: {text}; {remedy_for(text)}") from error
+        raise RankError(groups.info.rank, f"{what} failed: {text}; {remedy_for(text)}") from error
     if (found := float(total)) != groups.info.world_size:
         raise RankError(
             groups.info.rank,
-            f"NCCL {version}: {WHAT} gave {found:g}, and {groups.info.world_size} ranks added 1 each: what the GPUs "
+            f"{what} gave {found:g}, and {groups.info.world_size} ranks added 1 each: what the GPUs "
             f"read from each other is wrong; {_HANGS}",
         )
 
