@@ -13,9 +13,10 @@ from tests.image_models import Oracle, Prompt, make_image_model
 from tests.images import IMAGE_TOKENS, image_tokenizer, picture
 from tp_engine import LLM, RequestError, SamplingParams
 from tp_engine.errors import MemoryBudgetError
+from tp_engine.features.images import engine as images
+from tp_engine.features.images.engine import tower_work
 from tp_engine.models.tower_run import TowerRun
 from tp_engine.models.vision_tower import VisionTower
-from tp_engine.worker.worker import Worker
 
 NAMES = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
 SMALL: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 200, "num_gpu_blocks_override": 60}
@@ -59,9 +60,10 @@ def test_an_image_in_parts_has_the_bits_of_one_that_is_encoded_at_once(
 
     monkeypatch.setattr(TowerRun, "advance", noted)
     params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, logprobs=1)
-    work = Worker.tower_work
     for share in (1.0, 1000.0):
-        monkeypatch.setattr(Worker, "tower_work", lambda own, by=share: tuple(np.multiply(work(own), (1, by, by))))
+        monkeypatch.setattr(
+            images, "tower_work", lambda *own, by=share: tuple(np.multiply(tower_work(*own), (1, by, by)))
+        )
         advanced.clear()
         with LLM(model=str(folder), **SMALL) as llm:
             content = [{"type": "image_pil", "image_pil": picture(128, 96)}]

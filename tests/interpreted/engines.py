@@ -95,7 +95,7 @@ def gpu_path() -> Iterator[None]:
         patch(f"{formats}.dense.runs_triton", lambda device_type: True),
         patch(f"{formats}.quantised_products.runs_triton", lambda device_type: True),
         patch(f"{formats}.quantised_products.native_library", lambda: None),
-        patch("tp_engine.worker.worker.SamplingState", partial(SamplingState, has_tables=True)),
-        patch("tp_engine.worker.worker.select_backend", lambda *_: TritonBackend()),
+        patch("tp_engine.worker.runner_maker.SamplingState", partial(SamplingState, has_tables=True)),
+        patch("tp_engine.worker.start.select_backend", lambda *_: TritonBackend()),
     ):
         yield

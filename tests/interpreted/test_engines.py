@@ -44,8 +44,8 @@ def test_engine(checkpoint: Callable[..., Path], counted: type[CountedSteps]) ->
     with triton_ops_on_cpus() as used, gpu_path():
         found = generate(folder)
         with (
-            patch("tp_engine.worker.worker.graph_plan", lambda *_: RECORDED),
-            patch("tp_engine.worker.worker.warms_up", lambda device_type: True),
+            patch("tp_engine.worker.start.graph_plan", lambda *_: RECORDED),
+            patch("tp_engine.worker.start.warms_up", lambda device_type: True),
             patch("tp_engine.worker.graphs.step_runner.CapturedSteps", counted),
             patch.object(RankGroups, "close", lambda groups: counted.ends.append("process groups")),
         ):
@@ -79,7 +79,7 @@ def test_tp_invariant(checkpoint: Callable[..., Path]) -> None:
         triton_ops_on_cpus(),
         gpu_path(),
         patch("tp_engine.worker.effective_config.check_tp_invariant"),
-        patch("tp_engine.worker.worker.select_backend", lambda *_: TritonBackend(is_invariant=True)),
+        patch("tp_engine.worker.start.select_backend", lambda *_: TritonBackend(is_invariant=True)),
         patch.object(TreeLinear, "__call__", autospec=True, side_effect=TreeLinear.__call__) as multiplied,
     ):
         found = generate(folder, tp_invariant=True)
@@ -110,8 +110,8 @@ def test_recurrent_states(
     with (
         triton_ops_on_cpus() as used,
         gpu_path(),
-        patch("tp_engine.worker.worker.graph_plan", lambda *_: RECORDED),
-        patch("tp_engine.worker.worker.warms_up", lambda device_type: True),
+        patch("tp_engine.worker.start.graph_plan", lambda *_: RECORDED),
+        patch("tp_engine.worker.start.warms_up", lambda device_type: True),
     ):
         found = generate(folder)
     assert operations <= used, used
@@ -127,9 +127,9 @@ def test_latents(checkpoint: Callable[..., Path], counted: type[CountedSteps]) -
     with (
         triton_ops_on_cpus() as used,
         gpu_path(),
-        patch("tp_engine.worker.worker.select_backend", lambda *_: MLABackend(TritonMLABackend())),
-        patch("tp_engine.worker.worker.graph_plan", lambda *_: RECORDED),
-        patch("tp_engine.worker.worker.warms_up", lambda device_type: True),
+        patch("tp_engine.worker.start.select_backend", lambda *_: MLABackend(TritonMLABackend())),
+        patch("tp_engine.worker.start.graph_plan", lambda *_: RECORDED),
+        patch("tp_engine.worker.start.warms_up", lambda device_type: True),
         patch("tp_engine.worker.graphs.step_runner.CapturedSteps", counted),
         patch.object(mla, "MIN_EXPANDED_QUERIES", 12),
     ):
@@ -150,10 +150,10 @@ def test_sparse_attention(family: str, checkpoint: Callable[..., Path], counted:
         triton_ops_on_cpus() as used,
         gpu_path(),
         patch(
-            "tp_engine.worker.worker.select_backend", lambda _, needs: MLABackend(TritonMLABackend(), needs.index_topk)
+            "tp_engine.worker.start.select_backend", lambda _, needs: MLABackend(TritonMLABackend(), needs.index_topk)
         ),
-        patch("tp_engine.worker.worker.graph_plan", lambda *_: RECORDED),
-        patch("tp_engine.worker.worker.warms_up", lambda device_type: True),
+        patch("tp_engine.worker.start.graph_plan", lambda *_: RECORDED),
+        patch("tp_engine.worker.start.warms_up", lambda device_type: True),
         patch("tp_engine.worker.graphs.step_runner.CapturedSteps", counted),
     ):
         found = generate(folder)
@@ -204,9 +204,9 @@ def test_masks(tmp_path: Path) -> None:
     expected = tokens()
     plan = GraphPlan(sizes=(1, 2), make_recorder=RepeatingRecorder)
     with (
-        patch("tp_engine.worker.worker.SamplingState", partial(SamplingState, has_tables=True)),
-        patch("tp_engine.worker.worker.select_backend", lambda *_: TritonBackend()),
-        patch("tp_engine.worker.worker.graph_plan", lambda *_: plan),
+        patch("tp_engine.worker.runner_maker.SamplingState", partial(SamplingState, has_tables=True)),
+        patch("tp_engine.worker.start.select_backend", lambda *_: TritonBackend()),
+        patch("tp_engine.worker.start.graph_plan", lambda *_: plan),
         patch.object(CapturedSteps, "run", autospec=True, side_effect=CapturedSteps.run) as run,
     ):
         recorded = tokens()

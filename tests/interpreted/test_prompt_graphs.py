@@ -111,9 +111,9 @@ def recorded_prompts(seen_of_steps: set[SeenStep], is_measured: bool) -> Iterato
 
     plan = GraphPlan(sizes=(1, 2, 4), prompts=SIZES, make_recorder=StrictRecorder)
     with ExitStack() as stack:
-        stack.enter_context(patch("tp_engine.worker.worker.graph_plan", lambda *_: plan))
+        stack.enter_context(patch("tp_engine.worker.start.graph_plan", lambda *_: plan))
         stack.enter_context(patch("tp_engine.worker.batch.padded_batch.MAX_CHUNKS", 4))  # less to interpret
-        stack.enter_context(patch("tp_engine.worker.worker.warms_up", lambda device_type: is_measured))
+        stack.enter_context(patch("tp_engine.worker.start.warms_up", lambda device_type: is_measured))
         stack.enter_context(patch.object(StepRunner, "replay", replay_and_note))
         stack.enter_context(patch.object(SuffixProposer, "proposals", propose_the_last))
         yield

@@ -43,9 +43,9 @@ def gpu_path() -> Iterator[None]:
     """An engine on CPU tensors takes the GPU's path, and warms up."""
     with ExitStack() as stack:
         for name, stand_in in (
-            ("worker.worker.SamplingState", partial(SamplingState, has_tables=True)),
-            ("worker.worker.select_backend", lambda *_: TritonBackend()),
-            ("worker.worker.warms_up", lambda device_type: True),
+            ("worker.runner_maker.SamplingState", partial(SamplingState, has_tables=True)),
+            ("worker.start.select_backend", lambda *_: TritonBackend()),
+            ("worker.start.warms_up", lambda device_type: True),
             ("sampling.filters.draws_by_kernel", lambda device_type: True),
         ):
             stack.enter_context(patch(f"tp_engine.{name}", stand_in))

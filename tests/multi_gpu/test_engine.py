@@ -27,7 +27,7 @@ from tp_engine.engine.start import serve_rank
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.lifecycle import serve
 from tp_engine.system import env
-from tp_engine.worker import worker
+from tp_engine.worker import start
 
 LAUNCHED = env.launched_rank() or pytest.fail("run this through scripts/test_multi_gpu")
 PROMPTS = [[5, 9, 13, 7], list(range(20, 60)), [100, 3, 50], [7] * 17]
@@ -71,7 +71,7 @@ def test_tokens_of_all_ranks_together_equal_transformers(folder: Path, monkeypat
 
     The ranks run their first steps together, as on GPUs.
     """
-    monkeypatch.setattr(worker, "warms_up", lambda device_type: True)
+    monkeypatch.setattr(start, "warms_up", lambda device_type: True)
     options = {"dtype": "float32", "max_model_len": 128, "max_num_batched_tokens": 24, "max_num_seqs": 8}
     with engine(model=str(folder), num_gpu_blocks_override=24, block_size=4, **options) as llm:
         if llm is None:

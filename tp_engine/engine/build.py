@@ -10,6 +10,7 @@ from tp_engine.engine.engine import Engine
 from tp_engine.engine.feature import EngineFeature
 from tp_engine.engine.job import Job
 from tp_engine.engine.messages import ModelInfo
+from tp_engine.engine.rank_worker import start_here
 from tp_engine.errors import ConfigError
 from tp_engine.features.registry import open_parts
 from tp_engine.images.settings import image_settings
@@ -45,17 +46,10 @@ def build_engine(
             features[name] = feature
             undo.callback(feature.close)
             feature.prepare(effective)
-        groups.note_device = job.slot.note_device
-        note_inputs = job.slot.note_inputs if effective.config.debug_compare_rank_inputs else None
-        worker = Worker(
-            effective, groups, job.slot.tier_progress(), owns_process=job.owns_process, note_inputs=note_inputs
-        )
-        undo.callback(worker.close)
-        num_blocks = worker.start()
+        rank = start_here(effective, groups, job, undo)
+        worker = Worker(rank)
         for feature in features.values():
-            feature.start(worker, job.board)
-        job.slot.note_memory(worker.memory)
-        job.slot.note_startup(worker.startup_s)
+            feature.start(rank, job.board)
         publisher = _open_channel(effective, groups, job, links)
         if publisher is not None:
             undo.callback(publisher.close)
@@ -66,11 +60,11 @@ def build_engine(
     if job.links is not None:
         job.links.mirrored = echoes.compare_far
     sizes = {name: found for name, feature in features.items() if (found := feature.limits()) is not None}
-    limits = _limits(effective, num_blocks, worker, sizes)
+    limits = _limits(effective, rank.num_blocks, sizes)
     if limits.max_sequence_tokens < effective.max_model_len:
         logger.warning(
             "num_gpu_blocks_override %d: the KV cache holds %d tokens, so max_model_len is %d instead of %d",
-            num_blocks,
+            rank.num_blocks,
             limits.capacity_tokens,
             limits.max_sequence_tokens,  # the last token of an answer is never computed
             effective.max_model_len,
@@ -81,7 +75,7 @@ def build_engine(
         worker=worker,
         scheduler=scheduler,
         publisher=publisher,
-        model_info=model_info(effective, num_blocks, longest=limits.max_sequence_tokens),
+        model_info=model_info(effective, rank.num_blocks, longest=limits.max_sequence_tokens),
         plan_timeout_s=effective.config.collective_timeout_s,
         num_ahead=int(effective.config.async_scheduling and (groups.info.world_size > 1 or worker.runs_by_itself)),
         job=job,
@@ -106,11 +100,9 @@ def _leave(groups: RankGroups, job: Job, leave: Callable[[bool], None]) -> None:
         job.leave()
 
 
-def _limits(
-    effective: EffectiveConfig, num_blocks: int, worker: Worker, of_features: dict[str, Any]
-) -> SchedulerLimits:
+def _limits(effective: EffectiveConfig, num_blocks: int, of_features: dict[str, Any]) -> SchedulerLimits:
     config = effective.config
-    layout, vision = effective.model.kv_layout_on(config.tensor_parallel_size), effective.model.vision
+    layout, vision = effective.kv_layout, effective.model.vision
     return SchedulerLimits(
         **_as_configured(SchedulerLimits, config),
         num_blocks=num_blocks,

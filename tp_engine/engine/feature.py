@@ -3,7 +3,7 @@
 ::
 
     build_engine    a function that the registry names is called with the configuration, before any rank has started
-                    prepare;  start, once this rank's worker has; limits and ``given`` go to the scheduler; attach;
+                    prepare;  start, once this rank has;  limits and ``given`` go to the scheduler; attach;
                     started
     Engine          add, forget;  before each step: settle;  no step in flight and nothing to run: idle;
                     no request: turn;  the end: flush, then close
@@ -20,7 +20,7 @@ from tp_engine.requests.request import EngineRequest, SequenceDelta
 from tp_engine.sched.scheduler import Scheduler
 from tp_engine.system.closing import Closing
 from tp_engine.worker.effective_config import EffectiveConfig
-from tp_engine.worker.worker import Worker
+from tp_engine.worker.worker import StartedRank
 
 RunAlone: TypeAlias = Callable[[StepPlan], None]
 """Runs a plan without rows on all ranks, while no step is in flight."""
@@ -61,10 +61,10 @@ class EngineFeature(Closing):
         return self
 
     def prepare(self, effective: EffectiveConfig) -> None:
-        """Do what takes a while and needs no worker, before this rank has one."""
+        """Do what takes a while and needs no rank, before this one has started."""
 
-    def start(self, worker: Worker, board: JobBoard) -> None:
-        """Take in what has started."""
+    def start(self, rank: StartedRank, board: JobBoard) -> None:
+        """Take in what has started: this ``rank``, and what all ranks write on the ``board``."""
 
     def limits(self) -> Any:
         """Return the feature's part of ``SchedulerLimits``; None if there is nothing to schedule."""

@@ -30,7 +30,6 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     ``num_blocks`` KV blocks of ``block_size`` tokens exist on every rank.  ``convert``, ``dimensions`` and
     ``classifier`` are those of ``PoolingSpec``.  ``images`` says how images are read; None: the model is served as text
     alone.  ``adapters`` are the folders, by name, of those that are loaded when the engine is ready.
-    folders.
     """
 
     model: str

@@ -16,7 +16,8 @@ from tp_engine.job.progress import RankPhase
 from tp_engine.job.topology import RankInfo
 from tp_engine.plan import FIRST_STEP_ID, Control
 from tp_engine.worker.effective_config import EffectiveConfig, resolve
-from tp_engine.worker.worker import Worker
+from tp_engine.worker.start import start_rank
+from tp_engine.worker.worker import StartedRank, Worker
 
 
 def serve_own_rank(rank: int, store_address: tuple[str, int], config: EngineConfig, job: Job) -> None:
@@ -53,15 +54,7 @@ def run_worker(effective: EffectiveConfig, groups: RankGroups, job: Job, hosts: 
     with contextlib.ExitStack() as stack:
         stack.callback(groups.close)
         stack.push(job.on_exit)  # reports before the groups close: a closed group looks like a death
-        groups.note_device = job.slot.note_device
-        note_inputs = job.slot.note_inputs if effective.config.debug_compare_rank_inputs else None
-        worker = Worker(
-            effective, groups, job.slot.tier_progress(), owns_process=job.owns_process, note_inputs=note_inputs
-        )
-        stack.callback(worker.close)
-        worker.start()
-        job.slot.note_memory(worker.memory)
-        job.slot.note_startup(worker.startup_s)
+        worker = Worker(start_here(effective, groups, job, stack))
         source = _open_source(groups, job, hosts, effective.config)
         stack.callback(source.close)
         subscriber = PlanSubscriber(source, first_step_id=FIRST_STEP_ID)
@@ -70,6 +63,23 @@ def run_worker(effective: EffectiveConfig, groups: RankGroups, job: Job, hosts: 
         _run_plans(worker, subscriber, job)
     job.leave()
     job.close()
+
+
+def start_here(effective: EffectiveConfig, groups: RankGroups, job: Job, stack: contextlib.ExitStack) -> StartedRank:
+    """Start this process's rank, which ``stack`` closes, and tell the job's board of it; a collective."""
+    groups.note_device = job.slot.note_device
+    note_inputs = job.slot.note_inputs if effective.config.debug_compare_rank_inputs else None
+    rank = start_rank(
+        effective,
+        groups,
+        job.slot.tier_progress(),
+        stack.enter_context(contextlib.ExitStack()),
+        owns_process=job.owns_process,
+        note_inputs=note_inputs,
+    )
+    job.slot.note_memory(rank.memory)
+    job.slot.note_startup(rank.seconds)
+    return rank
 
 
 def _open_source(groups: RankGroups, job: Job, hosts: Hosts | None, config: EngineConfig) -> MessageSource:

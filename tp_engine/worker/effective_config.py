@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -26,13 +27,14 @@ from tp_engine.model_config import (
     resolve_max_model_len,
 )
 from tp_engine.model_config.drafting import LocalHead, check_drafting, find_head, with_own_head
-from tp_engine.model_config.kv_layout import default_snapshots
+from tp_engine.model_config.kv_layout import KvCapacity, KvLayout, default_snapshots
 from tp_engine.model_config.lora import check_expert_adapters, read_adapter_config
 from tp_engine.model_config.pooling import TEXT, PoolingSpec, pooled, read_pooling
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.model_config.tp_invariant import check_tp_invariant
 from tp_engine.worker.gpu_host import choose_device_type, devices_of_ranks
 from tp_engine.worker.graphs.graph_plan import capture_sizes, prefill_sizes
+from tp_engine.worker.memory.kv_cache import KvCacheShape
 from tp_engine.worker.profiling import parse_steps
 
 _DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.3}
@@ -92,7 +94,27 @@ class EffectiveConfig:
     @property
     def draft_group(self) -> int:
         """The group of layers that the draft head's layer is in, the one behind the model's."""
-        return self.model.kv_layout_on(self.config.tensor_parallel_size).place_of(self.model.num_layers)[0]
+        return self.kv_layout.place_of(self.model.num_layers)[0]
+
+    @cached_property
+    def kv_layout(self) -> KvLayout:
+        """The groups of layers on one rank."""
+        return self.model.kv_layout_on(self.config.tensor_parallel_size)
+
+    @cached_property
+    def kv_shape(self) -> KvCacheShape:
+        """A rank's KV cache, but for the number of its blocks."""
+        return KvCacheShape(layout=self.kv_layout, block_size=self.config.block_size, dtype=self.kv_cache_dtype)
+
+    @cached_property
+    def kv_capacity(self) -> KvCapacity:
+        """What a number of blocks holds of requests."""
+        return KvCapacity(
+            layout=self.kv_layout,
+            block_size=self.config.block_size,
+            max_model_len=self.max_model_len,
+            chunk_tokens=self.config.max_num_batched_tokens,
+        )
 
     @property
     def num_spare_rows(self) -> int:

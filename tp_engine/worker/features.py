@@ -14,7 +14,6 @@ from tp_engine.features.registry import halves
 from tp_engine.job.progress import RankProgress
 from tp_engine.job.tier_progress import TierProgress
 from tp_engine.layers.attention import Attention
-from tp_engine.model_config.kv_layout import KvCapacity, KvLayout
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.draft_head import DraftHead
 from tp_engine.sampling.state import SamplingState
@@ -24,7 +23,6 @@ from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.feature import RunnerFeature
 from tp_engine.worker.image_encoder import ImageEncoder
 from tp_engine.worker.input_digests import InputDigests, NoteInputs
-from tp_engine.worker.memory.kv_cache import KvCacheShape
 from tp_engine.worker.model_runner import ModelRunner
 from tp_engine.worker.orders import Prepare, StartUp
 from tp_engine.worker.results.output_watch import OutputWatch
@@ -35,8 +33,8 @@ from tp_engine.worker.trial_steps import Variation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankParts:
-    """What the features of a rank are made of: its loaded ``model``, a draft ``head`` if there is one, the form of its
-    cache, and the configuration.
+    """What the features of a rank are made of: its loaded ``model``, a draft ``head`` if there is one, and the
+    configuration.
 
     ``channels``: where the rank says what has ended of work that no step waits for, by name.  ``note_inputs`` gets
     digests of the inputs.
@@ -47,9 +45,6 @@ class RankParts:
     start_up: StartUp
     model: CausalLM
     head: DraftHead | None
-    layout: KvLayout
-    kv_shape: KvCacheShape
-    capacity: KvCapacity
     backends: Backends
     device: torch.device
     channels: Mapping[str, TierProgress]
@@ -135,8 +130,8 @@ def make_features(own: RunnerParts, of_rank: Iterable[RankFeature]) -> Iterator[
         num_rows = 1 if own.is_trial else effective.image_rows
         sum_rows = effective.config.max_num_batched_tokens
         yield ImageEncoder(model, num_rows, groups.communicator, sum_rows, progress)
-    if parts.layout.states is not None:
-        states = RecurrentStatePool(parts.layout.states, _num_states(effective), parts.device)
+    if effective.kv_layout.states is not None:
+        states = RecurrentStatePool(effective.kv_layout.states, _num_states(effective), parts.device)
         states.bind(model.state_layers)
         yield states
     yield ScoredPrompts(model, batch)
@@ -154,7 +149,8 @@ def _num_states(effective: EffectiveConfig) -> int:
 def count_bytes(parts: RankParts, of_rank: Iterable[RankFeature]) -> Counter[str]:
     """Return the memory to set aside on the device for all features, by line of the ledger: the encoder cache, the
     recurrent states, and what features of the rank say themselves."""
-    effective, tower, states = parts.effective, parts.model.vision, parts.layout.states
+    effective, tower = parts.effective, parts.model.vision
+    states = effective.kv_layout.states
     found: Counter[str] = Counter()
     if tower is not None:
         found["images"] = effective.image_rows * tower.width * tower.dtype.itemsize + tower.unfinished_bytes

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import MagicMock
 
-import pytest
+import numpy as np
+import numpy.typing as npt
 
+from tests.fake_engine import MODEL_INFO
 from tests.unit.sched.scheduler_harness import EOS, FakeWorker
+from tp_engine.config import EngineConfig
 from tp_engine.engine.engine import Engine
-from tp_engine.ipc.rank_slot import StepRecorder
+from tp_engine.engine.job import Job
+from tp_engine.ipc.job_board import EchoCheck, JobBoard
+from tp_engine.job.progress import RankProgress
 from tp_engine.plan import StepPlan
 from tp_engine.requests.request import EngineRequest
 from tp_engine.requests.sampling_params import SamplingParams
@@ -33,35 +39,56 @@ class Diary:
         self.entries.append("call")
 
     def publish(self, plan: StepPlan, timeout_s: float) -> None:
-        self.entries.append(f"send {plan.step_id}")
+        self.entries.append("stop" if plan.control else f"send {plan.step_id}")
 
     def may_block(self, plan: StepPlan) -> bool:
         return False
 
     def enter_thread(self) -> None:
-        pass
+        """Nothing depends on the thread."""
 
     def execute(self, plan: StepPlan) -> PendingStep:
         self.entries.append(f"run {plan.step_id}")
         result = self._worker.execute(plan)
-        return PendingStep(plan=plan, fetch=MagicMock(), token_ids=lambda: result.token_ids)
+        return PendingStep(plan=plan, fetch=lambda tensors: list, token_ids=lambda: result.token_ids)
+
+    def expert_token_counts(self) -> list[npt.NDArray[np.int64]]:
+        return []
+
+    def report(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        self.entries.append("close")
+
+    def leave(self) -> None:
+        self.entries.append("leave")
 
 
-def make_engine(diary: Any, num_ahead: int, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """The engine and its scheduler around ``diary``; no processes, no shared memory."""
-    for name in ("received", "begin", "launched", "done"):
-        monkeypatch.setattr(StepRecorder, name, lambda *_: None)
-    return Engine(
+@contextmanager
+def running(diary: Any, num_ahead: int) -> Iterator[Engine]:
+    """The engine, its scheduler and a job of one rank around ``diary``; no model, no processes."""
+    board = JobBoard.create(1)
+    config = EngineConfig(flight_recorder_dir="")
+    job = Job(board, RankProgress(), config, 0, ends_process=False, same_parent=False)
+    engine = Engine(
         worker=diary,
         scheduler=Scheduler(LIMITS),
         publisher=diary,
-        model_info=MagicMock(),
+        model_info=MODEL_INFO,
         plan_timeout_s=1.0,
         num_ahead=num_ahead,
-        job=MagicMock(),
-        echoes=MagicMock(),
-        leave=MagicMock(),
+        job=job,
+        echoes=EchoCheck(board, checks_inputs=False),
+        leave=diary.leave,
     )
+    try:
+        yield engine
+    finally:
+        engine.close()
+        job.leave()
+        job.close()
+    assert diary.entries[-4:] == ["stop", "close", "close", "leave"]  # worker and channel are one here
 
 
 def ask(engine: Engine, request_id: str) -> None:
@@ -82,31 +109,52 @@ def run_until_idle(engine: Engine) -> int:
     raise AssertionError("the engine did not come to an end")
 
 
-def test_ranks_are_called_when_they_have_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_called_when_they_have_nothing_to_do() -> None:
     """Oracle: with plans sent ahead, one call per burst: afterwards a plan is in the ring before a rank is idle."""
     diary = Diary()
-    engine = make_engine(diary, 1, monkeypatch)
     burst = ["call", "send {0}", "send {1}", "run {0}", "send {2}", "run {1}", "run {2}"]
-    for first in (1, 4):
-        diary.entries.clear()
-        ask(engine, f"request {first}")
-        assert run_until_idle(engine) == 3
-        assert diary.entries == [entry.format(first, first + 1, first + 2) for entry in burst]
+    with running(diary, 1) as engine:
+        for first in (1, 4):
+            diary.entries.clear()
+            ask(engine, f"request {first}")
+            assert run_until_idle(engine) == 3
+            assert diary.entries == [entry.format(first, first + 1, first + 2) for entry in burst]
 
 
-def test_each_plan_is_called_where_none_is_sent_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_plan_is_called_where_none_is_sent_ahead() -> None:
     """Oracle: with ``--no-async-scheduling``, ranks are idle while a result is entered and while a plan is made."""
     diary = Diary()
-    engine = make_engine(diary, 0, monkeypatch)
-    ask(engine, "request")
-    assert run_until_idle(engine) == 3
-    assert diary.entries == [entry for step in (1, 2, 3) for entry in ("call", f"send {step}", f"run {step}", "call")]
+    with running(diary, 0) as engine:
+        ask(engine, "request")
+        assert run_until_idle(engine) == 3
+        steps = [entry for step in (1, 2, 3) for entry in ("call", f"send {step}", f"run {step}", "call")]
+        assert diary.entries == steps
 
 
-def test_an_idle_loop_calls_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_loop_calls_no_rank() -> None:
     """Oracle: a loop without requests leaves the ranks blocked."""
     diary = Diary()
-    engine = make_engine(diary, 1, monkeypatch)
-    for _ in range(3):
-        assert not len(engine.step())
-    assert not diary.entries
+    with running(diary, 1) as engine:
+        for _ in range(3):
+            assert not len(engine.step())
+        assert not diary.entries
+
+
+def test_the_plans_in_flight_run_before_the_ranks_are_stopped() -> None:
+    """Oracle: every plan that was sent has run when the stop plan is sent, by hand."""
+    diary = Diary()
+    with running(diary, 1) as engine:
+        ask(engine, "request")
+        engine.step()
+        assert diary.entries == ["call", "send 1", "send 2", "run 1"]
+        diary.entries.clear()
+    assert diary.entries == ["run 2", "stop", "close", "close", "leave"]
+
+
+def test_the_board_has_the_steps_that_ran() -> None:
+    """Oracle: the number of plans; what a rank has received and done is what other ranks and operators see."""
+    diary = Diary()
+    with running(diary, 1) as engine:
+        ask(engine, "request")
+        run_until_idle(engine)
+        assert [rank.num_steps for rank in engine.report().ranks] == [3]

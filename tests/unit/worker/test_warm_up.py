@@ -16,7 +16,7 @@ from tp_engine.config import EngineConfig
 from tp_engine.features.speculation.feature import BASE_ROWS, DRAFT_TOKENS
 from tp_engine.features.speculation.trial_steps import time_decodes
 from tp_engine.plan import StepPlan
-from tp_engine.worker import worker
+from tp_engine.worker import start
 from tp_engine.worker.trial_steps import warm_up, warms_up
 
 Checkpoint = Callable[..., Path]
@@ -89,7 +89,7 @@ def test_drafts_warm_up(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch,
     found = []
     for speculation in (None, json.dumps(config)):
         is_warm = speculation is not None
-        monkeypatch.setattr(worker, "warms_up", lambda device_type, is_warm=is_warm: is_warm)
+        monkeypatch.setattr(start, "warms_up", lambda device_type, is_warm=is_warm: is_warm)
         with LLM(str(folder), speculative_config=speculation, **OPTIONS) as llm:
             outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
         found.append([output.outputs[0].token_ids for output in outputs])
@@ -102,7 +102,7 @@ def test_nothing_is_left_of_the_first_steps(
     """Oracle: the tokens of an engine without a warm-up; its phase is reported, and its steps do not count."""
     folder, found = checkpoint("qwen3"), []
     for is_warm in (False, True):
-        monkeypatch.setattr(worker, "warms_up", lambda device_type, is_warm=is_warm: is_warm)
+        monkeypatch.setattr(start, "warms_up", lambda device_type, is_warm=is_warm: is_warm)
         caplog.clear()
         with (
             caplog.at_level(logging.INFO, logger="tp_engine"),

@@ -6,7 +6,10 @@ from tp_engine.config import EngineConfig
 from tp_engine.engine.feature import EngineFeature
 from tp_engine.features.images.feature import ImageLimits
 from tp_engine.ipc.job_board import JobBoard
-from tp_engine.worker.worker import Worker
+from tp_engine.models.causal_lm import CausalLM
+from tp_engine.models.weight_sizes import layer_parameters
+from tp_engine.worker.effective_config import EffectiveConfig
+from tp_engine.worker.worker import StartedRank
 
 
 def open_tower(config: EngineConfig) -> TowerOfEngine:
@@ -20,12 +23,12 @@ class TowerOfEngine(EngineFeature):
     def __init__(self) -> None:
         self._limits: ImageLimits | None = None
 
-    def start(self, worker: Worker, board: JobBoard) -> None:
-        effective = worker.effective
+    def start(self, rank: StartedRank, board: JobBoard) -> None:
+        effective = rank.effective
         vision = effective.model.vision
         if vision is None:
             return
-        num_layers, row_work, pair_work = worker.tower_work()
+        num_layers, row_work, pair_work = tower_work(effective, rank.runner.model)
         self._limits = ImageLimits(
             num_rows=effective.image_rows,
             token_id=vision.image_token_id,
@@ -42,3 +45,12 @@ class TowerOfEngine(EngineFeature):
 
     def close(self) -> None:
         pass
+
+
+def tower_work(effective: EffectiveConfig, model: CausalLM) -> tuple[int, float, float]:
+    """Return the number of the tower's layers, and what one of them takes for each row of an image and for each pair
+    of rows, in tokens of a prompt."""
+    assert model.vision is not None, "only a model that sees has a tower"
+    of_token = layer_parameters(effective.model, effective.config.tensor_parallel_size)
+    of_row, of_pair = model.vision.layer_work()
+    return len(model.vision.stack), of_row / of_token, of_pair / of_token

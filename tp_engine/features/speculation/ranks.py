@@ -31,7 +31,7 @@ from tp_engine.worker.features import RankFeature, RankParts, RunnerParts, Trial
 from tp_engine.worker.image_encoder import ImageEncoder
 from tp_engine.worker.model_runner import ModelRunner
 from tp_engine.worker.trial_steps import Variation
-from tp_engine.worker.worker import Worker
+from tp_engine.worker.worker import StartedRank
 
 
 def make(parts: RankParts) -> Iterator[SpeculationOfRank]:
@@ -82,7 +82,7 @@ class SpeculationOfRank(RankFeature):
                 self.draft_seconds = {
                     rows: max(0.0, seconds - decodes[rows]) / num_drafts for rows, seconds in drafting.items()
                 }
-            if parts.layout.states is not None:
+            if effective.kv_layout.states is not None:
                 decodes = time_decodes(runner, config, most_rows, run_length=1 + num_drafts)
         self.decode_seconds = decodes
 
@@ -146,8 +146,8 @@ class SpeculationOfEngine(EngineFeature):
     def given(self) -> None:
         """The scheduler makes its proposers itself."""
 
-    def start(self, worker: Worker, board: JobBoard) -> None:
-        own = worker.features["speculation"]
+    def start(self, rank: StartedRank, board: JobBoard) -> None:
+        own = rank.features["speculation"]
         assert isinstance(own, SpeculationOfRank)
         self._limits = SpeculationLimits(
             config=self._limits.config,

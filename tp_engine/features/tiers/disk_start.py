@@ -82,7 +82,7 @@ def open_disk_tier(parts: RankParts, codec: Codec, tier: HostTierWorker) -> Disk
 
     def open_files() -> SlotFiles:
         names = [backend.name for backend in parts.backends]
-        identity = make_identity(parts.effective, info, parts.kv_shape, names, codec=codec)
+        identity = make_identity(parts.effective, info, parts.effective.kv_shape, names, codec=codec)
         return SlotFiles(path, info.rank, num_slots, slot_bytes, identity)
 
     with contextlib.ExitStack() as undo:

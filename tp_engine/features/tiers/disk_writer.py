@@ -32,7 +32,7 @@ from tp_engine.plan import NO_IDS, StepPlan
 from tp_engine.sched.scheduler import Scheduler
 from tp_engine.system.files import sync_folder
 from tp_engine.system.log import get_logger
-from tp_engine.worker.worker import Worker
+from tp_engine.worker.worker import StartedRank
 
 logger = get_logger(__name__)
 
@@ -143,23 +143,23 @@ class TiersOfEngine(EngineFeature):
     def given(self) -> TierLinks:
         return self._links
 
-    def start(self, worker: Worker, board: JobBoard) -> None:
-        config = worker.effective.config
+    def start(self, rank: StartedRank, board: JobBoard) -> None:
+        config = rank.effective.config
         words = {name: [slot.channels[name] for slot in board.slots] for name in TIER_CHANNELS}
         reports: TierReports = {name: TierProgressReader(own).poll for name, own in words.items()}
-        contents, own = None, worker.features["tiers"]
+        contents, own = None, rank.features["tiers"]
         assert isinstance(own, TiersOfRank)
         if own.disk is not None:
             contents, self._journal = read_contents(
                 own.disk,
                 block_bytes=config.block_size * NO_IDS.itemsize,
-                num_groups=len(worker.effective.model.kv_layout.groups),
+                num_groups=len(rank.effective.kv_layout.groups),
             )
         self._links = TierLinks(reports, contents)
         self._limits = TierLimits(
             num_host_slots=own.num_slots,
             num_disk_slots=0 if own.disk is None else own.disk.num_slots,
-            max_host_moves=max(1, _MOVED_BYTES // worker.block_bytes),
+            max_host_moves=max(1, _MOVED_BYTES // rank.effective.kv_shape.block_bytes),
             checks_stores=may_refuse(config.kv_offloading_codec),
         )
 

@@ -21,7 +21,7 @@ def make(parts: RankParts) -> Iterator[TiersOfRank]:
     config = parts.effective.config
     if config.kv_offloading_size:
         width = simd_width(parts.backends[0], config.block_size)
-        yield TiersOfRank(parts, make_codec(config.kv_offloading_codec, parts.kv_shape, width))
+        yield TiersOfRank(parts, make_codec(config.kv_offloading_codec, parts.effective.kv_shape, width))
 
 
 class TiersOfRank(RankFeature):
@@ -43,10 +43,10 @@ class TiersOfRank(RankFeature):
         return self.num_slots * self._codec.blob_bytes
 
     def settle(self, parts: RankParts, num_blocks: int) -> None:
-        block_bytes = parts.kv_shape.block_bytes
+        block_bytes = parts.effective.kv_shape.block_bytes
         promised_bytes = num_blocks * block_bytes if self._device_type == "cpu" else 0
         self.num_slots = settle_host_slots(
-            parts.effective.config, self._codec, parts.groups, parts.capacity, block_bytes, promised_bytes
+            parts.effective.config, self._codec, parts.groups, parts.effective.kv_capacity, block_bytes, promised_bytes
         )
 
     def runner(self, parts: RunnerParts) -> Iterator[HostTierWorker]:
