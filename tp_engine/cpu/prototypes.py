@@ -2,6 +2,7 @@
 
 import ctypes
 import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +38,9 @@ class Prototype(NamedTuple):
 def prototypes() -> tuple[Prototype, ...]:
     """Return the functions of all C files; pointers of all types are ``c_void_p``."""
     sources = (path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.c")))
-    found = (match for source in sources for match in _FUNCTION.findall(source))
+    found = [match for source in sources for match in _FUNCTION.findall(source)]
+    twice = [name for name, count in Counter(name for _, _, name, _ in found).items() if count > 1]
+    assert not twice, f"two C files define {', '.join(twice)}: give one of them another name"
     return tuple(
         Prototype(name, _TYPES[result], *_parameters(given, bool(mark))) for mark, result, name, given in found
     )

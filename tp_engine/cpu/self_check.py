@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from types import ModuleType
 from typing import Any, TypeAlias, get_args
 
@@ -33,6 +34,7 @@ from tp_engine.kernels.linear import adapters
 from tp_engine.kernels.quantization.int8_rows import TorchInt8Rows
 from tp_engine.kernels.quantization.weights import Codes, QuantisedWeight, multiply_quantised, values_per_byte
 from tp_engine.kernels.recurrent import Chunk, LayerStates
+from tp_engine.kernels.steps import decode_inputs, draft_inputs
 from tp_engine.model_config.kv_layout import StateKind
 from tp_engine.model_config.mlp import Activation, ActivationKind, RoutingRule
 
@@ -47,6 +49,7 @@ _ROUTING_RULES = (
     RoutingRule(top_k=3, num_groups=4, top_groups=2, group_best=1),
     RoutingRule(top_k=3, renormalises=True, factor=2.0),
 )
+_WRITTEN = decode_inputs.RowTables, decode_inputs.DecodeInputs, draft_inputs.DraftInputs
 _LARGEST: dict[Codes, float] = {"int4": 16.0, "int8": 136.0, "e4m3": 448.0, "e2m1": 6.0}
 
 Check: TypeAlias = tuple[str, torch.Tensor, torch.Tensor]
@@ -54,7 +57,7 @@ Check: TypeAlias = tuple[str, torch.Tensor, torch.Tensor]
 
 
 def disagreement(library: ctypes.CDLL) -> str | None:
-    """Return the first kernel of ``library`` with a wrong result, as a sentence, or None.  Takes a few milliseconds."""
+    """Return the first kernel of ``library`` with a wrong result, as a sentence, or None.  Takes 0.05 s on one core."""
     for dtype in DTYPE_CODES:
         tolerance, checks = 16 * torch.finfo(dtype).eps, _Checks(library, dtype)
         for name, found, expected in checks.all():
@@ -74,7 +77,8 @@ class _Checks:
         """Return every check."""
         for checks in (
             self._rows, self._recurrent, self._heads, self._linear, self._quantised, self._experts, self._attention,
-            self._latents, self._chosen_keys, self._block_codes, self._adapters, self._int8_rows,
+            self._latents, self._index, self._chosen_keys, self._steps, self._blocks, self._block_codes,
+            self._adapters, self._int8_rows,
         ):  # fmt: skip
             yield from checks()
 
@@ -240,6 +244,7 @@ class _Checks:
         mixed = NativeExperts(self.library, quantised, 3, self.dtype)(x, ids, shares)
         yield "mix_experts, quantised", mixed, experts.mix_experts(x, ids, shares, quantised)
         yield from self.both(native_experts, experts, "add_gated", x, x, logits[:, 2:3])
+        yield from self.both(native_experts, routing, "to_float32", x)
 
     def _latents(self) -> Iterator[Check]:
         """Latent attention's small operations, for more tokens than share what is read; then the attention to its
@@ -272,6 +277,24 @@ class _Checks:
         attention.set_step(lengths, start, keys, table, torch.full((num_queries,), -1, dtype=torch.int64, device="cpu"))
         return attention
 
+    def _index(self) -> Iterator[Check]:
+        """Index queries and keys: what becomes of them, and what is stored of the keys."""
+        slots, positions = (torch.tensor(places, dtype=torch.int64, device="cpu") for places in ([5, -1, 2], [4, 0, 2]))
+        norm = index_keys.KeyNorm(self.draw(20), self.draw(20), 1e-5)
+        queries, keys, rotation = self.draw(3, 2, 20), self.draw(3, 20), Rotation(self.draw(5, 12), positions)
+        for is_interleaved in (False, True):
+            given = queries, keys, norm, rotation, is_interleaved, None, slots
+            yield from self.both(native_index, index_keys, "prepare_index", *given)
+            kv = LayerKv(torch.zeros(1, 2, _BLOCK_SIZE, 1, 20, dtype=self.dtype, device="cpu"))
+            native_index.prepare_index(
+                self.library, queries.clone(), keys.clone(), norm, rotation, is_interleaved, kv, slots
+            )
+            _, turned = index_keys.prepare_index(*given)
+            assert turned is not None, "nothing stores them"
+            expected = torch.zeros(2 * _BLOCK_SIZE, 20, dtype=self.dtype, device="cpu")
+            expected[slots[::2]] = turned[::2]
+            yield "prepare_index, stored", kv.cache.flatten(0, 3), expected
+
     def _chosen_keys(self) -> Iterator[Check]:
         """One decode's choice, of whole numbers, so that neither types nor the order of sums change a score; then
         attention to rows at the chosen places."""
@@ -299,6 +322,60 @@ class _Checks:
         by_head, seen = heads.float().transpose(0, 1), torch.zeros(1, 9, dtype=torch.float32, device="cpu")
         attended = attend(by_head, rows, rows[..., :20], seen, scale=_SCALE, softcap=None, sinks=None)
         yield "paged_attention to chosen keys", out, attended.transpose(0, 1)
+
+    def _steps(self) -> Iterator[Check]:
+        """The inputs of three decodes, of which one is padding, in two groups; the step's end; then drafts of requests
+        that have slots, no more, and none."""
+        deltas = torch.tensor([0, -2, 0, 3], dtype=torch.int32, device="cpu")
+        blocks = torch.tensor([[0, 0, 0], [7, 3, 0], [5, 0, 0], [2, 6, 4]], dtype=torch.int32, device="cpu")
+        tables = decode_inputs.RowTables(
+            token_ids=torch.arange(4 * 12, dtype=torch.int32, device="cpu").view(4, 12),
+            num_computed=torch.tensor([0, 5, 2, 9], dtype=torch.int32, device="cpu"),
+            block_table=torch.stack((blocks, blocks * 2)),
+            block_size=_BLOCK_SIZE,
+            rope_deltas=deltas,
+        )
+        inputs = decode_inputs.DecodeInputs.allocate(3, tables).first(3)
+        inputs.rows.copy_(torch.tensor([3, decode_inputs.PAD_ROW, 1], dtype=torch.int32, device="cpu"))
+        yield from self.both(ops, decode_inputs, "prepare_decodes", tables, inputs)
+        decode_inputs.prepare_decodes(tables, inputs)
+        sampled = torch.tensor([90, 91, 92], dtype=torch.int32, device="cpu")
+        yield from self.both(ops, decode_inputs, "advance_decodes", tables, inputs, sampled)
+        nothing = torch.zeros(3, dtype=torch.int64, device="cpu")
+        drafts = draft_inputs.DraftInputs(
+            positions=torch.tensor([3, 7, 0], dtype=torch.int64, device="cpu"),
+            limits=torch.tensor([9, 8, 0], dtype=torch.int64, device="cpu"),
+            block_table=blocks[1:],
+            slot_mapping=nothing,
+            seq_lens=nothing.int(),
+            rope_deltas=deltas[1:],
+            rope_positions=nothing,
+        )
+        yield from self.both(ops, draft_inputs, "advance_drafts", drafts, _BLOCK_SIZE)
+        logits = self.draw(3, 37)
+        logits[1, 5:9] = logits.max() + 1
+        yield "best_tokens", ops.best_tokens(self.library, logits), logits.float().argmax(1)
+
+    def _blocks(self) -> Iterator[Check]:
+        """Copies of blocks; keys and values of two heads, made of cached rows, from the second group of columns on."""
+        pairs, blocks = np.array([[2, 0], [0, 3]], dtype=np.int32), self.draw(4, 40)
+        copied, expected = blocks.flip(0), blocks.flip(0)
+        self.library.copy_blocks(blocks, copied, pairs.ctypes.data, len(pairs), blocks[0].nbytes)
+        expected[pairs[:, 1]] = blocks[pairs[:, 0]]
+        yield "copy_blocks", copied, expected
+        nope, rope, value_dim, size = 8, 4, 10, 32
+        made, turned = self.draw(29, 2, nope + value_dim), self.draw(29, 2, rope)[:, 0]
+        columns, values = torch.zeros(2, 2, 2, size, nope + rope, dtype=self.dtype, device="cpu")
+        self.library.store_expanded(
+            made, turned.data_ptr(), turned.stride(0), columns, values, size, 29, 0, 2, 2, size, nope, rope, value_dim,
+            self.dtype,
+        )  # fmt: skip
+        keys = torch.zeros(2, 2, size, nope + rope, dtype=self.dtype, device="cpu")
+        keys[1, :, :29] = torch.cat((made[..., :nope], turned[:, None].expand(-1, 2, -1)), 2).transpose(0, 1)
+        keys[1, :, 29:] = keys[1, :, 28:29]  # the lanes behind the last token repeat it
+        in_order = in_kernel_order(self.library, torch.stack((keys, keys)).transpose(2, 3))[0]
+        yield "store_expanded", values[1, :, :29, :value_dim], made[..., nope:].transpose(0, 1)
+        yield "store_expanded, keys", columns[1].flatten(), in_order[1].flatten()
 
     def _int8_rows(self) -> Iterator[Check]:
         """Rows of numbers that are codes already, so that rounding can not differ."""
@@ -403,10 +480,14 @@ def _copies(given: Any) -> Any:
         return torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="cpu").copy_(given)
     if isinstance(given, LayerStates):
         return LayerStates(*map(_copies, given))
+    if isinstance(given, _WRITTEN):
+        return replace(given, **{one.name: _copies(getattr(given, one.name)) for one in fields(given)})
     return tuple(map(_copies, given)) if type(given) is tuple else given
 
 
 def _tensors(found: Any) -> list[torch.Tensor]:
+    if isinstance(found, _WRITTEN):
+        found = tuple(getattr(found, one.name) for one in fields(found))
     if isinstance(found, tuple):
         return [tensor for one in found for tensor in _tensors(one)]
     return [found] if isinstance(found, torch.Tensor) else []

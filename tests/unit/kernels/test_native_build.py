@@ -236,6 +236,27 @@ def test_pytorch_computes_where_there_are_no_kernels(
     assert len(found) == 1 and said in found[0]
 
 
+def test_the_kernels_are_compiled_where_there_is_a_compiler() -> None:
+    """Oracle: the compiler in PATH: with one, C sources that do not compile, or compute other numbers than PyTorch,
+    are a failure, while the tests of the kernels would only be skipped."""
+    if env.NATIVE_KERNELS.read() == "0":
+        pytest.skip("the native kernels are switched off by TP_ENGINE_NATIVE")
+    try:
+        build._find_compiler()
+    except BuildError:
+        pytest.skip("there is no C compiler")
+    assert native_library() is not None, "the log says what is wrong with the kernels"
+
+
+def test_a_function_that_two_files_define_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Oracle: two sources by hand; such kernels could not be linked, and PyTorch would compute instead."""
+    for name in ("one.c", "two.c"):
+        (tmp_path / name).write_text("int twice(void)\n{\n    return 0;\n}\n")
+    monkeypatch.setattr("tp_engine.cpu.prototypes.FOLDER", tmp_path)
+    with pytest.raises(AssertionError, match="two C files define twice"):
+        prototypes.__wrapped__()
+
+
 def test_a_tape_has_room_for_every_function_that_it_may_hold() -> None:
     """Oracle: MAX_WORDS of tape.h; the player of ``add_scaled``, written out."""
     room = int((Path(build.__file__).parent / "tape.h").read_text().partition("MAX_WORDS = ")[2].partition(" ")[0])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.cpu import ops as native_ops
 from tp_engine.cpu import self_check
 from tp_engine.cpu.library import native_library
+from tp_engine.cpu.prototypes import prototypes
 from tp_engine.kernels import layer_ops
 from tp_engine.kernels.attention.heads import HeadNorm, Heads, Rotation, qk_norm_rope_store
 from tp_engine.kernels.kv_cache.layer_kv import LARGEST_VALUE, LayerKv, store_kv
@@ -295,6 +298,31 @@ def test_decodes_that_share_blocks(
             one.metadata.slot_mapping = metadata.slot_mapping[row : row + 1]
             one.query, one.key, one.value = (part[row : row + 1] for part in (batch.query, batch.key, batch.value))
             assert torch.equal(one.attend(NativeBackend()), together[row : row + 1])
+
+
+# What the self-check does not call, with the reason.
+UNCHECKED = {
+    "has_bfloat16_matrices": "a question",
+    "max_words": "a question",
+    "prepare_row": "a part of quantised products",
+    "run_quantised_task": "a part of quantised products",
+    "run_tape": "a tape holds functions that are checked",
+    "shared_all_gather": "it waits for other ranks",
+    "shared_all_reduce": "it waits for other ranks",
+}
+
+
+def test_the_self_check_calls_every_function() -> None:
+    """Oracle: the prototypes in the C sources: a function that only models call could be wrong where it is compiled."""
+    called: set[str] = set()
+
+    class Library:
+        def __getattr__(self, name: str) -> Any:
+            called.add(name)
+            return getattr(native_library(), name)
+
+    assert self_check.disagreement(cast(ctypes.CDLL, Library())) is None
+    assert {one.name for one in prototypes()} - called == set(UNCHECKED)
 
 
 def test_the_self_check_sees_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
