@@ -129,7 +129,7 @@ class EngineConfig:
     )
     attention_backend: str = option(
         "auto",
-        "attention implementation; auto takes triton on GPUs, native on CPUs, and another one if these can not be used",
+        "attention implementation; auto takes triton on GPUs, native on CPUs, and another one if these cannot be used",
         choices=ATTENTION_BACKENDS,
         section="Kernels",
     )

@@ -28,11 +28,11 @@ _Kept = TypeVar("_Kept", bound=BaseException)
 
 
 class ConfigError(ValueError):
-    """A configuration that can not work; raised before a device is touched."""
+    """A configuration that cannot work; raised before a device is touched."""
 
 
 class RequestError(ValueError):
-    """A request that can not be served; the engine is unchanged.  ``param`` names the offending field and ``code`` is
+    """A request that cannot be served; the engine is unchanged.  ``param`` names the offending field and ``code`` is
     the OpenAI error code (``context_length_exceeded``), if any; ``row`` is that of a call of many, and ``outputs`` are
     those of its rows that are done."""
 
@@ -45,7 +45,7 @@ class RequestError(ValueError):
 
 
 class ContextLengthError(RequestError):
-    """A request that the model's context can not hold.
+    """A request that the model's context cannot hold.
 
     ``num_prompt`` is the length of the prompt in tokens, or the least that it can be; ``num_asked`` is the number of
     tokens to generate if that is what does not fit, else None; ``longest`` is the size of the context.

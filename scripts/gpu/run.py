@@ -55,7 +55,7 @@ class Outcome:
 
 
 def why_not(section: Section, num_gpus: int, remaining_s: float) -> Outcome | None:
-    """The reason why a section can not run here; None if it can."""
+    """The reason why a section cannot run here; None if it can."""
     lacking = missing(section.modules)
     if section.min_gpus > num_gpus:
         return Outcome(name=section.name, status="skipped", note=f"needs {section.min_gpus} GPUs, found {num_gpus}")

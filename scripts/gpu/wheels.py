@@ -75,7 +75,7 @@ def unpack() -> list[str]:
 
 
 def missing(modules: tuple[str, ...]) -> list[str]:
-    """Return those of ``modules`` that can not be imported here."""
+    """Return those of ``modules`` that cannot be imported here."""
     return [name for name in modules if importlib.util.find_spec(name) is None]
 
 

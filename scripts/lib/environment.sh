@@ -50,7 +50,7 @@ install_into() { # folder extra ...
     echo "$pins" >"$stamp"
 }
 
-# Makes a virtual environment for packages that can not be beside the server's, or need not; sets OWN_PYTHON.
+# Makes a virtual environment for packages that cannot be beside the server's, or need not; sets OWN_PYTHON.
 set_up_own() { # folder package ...
     local folder="$ROOT/$1"
     shift

@@ -46,7 +46,7 @@ def main() -> int:
         except Timeout:
             return fail(1, f"another process has been making {folder} for {LOCK_TIMEOUT_S} s; end it and try again")
         except OSError as error:
-            return fail(1, f"can not write to {folder.parent} ({error}); set TP_ENGINE_CACHE_DIR")
+            return fail(1, f"cannot write to {folder.parent} ({error}); set TP_ENGINE_CACHE_DIR")
     print(folder)
     return 0
 

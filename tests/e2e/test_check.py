@@ -399,7 +399,7 @@ def test_what_can_not_be_checked_has_exit_code_2(tmp_path: Path, capsys: pytest.
     assert "golden" in capsys.readouterr().err
     assert command(tmp_path / "nothing") == 2
     assert command(Path(DEMO_MODEL), "--junit", str(bad / "file.xml")) == 2
-    assert "its folder can not be made" in capsys.readouterr().err
+    assert "its folder cannot be made" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "gpu"])

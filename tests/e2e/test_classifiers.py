@@ -92,7 +92,7 @@ def one_label(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 def test_batch_lines(one_label: tuple[Path, Any], tmp_path: Path) -> None:
-    """Oracle: transformers' score of each text, or pair, and its sigmoid; lines that the model can not answer have
+    """Oracle: transformers' score of each text, or pair, and its sigmoid; lines that the model cannot answer have
     errors of their own and fail no other."""
     folder, model = one_label
     encode = eos_tokenizer().encode

@@ -100,7 +100,7 @@ def results(client: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
 
 
 def test_a_batch_from_its_file_to_its_results(server: RunningServer, client: openai.OpenAI) -> None:
-    """Oracle: the scripted answers; a line that can not be served, also one over which the tokenizer's library panics,
+    """Oracle: the scripted answers; a line that cannot be served, also one over which the tokenizer's library panics,
     is an error of its own; the metrics count both."""
     before = metrics(server)
     lines = [line(f"c{number}", f"text {number}") for number in range(20)]

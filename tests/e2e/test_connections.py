@@ -230,7 +230,7 @@ def test_descriptors_that_run_out_are_one_line_in_the_log(caplog: pytest.LogCapt
         wait_until(lambda: server.status() == 200, "the server to go on")
         for client in clients:
             client.close()
-        assert caplog.text.count("can not be accepted") == 1 and "Traceback" not in caplog.text
+        assert caplog.text.count("cannot be accepted") == 1 and "Traceback" not in caplog.text
         time.sleep(1.2)  # asyncio's timers for that must not outlive the socket
 
 

@@ -121,7 +121,7 @@ def test_data_can_be_read(block: Block) -> None:
 
 @pytest.mark.parametrize("block", [one for one in BLOCKS if one.language == "python"], ids=lambda block: block.name)
 def test_python_compiles(block: Block) -> None:
-    """Oracle: the compiler, for those too that can not run here."""
+    """Oracle: the compiler, for those too that cannot run here."""
     compile(block.text, block.name, "exec")
 
 

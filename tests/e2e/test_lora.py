@@ -150,11 +150,11 @@ def test_what_can_not_be_served_changes_nothing(files: Files, llm: LLM) -> None:
     before = answer(run(llm, files.prompts[:1], ["linears"])[0])
     other = make_checkpoint(files.folder / "other", "qwen3", hidden_size=32)
     for name, checkpoint, config, message in (
-        ("embedding", files.checkpoint, {"target_modules": ["embed_tokens"]}, "embed_tokens.* can not be served"),
-        ("head", files.checkpoint, {"target_modules": ["lm_head"]}, "lm_head.* can not be served"),
+        ("embedding", files.checkpoint, {"target_modules": ["embed_tokens"]}, "embed_tokens.* cannot be served"),
+        ("head", files.checkpoint, {"target_modules": ["lm_head"]}, "lm_head.* cannot be served"),
         ("narrow", other, {"target_modules": ["q_proj"]}, "belongs to another model"),
         ("wide", files.checkpoint, {"target_modules": ["q_proj"], "r": 17}, "above max_lora_rank 16"),
-        ("dora", files.checkpoint, {"target_modules": ["q_proj"], "use_dora": True}, "DoRA can not be served"),
+        ("dora", files.checkpoint, {"target_modules": ["q_proj"], "use_dora": True}, "DoRA cannot be served"),
     ):
         folder = make_adapter(files.folder / f"bad-{name}", checkpoint, **config)
         with pytest.raises(RequestError, match=message):

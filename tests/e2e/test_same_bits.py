@@ -39,7 +39,7 @@ def generate(folder: Path, max_num_seqs: int) -> list[list[tuple[int, float]]]:
     ]
 
 
-@pytest.mark.skipif(native_library() is None, reason="the native kernels can not be built here")
+@pytest.mark.skipif(native_library() is None, reason="the native kernels cannot be built here")
 def test_latent_attention(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: each request alone, bit by bit, beside two others at a time; prompts on both sides of the length from
     which on they are expanded, and of the number of keys that are chosen."""

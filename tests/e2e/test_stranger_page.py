@@ -1,4 +1,4 @@
-"""A web page of another origin, in headless Chromium, can not make a server on this machine do anything."""
+"""A web page of another origin, in headless Chromium, cannot make a server on this machine do anything."""
 
 from __future__ import annotations
 

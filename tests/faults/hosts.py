@@ -131,7 +131,7 @@ def run_host_case(case: HostCase, folder: Path, gate: Gate | None = None) -> Hos
             else:
                 slack_s = max(part.slack_s() for part in running.parts)
                 deadline_s = struck_s + case.limit_s + DETECTION_S + slack_s
-                if case.moment == "loading":  # gloo's connecting can not be broken off; the agent's signal ends rank 0
+                if case.moment == "loading":  # gloo's connecting cannot be broken off; the agent's signal ends rank 0
                     deadline_s += _INTERRUPTED_S
                 codes = tuple(part.wait_end(deadline_s) for part in running.parts)
                 # The ranks of a dead agent end without a word, after their last ones.

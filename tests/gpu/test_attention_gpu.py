@@ -18,7 +18,7 @@ REQUESTS = [(1, 40), (1, 300), (1, 1), (1, 0), (5, 5), (7, 30), (7, 300), (300, 
 
 
 def usable_backend(name: str, dtype: torch.dtype, cache: torch.Tensor) -> AttentionBackend:
-    """The backend; skips the test if it can not be used here."""
+    """The backend; skips the test if it cannot be used here."""
     needs = AttentionNeeds(
         device_type="cuda",
         dtype=dtype,
@@ -35,7 +35,7 @@ def usable_backend(name: str, dtype: torch.dtype, cache: torch.Tensor) -> Attent
 
 
 def run(name: str, batch: PagedBatch) -> torch.Tensor:
-    """Output (N, heads, head_dim); skips the test if the backend can not be used here."""
+    """Output (N, heads, head_dim); skips the test if the backend cannot be used here."""
     backend = usable_backend(name, batch.query.dtype, batch.kv_cache)
     backend.prepare(batch.metadata)
     return backend.forward(batch.query, batch.new, LayerKv(batch.kv_cache), batch.metadata, batch.shape)
@@ -90,7 +90,7 @@ def test_decodes_in_a_cuda_graph(name: str) -> None:
     metadata.block_table = torch.zeros(4, 4, dtype=torch.int32, device="cuda")
     backend = usable_backend(name, torch.bfloat16, cache)
     if not backend.can_capture_decodes:
-        pytest.skip(f"{name} can not be captured")
+        pytest.skip(f"{name} cannot be captured")
 
     def step() -> torch.Tensor:
         return backend.forward(batch.query, batch.new, LayerKv(cache), metadata, shape)

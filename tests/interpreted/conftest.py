@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def interpreter_of_a_device() -> None:
     """Round as a device does, and leave out needless work; skip where Triton's interpreter does not work."""
     if _version("triton") < (3, 7) and _version("numpy") >= (2, 4):
-        pytest.skip("the interpreter of Triton before 3.7 can not loop with numpy from 2.4 on: update one of them")
+        pytest.skip("the interpreter of Triton before 3.7 cannot loop with numpy from 2.4 on: update one of them")
     from tests.interpreted.interpreter import mend_interpreter
 
     mend_interpreter()

@@ -115,7 +115,7 @@ def test_all_ranks_agree_on_the_smallest_number_of_blocks(folder: Path, seed: in
 
 
 def test_one_rank_without_memory_fails_every_rank(folder: Path) -> None:
-    """Oracle: the last rank can not hold one block; every rank ends with the same error, which names that rank."""
+    """Oracle: the last rank cannot hold one block; every rank ends with the same error, which names that rank."""
     last = LAUNCHED.world_size - 1
     cache_bytes = 16 if LAUNCHED.rank == last else 8 << 20
     with (

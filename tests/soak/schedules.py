@@ -24,7 +24,7 @@ def many_moves(least: int, seed: int) -> Counter[str]:
     """Run one random engine after the other until ``least`` blocks have moved; counts of what happened.
 
     The harness raises if a row reads what is not its own, if a sequence gets other tokens than alone, if unfinished
-    requests can not go on, or if the scheduler's parts disagree.
+    requests cannot go on, or if the scheduler's parts disagree.
     """
     rng, count = random.Random(seed), Counter[str]()
     while count["moved blocks"] < least:

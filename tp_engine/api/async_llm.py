@@ -119,7 +119,7 @@ class AsyncLLM:
 
     async def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters of requests that give none: those of the model's generation_config.json, unless options
-        say otherwise.  ``ConfigError`` if that file can not be used."""
+        say otherwise.  ``ConfigError`` if that file cannot be used."""
         await self.start()
         if self._default_params is None:
             info = self.model_info
@@ -299,7 +299,7 @@ class AsyncLLM:
         return await self._preparing.run(size, work, has_images=has_images)
 
     async def load_lora_adapter(self, name: str, path: str, *, load_inplace: bool = False) -> None:
-        """Load the PEFT adapter in the folder ``path`` under ``name``; ``RequestError`` if it can not be served, or if
+        """Load the PEFT adapter in the folder ``path`` under ``name``; ``RequestError`` if it cannot be served, or if
         the name is taken and not ``load_inplace``."""
         await self.act("load_lora_adapter", name=name, path=path, replaces=load_inplace)
         self.input_processor.adapters[name] = path
@@ -510,7 +510,7 @@ class AsyncLLM:
         self._outputs = outputs
 
     async def _watch_service(self, service: Service, client: EngineClient) -> None:
-        """End a rank 0 that hangs: a stopped process can not end itself, and this process is its parent."""
+        """End a rank 0 that hangs: a stopped process cannot end itself, and this process is its parent."""
         while not await client.wait_ended(timeout_s=_PULSE_S):
             try:
                 service.check_pulse()
@@ -564,7 +564,7 @@ class AsyncLLM:
 
 
 def load_early(config: EngineConfig) -> Future[Any | None]:
-    """Read the tokenizer of a local folder while rank 0 starts; None for any other, and for one that can not be read:
+    """Read the tokenizer of a local folder while rank 0 starts; None for any other, and for one that cannot be read:
     that is told when rank 0 has checked the rest."""
 
     def load() -> Any | None:

@@ -242,7 +242,7 @@ class InputProcessor:
     ) -> list[int]:
         """Return the token ids of ``text``; raises ``RequestError``, which names the field ``param``.
 
-        A text that ``must_fit`` into the context, and can not, is refused before it is tokenized; so is one that is
+        A text that ``must_fit`` into the context, and cannot, is refused before it is tokenized; so is one that is
         much longer than texts that fit.
         """
         if self.tokenizer is None:
@@ -367,7 +367,7 @@ class InputProcessor:
         token_ids = tuple(tokenize(self.tokenizer, text, add_special_tokens=False, param="bad_words"))
         if not token_ids or max(token_ids) >= self.model.vocab_size:
             raise RequestError(
-                f"bad_words contains {shown(text)}, which the vocabulary of this model can not write", param="bad_words"
+                f"bad_words contains {shown(text)}, which the vocabulary of this model cannot write", param="bad_words"
             )
         return token_ids
 

@@ -133,7 +133,7 @@ class LLM(Closing):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "an LLM belongs to the process that made it, and can not be pickled or copied; create it where it is used, "
+            "an LLM belongs to the process that made it, and cannot be pickled or copied; create it where it is used, "
             "such as in each worker"
         )
 
@@ -368,7 +368,7 @@ class LLM(Closing):
     def load_lora_adapter(self, name: str, path: str, *, load_inplace: bool = False) -> None:
         """Load the PEFT adapter in the folder ``path`` under ``name``.
 
-        ``RequestError``, and nothing has changed, if it can not be served, or if the name is taken and not
+        ``RequestError``, and nothing has changed, if it cannot be served, or if the name is taken and not
         ``load_inplace``.
         """
         self._ask(self._async.load_lora_adapter, name, path, load_inplace=load_inplace)
@@ -472,7 +472,7 @@ class LLM(Closing):
         return Call(self._loop, self.outputs, self._sample, wants_all=wants_all)
 
     def _check_open(self) -> None:
-        """``EngineDeadError`` if the engine can not be asked any more."""
+        """``EngineDeadError`` if the engine cannot be asked any more."""
         self._ending.check()
         error = self._async.engine.error
         if error is not None:

@@ -94,7 +94,7 @@ class PoolingParams:
             )
         if legal is None:
             raise RequestError(
-                f"dimensions is {asked}; the embeddings of {model.model!r} can not be cut, they have "
+                f"dimensions is {asked}; the embeddings of {model.model!r} cannot be cut, they have "
                 f"{model.hidden_size}: leave it out, or set is_matryoshka in config.json if it was trained for that",
                 param="dimensions",
             )

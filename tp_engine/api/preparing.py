@@ -118,7 +118,7 @@ class PreparingThreads:
 
 
 def _call(work: Callable[[], Result]) -> Result:
-    with panics_refused("the request can not be prepared"):
+    with panics_refused("the request cannot be prepared"):
         return work()
 
 

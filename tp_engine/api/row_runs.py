@@ -104,7 +104,7 @@ class RowRun:
             yield row
 
     def _fill(self, left: Iterator[Row]) -> Iterator[Result]:
-        """Send rows while there is room; the results of those that can not be sent."""
+        """Send rows while there is room; the results of those that cannot be sent."""
         chosen: list[Row] = []
         while not self._errors and (self._window is None or len(self._call.running) + len(chosen) < self._window):
             row = next(left, None)

@@ -131,7 +131,7 @@ def for_each(name: str, given: Any, num_rows: int | None) -> Iterable[Any]:
 
 def tokenization_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return what ``tokenization_kwargs``, vLLM's name, mean as keywords of ``InputProcessor.process``; raises
-    ``RequestError`` for what can not be obeyed."""
+    ``RequestError`` for what cannot be obeyed."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):

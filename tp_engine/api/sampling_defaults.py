@@ -24,7 +24,7 @@ def load_generation_defaults(
 
     ``source`` is auto (the model's folder), vllm (no file) or a folder with the file; ``overrides`` take precedence.
     ``do_sample: false`` means greedy decoding; ``max_new_tokens`` becomes ``max_tokens``, which limits all answers.
-    Raises ``ConfigError`` for a file or overrides that can not be used.
+    Raises ``ConfigError`` for a file or overrides that cannot be used.
     """
     path = None if source == "vllm" else _path(model, revision, source)
     try:
@@ -37,7 +37,7 @@ def load_generation_defaults(
         defaults |= _defaults(overrides or {})
         SamplingParams(**defaults)
     except ValueError as error:
-        raise ConfigError(f"override_generation_config can not be used: {error}") from error
+        raise ConfigError(f"override_generation_config cannot be used: {error}") from error
     return defaults
 
 

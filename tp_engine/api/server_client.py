@@ -23,7 +23,7 @@ Content = TypeVar("Content")
 
 
 class ServerError(RuntimeError):
-    """The server refused a request, failed, or can not be reached; the text is the server's where it gave one.
+    """The server refused a request, failed, or cannot be reached; the text is the server's where it gave one.
 
     ``status`` is the answer's, None if there was none.
     """
@@ -137,7 +137,7 @@ class ServerClient:
         except TimeoutError as error:
             raise ServerError(f"{self.url} was silent for {self._timeout_s:g} s") from error
         except (OSError, http.client.HTTPException) as error:
-            raise ServerError(f"{self.url} can not be reached: {error or type(error).__name__}") from error
+            raise ServerError(f"{self.url} cannot be reached: {error or type(error).__name__}") from error
         finally:
             connection.close()
 

@@ -65,7 +65,7 @@ class Team:
 def join_team(model: Any, options: dict[str, Any]) -> tuple[Team | None, dict[str, Any]]:
     """Return this process's team in the job that it belongs to, torch.distributed's or that of torchrun's variables,
     and the options of the team's engine.  None for a rank that is alone.  All ranks of the job call this in the same
-    order.  ``ConfigError`` if the job can not be divided so."""
+    order.  ``ConfigError`` if the job cannot be divided so."""
     from tp_engine.distributed.neighbours import Neighbours, own_gpu, place_in_job  # torch, which a trainer has
 
     config, number = read_options("LLM", model, options).engine, next(_numbers)

@@ -1,4 +1,4 @@
-"""How many tokens a text has at least, found without tokenizing it, so that one that can not fit is refused early.
+"""How many tokens a text has at least, found without tokenizing it, so that one that cannot fit is refused early.
 
 A token of a BPE vocabulary stands for as many bytes of the text as it has itself, and each byte has a token; letters
 may have been put together before.  White space counts where the tokenizer keeps it: some split words at it, and some

@@ -149,7 +149,7 @@ class AttentionNeeds:
     capability: tuple[int, int] | None = None
 
     def why_no_sinks(self) -> str | None:
-        """Return why a backend without attention sinks can not be used; None if the model has no sinks."""
+        """Return why a backend without attention sinks cannot be used; None if the model has no sinks."""
         if not self.has_sinks:
             return None
         return "the model has attention sinks, which it does not; use attention_backend=torch, native or triton"

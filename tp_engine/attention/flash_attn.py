@@ -95,7 +95,7 @@ def best_version(needs: AttentionNeeds) -> int | None:
 
 
 def why_not(needs: AttentionNeeds) -> str | None:
-    """Return why this backend can not be used, with the remedy; None if it can."""
+    """Return why this backend cannot be used, with the remedy; None if it can."""
     if needs.device_type != "cuda":
         return f"it needs a CUDA device, not {needs.device_type}; use attention_backend=torch"
     version = best_version(needs)

@@ -147,7 +147,7 @@ def _with_dense_tokens(states: torch.Tensor) -> torch.Tensor:
 
 
 def why_not(needs: AttentionNeeds) -> str | None:
-    """Return why this backend can not be used, with the remedy; None if it can."""
+    """Return why this backend cannot be used, with the remedy; None if it can."""
     if needs.device_type != "cpu":
         return f"it runs on CPUs, not {needs.device_type}; use another attention_backend"
     if needs.dtype not in DTYPE_CODES:

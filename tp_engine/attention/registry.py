@@ -20,7 +20,7 @@ _logger = get_logger(__name__)
 class _Backend:
     """The rules of a backend, and how to make one.
 
-    ``rules``: why it can not be used, with the remedy, or None.  ``takes_latents``: it reads a cache whose values are a
+    ``rules``: why it cannot be used, with the remedy, or None.  ``takes_latents``: it reads a cache whose values are a
     part of its keys.
     """
 
@@ -29,7 +29,7 @@ class _Backend:
     takes_latents: bool = False
 
     def why_not(self, needs: AttentionNeeds) -> str | None:
-        """Return why it can not be used, with the remedy, or None."""
+        """Return why it cannot be used, with the remedy, or None."""
         if needs.has_latents and not self.takes_latents:
             remedy = " or ".join(name for name, kind in _KINDS.items() if kind.takes_latents)
             return f"the model has latent attention, which it does not; use attention_backend={remedy}"
@@ -55,7 +55,7 @@ _KINDS: dict[str, _Backend] = {
 def check_backend(name: str, needs: AttentionNeeds) -> str:
     """Return the name of the backend to use: ``name``, or for ``auto`` the first usable one in its order.
 
-    Raises ``ConfigError`` if a named backend can not be used.
+    Raises ``ConfigError`` if a named backend cannot be used.
     """
     if name == "auto":
         return _choose(needs)
@@ -68,13 +68,13 @@ def check_backend(name: str, needs: AttentionNeeds) -> str:
 
 
 def obstacles(needs: AttentionNeeds) -> dict[str, str | None]:
-    """Return each backend, in the order in which ``auto`` tries them, with the reason why it can not be used, or
+    """Return each backend, in the order in which ``auto`` tries them, with the reason why it cannot be used, or
     None."""
     return {name: kind.why_not(needs) for name, kind in _KINDS.items()}
 
 
 def _choose(needs: AttentionNeeds) -> str:
-    """The first usable backend; the log says why earlier ones can not be used, and which later ones can, if named."""
+    """The first usable backend; the log says why earlier ones cannot be used, and which later ones can, if named."""
     found = obstacles(needs)
     chosen = next(name for name, obstacle in found.items() if obstacle is None)  # torch, if no other
     before = list(found)[: list(found).index(chosen)]

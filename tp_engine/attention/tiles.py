@@ -150,7 +150,7 @@ def _states_in(kv: LayerKv, block_ids: torch.Tensor, simd_width: int) -> KeyValu
         simd_width=simd_width,
     )  # fmt: skip
     ids = block_ids.long()
-    # As bytes, because 8-bit floats can not be indexed.
+    # As bytes, because 8-bit floats cannot be indexed.
     blocks = kv.cache.view(torch.uint8).transpose(0, 1)[ids]
     states = form.vectors_of(blocks.flatten(1)).unflatten(2, (num_heads, block_size)).permute(1, 0, 3, 2, 4)
     if kv.scales is not None:

@@ -110,7 +110,7 @@ def _shared_memory(device: torch.device) -> int:
 
 
 def why_not(needs: AttentionNeeds) -> str | None:
-    """Return why this backend can not be used, with the remedy; None if it can."""
+    """Return why this backend cannot be used, with the remedy; None if it can."""
     if needs.device_type == "cuda" and (largest := max(needs.head_dims)) > MAX_HEAD_DIM:
         return f"head_dim is {largest}; it takes at most {MAX_HEAD_DIM}: use attention_backend=torch"
     return why_no_triton(needs)

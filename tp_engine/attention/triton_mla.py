@@ -108,7 +108,7 @@ def _room(query: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
 
 
 def why_not_latents(needs: AttentionNeeds) -> str | None:
-    """Return why this backend can not be used, with the remedy; None if it can."""
+    """Return why this backend cannot be used, with the remedy; None if it can."""
     if needs.device_type == "cuda" and (largest := max(needs.head_dims)) > MAX_ROW_DIM:
         return f"a cached row has {largest} elements; it takes at most {MAX_ROW_DIM}: use attention_backend=torch"
     return why_no_triton(needs)

@@ -41,7 +41,7 @@ _DIGEST_BYTES = 32
 
 
 class BuildError(RuntimeError):
-    """The kernels can not be compiled on this machine; the message says why."""
+    """The kernels cannot be compiled on this machine; the message says why."""
 
 
 def built_library(openmp: Path) -> Path:
@@ -63,7 +63,7 @@ def built_library(openmp: Path) -> Path:
             with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder:
                 _compile(compiler, openmp, Path(folder), turn, deadline_s).replace(path)
     except OSError as error:
-        raise BuildError(f"can not write to {path.parent} ({error}); set TP_ENGINE_CACHE_DIR") from error
+        raise BuildError(f"cannot write to {path.parent} ({error}); set TP_ENGINE_CACHE_DIR") from error
     return path
 
 

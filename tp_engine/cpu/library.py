@@ -50,7 +50,7 @@ def _loaded_openmp() -> Path:
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
-        raise BuildError(f"the loaded libraries can not be listed: {error}") from error
+        raise BuildError(f"the loaded libraries cannot be listed: {error}") from error
     paths = {Path(fields[5]) for line in lines if len(fields := line.split(maxsplit=5)) == 6}
     found = sorted(path for path in paths if path.name.startswith(("libgomp", "libomp", "libiomp5")))
     torch_root = Path(torch.__file__).parents[1]

@@ -378,7 +378,7 @@ class _Checks:
         yield "store_expanded, keys", columns[1].flatten(), in_order[1].flatten()
 
     def _int8_rows(self) -> Iterator[Check]:
-        """Rows of numbers that are codes already, so that rounding can not differ."""
+        """Rows of numbers that are codes already, so that rounding cannot differ."""
         rows, twin = NativeInt8Rows(self.library), TorchInt8Rows()
         x = torch.randint(-127, 128, (3, 40), generator=self.generator, dtype=torch.int64, device="cpu").to(self.dtype)
         x[:, 7] = -127

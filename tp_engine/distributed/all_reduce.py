@@ -149,7 +149,7 @@ STRATEGIES: dict[str, Strategy] = {
 def choose(ranks: Ranks) -> Strategy | None:
     """Return the row that ``ranks`` take; None if they have nothing to add up, or only the library.
 
-    ``ConfigError`` if ``all_reduce_backend`` asks for a row that they can not take.
+    ``ConfigError`` if ``all_reduce_backend`` asks for a row that they cannot take.
     """
     config, asked = ranks.config, ranks.config.all_reduce_backend
     row = STRATEGIES.get(asked)
@@ -168,7 +168,7 @@ def choose(ranks: Ranks) -> Strategy | None:
 
 
 def check(config: EngineConfig, num_hosts: int = 1) -> None:
-    """Raise ``ConfigError`` if ``all_reduce_backend`` can not be had, as far as one host can tell."""
+    """Raise ``ConfigError`` if ``all_reduce_backend`` cannot be had, as far as one host can tell."""
     choose(Ranks(config=config, num_hosts=num_hosts, machine=probe_devices(config, num_hosts)))
 
 

@@ -51,7 +51,7 @@ class Communicator(ABC):
         if self.can_capture:
             return None
         return (
-            "the ranks' collectives can not be captured; they can with NCCL, one GPU per rank, or with "
+            "the ranks' collectives cannot be captured; they can with NCCL, one GPU per rank, or with "
             "all_reduce_backend=symm_mem"
         )
 
@@ -115,4 +115,4 @@ class ProcessGroupCommunicator(Communicator):
 
 
 def _nothing(_started_ns: int) -> None:
-    """Record nothing: of devices the host only launches the collectives, so it can not measure them."""
+    """Record nothing: of devices the host only launches the collectives, so it cannot measure them."""

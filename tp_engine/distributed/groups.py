@@ -56,7 +56,7 @@ class HostGroup:
 
 
 class StagedCommunicator(Communicator):
-    """Collectives of device tensors through the host: they wait for the device, so a CUDA graph can not contain them.
+    """Collectives of device tensors through the host: they wait for the device, so a CUDA graph cannot contain them.
 
     ``host`` runs them with tensors on the CPU.
     """

@@ -146,7 +146,7 @@ def shared_two_shot_bytes(world_size: int) -> int:
 
 
 def why_not(machine: Machine, dtype: str) -> str | None:
-    """Return why these ranks can not use symmetric memory for tensors of ``dtype`` (such as ``float32``); None if they
+    """Return why these ranks cannot use symmetric memory for tensors of ``dtype`` (such as ``float32``); None if they
     can."""
     if machine.world_size not in _ONE_SHOT_LIMITS:
         sizes = ", ".join(map(str, _ONE_SHOT_LIMITS))
@@ -158,7 +158,7 @@ def why_not(machine: Machine, dtype: str) -> str | None:
         return f"symmetric memory needs GPUs of compute capability 8.0, and one is of {major}.{minor}"
     if not machine.has_peer_access:
         return (
-            "the GPUs can not read each other's memory (nvidia-smi topo -p2p r), or NCCL_P2P_DISABLE or NCCL_P2P_LEVEL "
+            "the GPUs cannot read each other's memory (nvidia-smi topo -p2p r), or NCCL_P2P_DISABLE or NCCL_P2P_LEVEL "
             "forbids it"
         )
     if not machine.has_peer_atomics:

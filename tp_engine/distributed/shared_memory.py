@@ -44,11 +44,11 @@ def with_shared_memory(
     slot_bytes: int = SHARED_SLOT_BYTES,
     swap: Swap | None = None,
 ) -> Communicator:
-    """``library`` with all-reduces through shared memory, or ``library`` itself if a rank can not use it.
+    """``library`` with all-reduces through shared memory, or ``library`` itself if a rank cannot use it.
 
     A collective.  ``swap``: with several hosts, on the first rank of each, see ``TwoLevelExchange``.  ``check``
     is called during waits, and raises if the job has failed; a collective takes ``timeout_s`` at most.  If
-    ``is_required``, a rank that can not use it raises ``RankError`` on all ranks.
+    ``is_required``, a rank that cannot use it raises ``RankError`` on all ranks.
     """
     together = partial(all_do, host, "shared memory", "shm", is_required=is_required)
     info = host.info

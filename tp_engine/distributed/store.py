@@ -131,7 +131,7 @@ def _serve_launched(host: str, port: int) -> dist.TCPStore | None:
             return _serve(address, port, timeout_s=_SERVE_S)
     except OSError as error:
         if not isinstance(error, socket.gaierror) and error.errno != errno.EADDRNOTAVAIL:
-            raise OSError(error.errno, f"the ranks can not meet at {host}:{port} (MASTER_PORT): {error}") from error
+            raise OSError(error.errno, f"the ranks cannot meet at {host}:{port} (MASTER_PORT): {error}") from error
     logger.warning("the ranks meet at port %d of all interfaces: %s is no address of one of them", port, host)
     return None
 

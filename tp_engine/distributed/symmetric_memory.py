@@ -57,15 +57,15 @@ def with_symmetric_memory(
     wait: Callable[[], None],
     within: Callable[[str], AbstractContextManager[object]] = nullcontext,
 ) -> Communicator:
-    """``library`` with its smaller collectives through symmetric memory, or ``library`` itself if a rank can not.
+    """``library`` with its smaller collectives through symmetric memory, or ``library`` itself if a rank cannot.
 
     ``allocate(num_bytes)`` creates a rank's own buffer, and returns what maps those of all ranks.  All ranks have one
     before the first maps those of the others, because mapping waits for a missing rank until torch's store gives up.
-    ``largest_bytes`` is the size of the largest tensor that a step all-reduces.  If ``is_required``, a rank that can
-    not raises ``RankError`` on all ranks.
+    ``largest_bytes`` is the size of the largest tensor that a step all-reduces.  If ``is_required``, a rank that
+    cannot take part raises ``RankError`` on all ranks.
     ``wait`` waits for the device, and raises if another rank has ended.  ``within(what)`` bounds the time of each part,
     which may wait for another GPU for ever: mapping, copies from GPU to GPU, and only then the first kernels that wait
-    for signals, because a kernel that waits can not be ended.
+    for signals, because a kernel that waits cannot be ended.
 
     All-gathers are ``library``'s if CUDA graphs can contain those.
     """
@@ -194,11 +194,11 @@ class SymmetricCommunicator(Communicator):
         return tensor
 
     def why_not_capture(self, sizes: RecordedSizes) -> str | None:
-        """All-reduces in symmetric memory can be captured; if the library's can not, all tensors must fit into it."""
+        """All-reduces in symmetric memory can be captured; if the library's cannot, all tensors must fit into it."""
         obstacle = None if self.can_capture else self.plan.why_not_all(sizes)
         if obstacle is None:
             return None
-        return f"symmetric memory does not take the ranks' {obstacle}; what their library takes can not be captured"
+        return f"symmetric memory does not take the ranks' {obstacle}; what their library takes cannot be captured"
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         part = tensor.contiguous()

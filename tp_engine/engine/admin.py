@@ -60,7 +60,7 @@ class EngineAdmin:
 
     def order(self, kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Let all ranks follow an order (``worker/orders.py``) when nothing is in flight; returns rank 0's result.
-        ``RequestError`` if a rank can not: then nothing has changed on any."""
+        ``RequestError`` if a rank cannot: then nothing has changed on any."""
         try:
             order = msgspec.json.encode(Order(kind, dict(arguments)))
         except UnicodeEncodeError as error:

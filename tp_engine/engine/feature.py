@@ -37,7 +37,7 @@ class EngineHooks:
     """These requests are aborted; all if None."""
 
     settle: list[Callable[[], list[SequenceDelta]]] = field(default_factory=list)
-    """Lets requests run that were held back; the last deltas of those that can not.  Called before each step."""
+    """Lets requests run that were held back; the last deltas of those that cannot.  Called before each step."""
 
     settle_all: list[Callable[[Callable[[], object]], list[SequenceDelta]]] = field(default_factory=list)
     """``check``: waits until no request is held back, and settles all; ``check`` raises if waiting is in vain."""
@@ -71,7 +71,7 @@ class EngineFeature(Closing):
         return None
 
     def started(self, operator: EngineAdmin) -> None:
-        """Do what is to be done once, before the first request; ``ConfigError`` if it can not be."""
+        """Do what is to be done once, before the first request; ``ConfigError`` if it cannot be."""
 
     def attach(self, hooks: EngineHooks, scheduler: Scheduler) -> None:
         """Append to ``hooks`` what this feature does."""

@@ -140,7 +140,7 @@ class HostLinks:
         return task
 
     async def _look_at_own_host(self) -> None:
-        """Note on the board what other hosts can not see: how the processes of this one are."""
+        """Note on the board what other hosts cannot see: how the processes of this one are."""
         while True:
             for slot in self._board.local_slots:
                 if slot.pid:

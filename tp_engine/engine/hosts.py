@@ -82,7 +82,7 @@ class Hosts:
         board, deadline_s = self._job.board, time.monotonic() + timeout_s
         while self._listener.missing:
             for hello, refusal, connection in self._listener.take():
-                if refusal:  # the host can not take part: it is the cause of the job's end
+                if refusal:  # the host cannot take part: it is the cause of the job's end
                     board.slots[board.topology.leader_of(hello.host)].fail(refusal)
                     continue
                 self._serve(hello.host, hello.purpose, connection)
@@ -141,7 +141,7 @@ class Hosts:
             self._job.check()
 
     def tell_failure(self, error: Exception) -> None:
-        """Tell rank 0, through the store, that this first rank of a host can not connect."""
+        """Tell rank 0, through the store, that this first rank of a host cannot connect."""
         with contextlib.suppress(RuntimeError):
             self._store.set(_FAILED, json.dumps([self._job.rank, f"{type(error).__name__}: {error}"]))
 
@@ -153,7 +153,7 @@ class Hosts:
 
 def link_hosts(effective: EffectiveConfig, launched: env.LaunchedRank, store: Store, job: Job) -> Hosts:
     """Connect this rank's host with rank 0's; does nothing on ranks that are not the first of their host.
-    ``RankError`` if a host differs from rank 0's, or can not be reached."""
+    ``RankError`` if a host differs from rank 0's, or cannot be reached."""
     hosts, topology = Hosts(job, store, effective.config.host_timeout_s), job.board.topology
     if topology.num_hosts == 1:
         return hosts

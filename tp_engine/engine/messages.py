@@ -169,7 +169,7 @@ _ARRAY_TYPES = (np.dtype(np.int32), np.dtype(np.float32))
 def _encode_array(value: object) -> tuple[str, tuple[int, ...], bytes]:
     """An array as (dtype, shape, bytes)."""
     if not isinstance(value, np.ndarray) or value.dtype not in _ARRAY_TYPES:
-        raise TypeError(f"{value!r} can not cross the socket: it is no array of int32 or float32")
+        raise TypeError(f"{value!r} cannot cross the socket: it is no array of int32 or float32")
     return value.dtype.str, value.shape, value.tobytes()
 
 

@@ -1,4 +1,4 @@
-"""Other processes, held by handles: their end is seen, and a signal can not reach a later process with the same pid.
+"""Other processes, held by handles: their end is seen, and a signal cannot reach a later process with the same pid.
 
 Of the ranks of other hosts there are no handles: the board says when they have ended (``HostView``).
 

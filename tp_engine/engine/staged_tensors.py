@@ -99,7 +99,7 @@ class StagedTensors(AbstractContextManager["StagedTensors"]):
 def _check(name: str, tensor: torch.Tensor, names: set[str]) -> None:
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.dtype not in _NAMES:
         kind = f"a tensor of {tensor.dtype}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise RequestError(f"{name} is {kind}, which a checkpoint can not hold; give dense tensors")
+        raise RequestError(f"{name} is {kind}, which a checkpoint cannot hold; give dense tensors")
     if name in names:
         raise RequestError(f"{name} comes twice; give each tensor once")
     names.add(name)

@@ -194,7 +194,7 @@ def _new_board(topology: Topology, rank: int) -> JobBoard:
 
 
 def check_config(config: EngineConfig) -> EffectiveConfig:
-    """Return what ``config`` means for this job; ``ConfigError`` if it can not work.  Touches no device."""
+    """Return what ``config`` means for this job; ``ConfigError`` if it cannot work.  Touches no device."""
     launched, num_hosts = env.launched_rank(), 1
     if launched is not None and launched.world_size > 1:
         config = _sized_by_launcher(config, launched)

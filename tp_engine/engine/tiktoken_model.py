@@ -60,7 +60,7 @@ def is_ranked(folder: Path) -> bool:
 
 
 def load_ranked(folder: Path) -> Any:
-    """Return the tokenizer of a folder, of transformers; ``OSError`` or ``ValueError`` if it can not be read."""
+    """Return the tokenizer of a folder, of transformers; ``OSError`` or ``ValueError`` if it cannot be read."""
     is_tekken = (folder / TEKKEN_FILE).is_file()
     tokenizer = _load_tekken(folder / TEKKEN_FILE) if is_tekken else _load_kimi(folder)
     template = folder / "chat_template.jinja"

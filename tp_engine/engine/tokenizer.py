@@ -39,7 +39,7 @@ _LATIN = {chr(byte): byte for byte in range(256)}
 
 
 def load_tokenizer(source: str, revision: str | None = None) -> Any | None:
-    """Return the tokenizer of a folder or hub name; None for a folder without one.  ``ConfigError`` if it can not be
+    """Return the tokenizer of a folder or hub name; None for a folder without one.  ``ConfigError`` if it cannot be
     loaded.  Code that comes with a model is never run.  A chat template that is not among the tokenizer's own files is
     looked for elsewhere."""
     folder = _folder(source, revision)
@@ -54,7 +54,7 @@ def tokenize(
 ) -> list[int]:
     """Return the tokens of a text of a client's, or of two as the tokenizer writes pairs; ``RequestError`` for one over
     which the tokenizer's library fails, such as a run of white space that is too long for its regular expressions."""
-    with panics_refused(f"{param} can not be tokenized", param):
+    with panics_refused(f"{param} cannot be tokenized", param):
         texts = (text,) if second is None else (text, second)
         token_ids: list[int] = tokenizer.encode(*texts, add_special_tokens=add_special_tokens)
         return token_ids
@@ -121,7 +121,7 @@ def _load(source: str, folder: Path) -> Any | None:
             return load_ranked(folder)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             what = f"there is no {error}" if isinstance(error, KeyError) else str(error)
-            raise ConfigError(f"tokenizer is {source!r}, which can not be read: {what}") from error
+            raise ConfigError(f"tokenizer is {source!r}, which cannot be read: {what}") from error
     if (code := _own_code(folder)) is not None:
         raise ConfigError(
             f"tokenizer is {source!r}, which is code of the model ({code}), and such code is never run; give "
@@ -149,7 +149,7 @@ def _load(source: str, folder: Path) -> Any | None:
 
 def _refusal(source: str, error: BaseException) -> ConfigError:
     return ConfigError(
-        f"tokenizer is {source!r}; it can not be loaded ({type(error).__name__}: {error}): give a folder or hub "
+        f"tokenizer is {source!r}; it cannot be loaded ({type(error).__name__}: {error}): give a folder or hub "
         "name with a tokenizer that needs no code of its own"
     )
 
@@ -193,7 +193,7 @@ def load_tokenizer_json(source: str, revision: str | None = None) -> str | None:
 
 
 def tokenizer_eos_ids(source: str, revision: str | None = None) -> tuple[int, ...]:
-    """Return the tokenizer's token that ends an output, if it has one.  ``ConfigError`` if it can not be loaded.  The
+    """Return the tokenizer's token that ends an output, if it has one.  ``ConfigError`` if it cannot be loaded.  The
     tokenizer itself is loaded only if its files do not say it: that takes longer."""
     folder = _folder(source, revision)
     named = _json_object(folder / "tokenizer_config.json") | _json_object(folder / "special_tokens_map.json")

@@ -11,7 +11,7 @@ It sleeps in the kernel until another rank's process ends, or for half a second.
                                                               in rank 0's thread raises, which asks ``check``
     hung, soft limit        every rank logs the stacks of all its threads, once
     hung, hard limit        the lowest rank of each host that is not a culprit ends the job: where it may, it kills the
-                            culprits of its host (a stopped process can not end by itself), then as above
+                            culprits of its host (a stopped process cannot end by itself), then as above
 """
 
 import contextlib
@@ -183,7 +183,7 @@ class Watchdog:
         return find_incident(self._board, self._slot.rank, self.peers.gone(), self.exit_code)
 
     def _note_ends(self) -> None:
-        """A host's first rank tells the other hosts which processes have ended here; they can not see it."""
+        """A host's first rank tells the other hosts which processes have ended here; they cannot see it."""
         topology = self._board.topology
         if topology.num_hosts == 1 or not topology.is_leader(self._slot.rank):
             return

@@ -7,7 +7,7 @@ frontend do without torch::
 
     options.py       what a user sets: EngineConfig, the command line
     feature.py       FEATURE, sections of the plan, records behind extensions, metrics
-    checks.py        what a model, GPUs or hosts can not have          check = "...:check"
+    checks.py        what a model, GPUs or hosts cannot have          check = "...:check"
     scheduling.py    SchedulerFeature: hooks of rank 0's scheduler     scheduler = "...:make"
     ranks.py         RankFeature: a rank's memory, what it opens       rank = "...:make"
                      RunnerFeature: hooks of a rank's runner           runner = "...:make"
@@ -64,7 +64,7 @@ class Feature:
     ``options`` are of a dataclass with the decorator ``checked``: the part of ``EngineConfig`` of a feature of another
     distribution, set by ``feature_options``; those of this one are fields of ``EngineConfig``.
 
-    ``check`` names a function that raises ``ConfigError`` for what a model, GPUs or hosts can not have of the feature.
+    ``check`` names a function that raises ``ConfigError`` for what a model, GPUs or hosts cannot have of the feature.
     ``scheduler``, ``rank`` and ``runner`` name functions that yield its halves, given ``SchedulerParts``, ``RankParts``
     and ``RunnerParts``: the second has one half, which lives as long as the rank and may have halves of runners itself.
     ``engine`` names one that is given the configuration before any rank has started, and returns an ``EngineFeature``,
@@ -140,7 +140,7 @@ def plan_sections() -> Iterator[PlanSection]:
 
 
 def check_features(config: Any, model: Any, capability: tuple[int, int] | None, num_hosts: int) -> None:
-    """Raise ``ConfigError`` for what ``model``, GPUs of this compute capability, or so many hosts can not have."""
+    """Raise ``ConfigError`` for what ``model``, GPUs of this compute capability, or so many hosts cannot have."""
     for feature in features():
         if feature.check:
             load(feature.check)(config, model, capability, num_hosts)

@@ -266,4 +266,4 @@ def check_defaults(defaults: StructuredOutputsDefaults) -> None:
     try:
         compile_grammar(defaults.probe(), byte_vocabulary())
     except RequestError as error:
-        raise ConfigError(f"{CONFIG_NAME} can not be used: {error}") from error
+        raise ConfigError(f"{CONFIG_NAME} cannot be used: {error}") from error

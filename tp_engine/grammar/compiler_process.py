@@ -61,7 +61,7 @@ class CompilerProcess(Closing):
         """Compile ``params`` there, within ``cpu_s`` seconds of processor time.
 
         Raises ``RequestError`` if that fails, ``TookTooLongError`` if the time was too short, and ``RuntimeError`` if
-        the process itself can not run; ``CancelledCallError`` if nobody waits any more.
+        the process itself cannot run; ``CancelledCallError`` if nobody waits any more.
         """
         job = json.dumps({"params": dataclasses.asdict(params), "special": self._special}).encode()
         limits = Limits(cpu_s=cpu_s, memory_bytes=_MEMORY_BYTES, stack_bytes=_STACK_BYTES, niceness=niceness)
@@ -92,7 +92,7 @@ def tokens_of(special: str) -> Any:
 
 
 def try_out(job: bytes) -> bytes:
-    """Compile a grammar and find its first tokens; its text.  ``RequestError`` if it can not be used."""
+    """Compile a grammar and find its first tokens; its text.  ``RequestError`` if it cannot be used."""
     given = json.loads(job)
     params, warnings = StructuredOutputsParams(**given["params"]), []
     text = grammar_text(params)

@@ -34,12 +34,12 @@ _NO_SPACE = 'space: ""\n'
 
 
 def llguidance() -> Any:
-    """Return the library.  ``RequestError`` if it can not be imported; requests for free text are served without it."""
+    """Return the library.  ``RequestError`` if it cannot be imported; requests for free text are served without it."""
     try:
         import llguidance as library
     except ImportError as error:
         raise RequestError(
-            f"structured output needs the package llguidance, which can not be imported here ({error}): install it "
+            f"structured output needs the package llguidance, which cannot be imported here ({error}): install it "
             "with pip install 'llguidance>=1.9', or ask for free text",
             param=PARAM,
         ) from error
@@ -77,7 +77,7 @@ def byte_tokens(special: SpecialTokens = _BYTES_ALONE) -> Any:
     return library.LLTokenizer(library.TokenizerWrapper(Tokens()))
 
 
-@panics_refused("the grammar can not be used", PARAM)
+@panics_refused("the grammar cannot be used", PARAM)
 def new_matcher(
     params: StructuredOutputsParams, tokens: Any, text: str | None = None, *, most_mask_s: float = math.inf
 ) -> Any:
@@ -116,7 +116,7 @@ def parser_limits() -> Any:
 
 
 def grammar_text(params: StructuredOutputsParams) -> str:
-    """Return the constraint ``params`` as a grammar of the library.  ``RequestError`` if the library can not read
+    """Return the constraint ``params`` as a grammar of the library.  ``RequestError`` if the library cannot read
     it."""
     try:
         text = _grammar_text(params)
@@ -165,7 +165,7 @@ def refusal(params: StructuredOutputsParams, reason: str) -> RequestError:
     """Return the error for a grammar that the library refuses, with the library's reason."""
     what = {"json": "the JSON schema", "choice": "the choice", "json_object": "the white space"}.get(params.kind)
     brief = " ".join(_explained(params, reason).replace("<non-verbose/>", "").split())[:500]
-    return RequestError(f"{what or f'the {params.kind}'} can not be used: {brief}", param=PARAM, code=INVALID_GRAMMAR)
+    return RequestError(f"{what or f'the {params.kind}'} cannot be used: {brief}", param=PARAM, code=INVALID_GRAMMAR)
 
 
 def _explained(params: StructuredOutputsParams, reason: str) -> str:

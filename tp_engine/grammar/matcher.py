@@ -89,7 +89,7 @@ class GrammarPlace:
 class GrammarMatcher:
     """One sequence's place in a grammar; implements the scheduler's ``TokenConstraint``.
 
-    ``is_over``: no token may follow.  ``error``: why the grammar can not be followed any further, if a limit is the
+    ``is_over``: no token may follow.  ``error``: why the grammar cannot be followed any further, if a limit is the
     reason and not the grammar's end.  ``ignore_eos``: an end token is allowed only if no other token is.
     """
 
@@ -180,7 +180,7 @@ class GrammarMatcher:
             if reason is None and self._matcher.is_error():
                 reason = " ".join(self._matcher.get_error().replace("<non-verbose/>", "").split())
             if reason is not None:
-                self.error = f"the grammar can not be followed any further: {reason}"
+                self.error = f"the grammar cannot be followed any further: {reason}"
         return self.error is None
 
 

@@ -3,7 +3,7 @@
 * ``normal_schema`` allows the same values, or fewer: what asserts nothing is left out (``uniqueItems: false``, an
   unknown ``format``, keywords for other types), ``maxItems: 2.0`` is 2, and ``oneOf`` is ``anyOf`` where its branches
   exclude each other.
-* ``lenient_schema`` allows the same values, or more: keywords that can not be kept, or read, are left out.
+* ``lenient_schema`` allows the same values, or more: keywords that cannot be kept, or read, are left out.
 * ``unkept_keywords`` are what the library refuses, and where.
 * ``object_schema`` allows objects only.
 """
@@ -50,7 +50,7 @@ _ABOUT: Mapping[str, frozenset[str]] = {
          "propertyNames", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties"),
         frozenset({"object"})),
 }  # fmt: skip
-# Those that the library knows and can not keep.
+# Those that the library knows and cannot keep.
 _UNKEPT = frozenset({"uniqueItems", "not", "if", "then", "else", "propertyNames", "contains", "minContains",
                      "maxContains", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties",
                      "unevaluatedItems", "$dynamicRef", "$recursiveRef"})  # fmt: skip
@@ -112,7 +112,7 @@ def placed_schema(schema: Any, place: str) -> Any:
 
 
 def unkept_keywords(schema: Any) -> Iterator[tuple[str, str]]:
-    """Yield the keywords that the library can not keep, each with the JSON pointer of its schema, of which a long one
+    """Yield the keywords that the library cannot keep, each with the JSON pointer of its schema, of which a long one
     is cut; unused definitions are fine."""
     root = SchemaRoot(schema)
     seen = set[int]()

@@ -26,7 +26,7 @@ class SchemaRoot:
         self._types: dict[int, tuple[Any, frozenset[str] | None]] = {}
 
     def referenced(self, reference: str) -> Any:
-        """Return what a reference such as ``#/$defs/city`` means; None if it can not be found, or is very long."""
+        """Return what a reference such as ``#/$defs/city`` means; None if it cannot be found, or is very long."""
         if reference not in self._found:
             self._found[reference] = self._look_up(reference) if len(reference) <= _LONGEST_REFERENCE else None
         return self._found[reference]

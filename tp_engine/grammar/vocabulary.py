@@ -30,7 +30,7 @@ class GrammarVocabulary:
 
 
 def check_tokenizer(tokenizer: Any | None) -> None:
-    """Raise ``RequestError`` for a tokenizer that the library can not use."""
+    """Raise ``RequestError`` for a tokenizer that the library cannot use."""
     if tokenizer is None:
         raise RequestError("structured output needs a tokenizer, which this model does not have", param=PARAM)
     if getattr(tokenizer, "backend_tokenizer", None) is None:

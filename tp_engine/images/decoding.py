@@ -94,7 +94,7 @@ def read_header(data: bytes) -> bytes:
         raise RequestError("the JPEG has more scans than an image of its size needs; send it as a baseline JPEG")
     orientation = None
     if kind not in ("PNG", "TIFF") or (kind == "PNG" and any(name in file for name in _PNG_METADATA)):
-        with contextlib.suppress(Exception):  # metadata that can not be read turns nothing
+        with contextlib.suppress(Exception):  # metadata that cannot be read turns nothing
             orientation = image.getexif().get(_ORIENTATION)
     orientation = orientation if orientation in _TURNS else None
     if orientation in _CHANGES_SIDES:
@@ -124,7 +124,7 @@ def write_pixels(pixels: bytes, target: int, offset: int) -> bytes:
 def rgb_pixels(image: Image.Image, orientation: int | None, size: Size) -> bytes:
     """Return the image in three channels of 8 bits; what is transparent becomes white, and the rest of the frame black.
 
-    ``RequestError`` for pixels that can not be shown, and whatever Pillow raises for a broken file.
+    ``RequestError`` for pixels that cannot be shown, and whatever Pillow raises for a broken file.
     """
     image = _rgb(image)
     if orientation is not None:

@@ -41,7 +41,7 @@ def reads_pdfs() -> bool:
 
 
 def read_pages(source: DocumentSource, settings: ImageSettings) -> list[ImageSource]:
-    """Return the pages of a document as images; ``RequestError`` for one that can not be read, or has too many."""
+    """Return the pages of a document as images; ``RequestError`` for one that cannot be read, or has too many."""
     if not reads_pdfs():
         raise source.refusal(
             "PDFs are read with the package pypdfium2, which is not installed here (pip install 'tp-engine[pdf]'); "

@@ -437,7 +437,7 @@ def read_processor(folder: Path) -> tuple[dict[str, Any], str]:
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{folder / name} can not be read: {error}") from error
+            raise ConfigError(f"{folder / name} cannot be read: {error}") from error
         if name == PROCESSOR_FILES[0] and isinstance(found, dict):
             found = found.get("image_processor")
         if isinstance(found, dict):

@@ -42,7 +42,7 @@ class ImageSettings:
     allowed_path: str | None = None
 
     def rules(self, asked: Mapping[str, Any] | None = None) -> ImageRules:
-        """Return the rules of sizes; ``ConfigError`` for a processor's file that can not be served.
+        """Return the rules of sizes; ``ConfigError`` for a processor's file that cannot be served.
 
         What is ``asked`` for one image goes before the operator's ``overrides``.
         """
@@ -58,7 +58,7 @@ class ImageSettings:
 def image_settings(config: EngineConfig, vision: VisionSpec | None, folder: Path) -> ImageSettings | None:
     """Return how images are read for the model in ``folder``; None if it is served as text alone.
 
-    Raises ``ConfigError`` for options and files that can not be used.
+    Raises ``ConfigError`` for options and files that cannot be used.
     """
     max_images = config.limit_mm_per_prompt.image
     if vision is None or max_images == 0:

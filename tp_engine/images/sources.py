@@ -161,7 +161,7 @@ def _file_source(where: str, file: Mapping[str, Any]) -> ImageSource:
 
 
 def file_bytes(source: ImageSource, settings: ImageSettings) -> bytes:
-    """Return the bytes of the file that a URL names; ``RequestError`` for one that may not be read, or can not."""
+    """Return the bytes of the file that a URL names; ``RequestError`` for one that may not be read, or cannot."""
     url: str = source.content.lstrip(_SPACES)
     scheme = url[:8].partition(":")[0].lower()
     if scheme == "data":
@@ -210,7 +210,7 @@ def _local_file(source: ImageSource, allowed: str | None) -> bytes:
         )
     parts = urlsplit(source.content)
     path, root = Path(unquote(parts.path)), Path(allowed).expanduser().resolve()
-    outside = source.refusal("the file is not below --allowed-local-media-path, or can not be read")
+    outside = source.refusal("the file is not below --allowed-local-media-path, or cannot be read")
     if parts.netloc not in ("", "localhost") or not path.is_absolute() or "\0" in str(path):
         raise outside
     try:

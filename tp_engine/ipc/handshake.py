@@ -10,7 +10,7 @@
     proof = HMAC-SHA-256(key, side, the other side's nonce, what is said)
 
 The key is 32 random bytes that only the job's store holds.  A connection without the right proof is closed, and the
-listener waits on: whatever comes to the port can not end the job.  Nothing is pickled.  A host with the right key whose
+listener waits on: whatever comes to the port cannot end the job.  Nothing is pickled.  A host with the right key whose
 ``identity`` differs from rank 0's (package, configuration, weights, device) is told why, and both ends raise it.
 """
 
@@ -129,7 +129,7 @@ class Listener:
         connection.sendall(_MAGIC + nonce)
         hello = msgspec.json.decode(_receive_proven(connection, self._key, b"host", nonce), type=HostHello)
         refusal = self._why_not(hello)
-        # That the host can not take part is known although it may not learn of it.
+        # That the host cannot take part is known although it may not learn of it.
         with contextlib.suppress(OSError) if refusal else contextlib.nullcontext():
             _send_proven(connection, self._key, b"rank 0", bytes.fromhex(hello.nonce), refusal.encode())
         return hello, refusal
@@ -170,7 +170,7 @@ def connect(
             break
         except OSError as error:
             if time.monotonic() > deadline_s:
-                raise RankError(0, f"can not be reached at {address}:{port}: {error}; open it for the hosts") from error
+                raise RankError(0, f"cannot be reached at {address}:{port}: {error}; open it for the hosts") from error
             time.sleep(_RETRY_S)
     nonce = secrets.token_bytes(_NONCE_BYTES)
     hello = HostHello(

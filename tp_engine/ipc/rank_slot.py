@@ -131,7 +131,7 @@ class _Word:
 
 
 class HostView:
-    """What a rank's host knows of the rank's process, in words (13,) int64 of its slot, as other hosts can not look::
+    """What a rank's host knows of the rank's process, in words (13,) int64 of its slot, as other hosts cannot look::
 
         0   ended at, ns; 0 while it is not known to have ended     1   how: ``Ended``
         2   the kernel's letter for its state (0: not known)        3   CPU time it has used, in clock ticks
@@ -154,7 +154,7 @@ class HostView:
         self._name[: len(raw)] = raw
 
     def note_ended(self, how: Ended, now_ns: int) -> None:
-        """Enter that the process has ended, or can not be reached any more; later calls do nothing."""
+        """Enter that the process has ended, or cannot be reached any more; later calls do nothing."""
         if not self.ended_ns:
             self.words[1] = how
             self.words[0] = now_ns

@@ -113,7 +113,7 @@ def implementation(name: str, kind: Kind) -> Callable[..., Any]:
         found: Callable[..., Any] = getattr(import_module(f"tp_engine.kernels.{module}"), f"{name}_triton")
         return found
     library = native_library()
-    assert library is not None, "the compiled kernels can not be had here"
+    assert library is not None, "the compiled kernels cannot be had here"
     return partial(getattr(import_module(f"tp_engine.cpu.{module}"), name), library)
 
 

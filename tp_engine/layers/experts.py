@@ -86,7 +86,7 @@ class Experts(Layer):
         created = self.format.create_experts(context, self.shape)
         for name, parameter in created.items():
             self.register_parameter(name, parameter)
-        if {"fused", "transposed"} <= {one.kind for one in spec.stored}:  # one may be square, both can not
+        if {"fused", "transposed"} <= {one.kind for one in spec.stored}:  # one may be square, both cannot
             tie_sources(created.values())
         rows = spec.correction_rows
         shape = (spec.num_experts,) if rows is None else (rows, spec.num_experts)

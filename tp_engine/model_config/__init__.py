@@ -167,7 +167,7 @@ def check_quantization_options(model: ModelSpec, quantization: str | None, kv_ca
 
 
 def check_tensor_parallel(model: ModelSpec, world_size: int) -> None:
-    """Raise ``ConfigError``, with the legal sizes, if the model can not be split over ``world_size`` ranks."""
+    """Raise ``ConfigError``, with the legal sizes, if the model cannot be split over ``world_size`` ranks."""
     problem = split_problem(model, world_size)
     if problem is None:
         return
@@ -186,7 +186,7 @@ def split_problem(model: ModelSpec, world_size: int) -> str | None:
         attention = layer.attention
         (name, num_heads), (shared_name, num_shared) = _NO_HEADS if attention is None else attention.heads
         if num_heads % world_size:
-            return f"the {num_heads} {name} can not be divided equally"
+            return f"the {num_heads} {name} cannot be divided equally"
         if problem := next(filter(None, (_mlp_problem(mlp, world_size) for mlp in layer.mlps)), None):
             return problem
         if num_shared % world_size and world_size % num_shared:
@@ -203,7 +203,7 @@ def _mlp_problem(mlp: MlpSpec | ExpertsSpec, world_size: int) -> str | None:
             return f"the experts' inner size of {mlp.inner_size} is smaller than the number of ranks"
         return None if mlp.shared is None else _mlp_problem(mlp.shared, world_size)
     if mlp.inner_size % world_size:
-        return f"the intermediate size of {mlp.inner_size} can not be divided equally"
+        return f"the intermediate size of {mlp.inner_size} cannot be divided equally"
     return None
 
 

@@ -80,7 +80,7 @@ def _is_below(name: object) -> bool:
 class CheckpointHeaders:
     """The tensors of a checkpoint, its folder or its files, by their headers.
 
-    None if these can not be read: the loader says what is wrong with them.
+    None if these cannot be read: the loader says what is wrong with them.
     """
 
     def __init__(self, source: Path | Sequence[Path]) -> None:
@@ -99,7 +99,7 @@ class CheckpointHeaders:
         return self._file_of.keys()
 
     def find(self, name: str) -> TensorInfo | None:
-        """Return the tensor of that name; None if there is none, or if its file can not be read."""
+        """Return the tensor of that name; None if there is none, or if its file cannot be read."""
         with contextlib.suppress(OSError, ValueError):
             return self._header(self._file_of[name]).get(name) if name in self._file_of else None
         return None

@@ -104,7 +104,7 @@ def read_adapter_config(folder: Path) -> AdapterSpec:
         given: Any = read_json(path)
     except OSError as error:
         raise ConfigError(
-            f"{path} can not be read ({error.strerror}); give the folder of a PEFT adapter, on every host of the engine"
+            f"{path} cannot be read ({error.strerror}); give the folder of a PEFT adapter, on every host of the engine"
         ) from error
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
@@ -114,7 +114,7 @@ def read_adapter_config(folder: Path) -> AdapterSpec:
     for name, (is_refused, meaning) in _REFUSED.items():
         value = given.get(name)
         if is_refused(value):
-            raise ConfigError(f"{path} has {name} {shown(value)}: {meaning} can not be served")
+            raise ConfigError(f"{path} has {name} {shown(value)}: {meaning} cannot be served")
     known = (*_REFUSED, *_WITHOUT_EFFECT, *_READ)
     for name, value in given.items():
         if name not in known and not name.startswith("unsloth") and not is_nothing(name, value):
@@ -134,7 +134,7 @@ def read_adapter_config(folder: Path) -> AdapterSpec:
 
 
 def check_expert_adapters(model: ModelSpec, config: EngineConfig) -> None:
-    """Raise ``ConfigError`` if ``config`` asks for adapters of routed experts that can not be served."""
+    """Raise ``ConfigError`` if ``config`` asks for adapters of routed experts that cannot be served."""
     if not config.lora_experts:
         return
     layers = [layer.experts for layer in model.distinct_layers if layer.experts is not None]
@@ -145,7 +145,7 @@ def check_expert_adapters(model: ModelSpec, config: EngineConfig) -> None:
     elif model.quantization is not None or config.quantization is not None:
         problem = "only unquantised experts can have them"
     elif any(one.bias or any(stored.kind == "transposed" for stored in one.stored) for one in layers):
-        problem = f"experts of this {model.architecture} have biases or transposed stacks, which can not have them"
+        problem = f"experts of this {model.architecture} have biases or transposed stacks, which cannot have them"
     else:
         return
     raise ConfigError(f"lora_experts is set, for adapters of routed experts, and {problem}: leave lora_experts out")

@@ -44,7 +44,7 @@ def resolve_model_folder(model: str, revision: str | None = None, patterns: Sequ
         try:
             files.check_folder(folder)
         except OSError as error:
-            raise ConfigError(f"{error.filename or folder} can not be read: {error.strerror}") from error
+            raise ConfigError(f"{error.filename or folder} cannot be read: {error.strerror}") from error
         if not (folder / CONFIG_FILE).is_file():
             problem = f"model is {model!r}, a folder without {CONFIG_FILE}"
             found = other_content(folder, further_down=True)
@@ -55,7 +55,7 @@ def resolve_model_folder(model: str, revision: str | None = None, patterns: Sequ
     if folder.exists():
         raise ConfigError(f"model is {model!r}, a file; give the folder that holds {CONFIG_FILE} and the weights")
     if not _HUB_NAME.match(model) or model.startswith("."):
-        raise ConfigError(f"model is {model!r}; there is no such folder, and it can not be a hub name ('owner/name')")
+        raise ConfigError(f"model is {model!r}; there is no such folder, and it cannot be a hub name ('owner/name')")
     return _download(model, revision, patterns)
 
 
@@ -64,9 +64,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         values = files.read_json(path)
     except OSError as error:
-        raise ConfigError(f"{path} can not be read: {error.strerror}; is the model complete?") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; is the model complete?") from error
     except ValueError as error:
-        raise ConfigError(f"{path} can not be read as JSON: {error}; is the model complete?") from error
+        raise ConfigError(f"{path} cannot be read as JSON: {error}; is the model complete?") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds {type(values).__name__}; it must be a JSON object")
     return values
@@ -85,7 +85,7 @@ def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
         hub: Any = importlib.import_module("huggingface_hub")
     except ImportError as error:
         raise ConfigError(
-            f"model is {name!r}; there is no such folder, and the hub can not be asked without the huggingface_hub "
+            f"model is {name!r}; there is no such folder, and the hub cannot be asked without the huggingface_hub "
             "package: install it, or give a local folder"
         ) from error
     try:

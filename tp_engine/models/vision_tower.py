@@ -380,7 +380,7 @@ def build_tower(spec: VisionSpec, *, dtype: torch.dtype, device: torch.device) -
         raise
     except Exception as error:  # transformers raises whatever it likes
         raise ConfigError(
-            f"config.json: transformers can not make the vision part ({error}); serve the text part alone with "
+            f"config.json: transformers cannot make the vision part ({error}); serve the text part alone with "
             "--limit-mm-per-prompt '{\"image\": 0}'"
         ) from error
     tower.take_sources()

@@ -106,7 +106,7 @@ def load_tables(
         text = read_text(Path(path))
         document = _yaml(text) if is_yaml else tomllib.loads(text)
     except OSError as error:
-        raise ConfigError(f"can not read the configuration file {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not valid {'YAML' if is_yaml else 'TOML'}: {error}") from error
     if is_yaml:

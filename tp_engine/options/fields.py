@@ -208,7 +208,7 @@ def _json_text(name: str, value: Mapping[Any, Any]) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{name} can not be written as JSON: {error}") from error
+        raise ConfigError(f"{name} cannot be written as JSON: {error}") from error
 
 
 def _wrong_type(spec: dataclasses.Field[Any], value: Any) -> str | None:

@@ -76,7 +76,7 @@ def accepted(reason: str, names: str, harmless: tuple[Any, ...] = OFF) -> Rows:
 
 
 def refused(remedy: str, names: str, harmless: tuple[Any, ...] = OFF) -> Rows:
-    """Options that can not be here what they are elsewhere."""
+    """Options that cannot be here what they are elsewhere."""
     return _named(names, reason=remedy, is_refused=True, harmless=harmless)
 
 

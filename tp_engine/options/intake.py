@@ -175,7 +175,7 @@ class _Intake:
         except ConfigError as error:
             raise ConfigError(f"{self._where}{shown_name}: {error}") from error
         except (TypeError, AttributeError, KeyError, ValueError) as error:
-            raise ConfigError(f"{self._where}{shown_name} is {shown(value)}, which it can not be") from error
+            raise ConfigError(f"{self._where}{shown_name} is {shown(value)}, which it cannot be") from error
         if not became:
             self._reasons.setdefault(row.reason, []).append(shown_name)
         for field, meant in became.items():

@@ -39,7 +39,7 @@ def run_launched(
 ) -> int:
     """Run ``job`` with the options and return the exit code of this process.
 
-    0: done, or stopped on request.  2: the configuration can not work; rank 0 reports it.  1: any other failure; known
+    0: done, or stopped on request.  2: the configuration cannot work; rank 0 reports it.  1: any other failure; known
     kinds are logged in one line, others with their traceback.
     """
     rank = env.given_rank()

@@ -72,7 +72,7 @@ def describe(kind: type[Any], properties: Mapping[str, dict[str, Any]]) -> None:
 
 
 def as_tuple(name: str) -> Callable[[object], tuple[Any, ...]]:
-    """Return the form of a field with several values: a tuple, which can not change after the checks; None is empty."""
+    """Return the form of a field with several values: a tuple, which cannot change after the checks; None is empty."""
 
     def form(value: object) -> tuple[Any, ...]:
         if value is None:

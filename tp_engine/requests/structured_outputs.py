@@ -42,7 +42,7 @@ def _schema_text(schema: object) -> str | None:
         text = json.dumps(parsed, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
         text.encode()
     except (ValueError, TypeError, RecursionError) as error:
-        raise _error(f"the JSON schema can not be read: {error or 'it is nested too deeply'}") from error
+        raise _error(f"the JSON schema cannot be read: {error or 'it is nested too deeply'}") from error
     if not isinstance(parsed, (Mapping, bool)):
         raise _error(f"the JSON schema is {shown(parsed)}; it must be an object")
     return text
@@ -147,7 +147,7 @@ class StructuredOutputsDefaults:
         try:
             self.probe()
         except RequestError as error:
-            raise ConfigError(f"{CONFIG_NAME} can not be used: {error}") from error
+            raise ConfigError(f"{CONFIG_NAME} cannot be used: {error}") from error
 
     @classmethod
     def of(cls, given: StructuredOutputsDefaults | Mapping[str, Any] | str) -> StructuredOutputsDefaults:

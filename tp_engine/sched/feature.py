@@ -34,7 +34,7 @@ class SchedulerHooks:
     """What the scheduler calls, by hook: the functions of all features that are on, in the features' order."""
 
     resolve: list[Callable[[EngineRequest], EngineRequest]] = field(default_factory=list)
-    """The request as the scheduler is to see it; ``RequestError`` if it can not be served."""
+    """The request as the scheduler is to see it; ``RequestError`` if it cannot be served."""
 
     on_add: list[Callable[[RequestGroup], None]] = field(default_factory=list)
     """A request's first sequence has just been queued, or waits for its grammar."""

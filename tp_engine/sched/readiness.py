@@ -1,4 +1,4 @@
-"""Why a sequence can not be scheduled now: a bit for each reason, of each row and of each sequence that has none.
+"""Why a sequence cannot be scheduled now: a bit for each reason, of each row and of each sequence that has none.
 
 ::
 

@@ -28,7 +28,7 @@ class RunningBatch(RowArrays):
 
     ``since_step`` is the step that admitted the row's occupant: results of earlier steps are not for it.
     ``num_departures`` counts the rows ever vacated, ``num_ending`` the rows in ENDING.  ``prefilling_rows`` has the
-    sequences in PREFILL, by row.  ``readiness`` says which rows can not be scheduled now.  ``run`` is the run of steps
+    sequences in PREFILL, by row.  ``readiness`` says which rows cannot be scheduled now.  ``run`` is the run of steps
     that the rows in DECODE are in.
     """
 

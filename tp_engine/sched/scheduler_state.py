@@ -99,7 +99,7 @@ class SchedulerState:
 
     def chunk_end(self, sequence: Sequence, start: int, end: int) -> int:
         """Return where a chunk from token ``start`` on ends that could go to ``end``; ``start`` if the sequence has to
-        wait.  A recurrent state can not be taken back.  So a chunk ends before the last token of a prompt whose
+        wait.  A recurrent state cannot be taken back.  So a chunk ends before the last token of a prompt whose
         siblings wait: with the state there they compute that token themselves.  It also ends where a snapshot is
         taken."""
         if self.limits.has_states:

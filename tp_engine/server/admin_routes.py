@@ -211,7 +211,7 @@ def _add_adapters(admin: APIRouter, state: ServerState) -> None:
 
     @admin.post("/v1/load_lora_adapter", **takes(LoadAdapterBody))
     async def load(request: Request) -> Response:
-        """Load an adapter, which may replace one of its name; 400, and nothing has changed, if it can not be served."""
+        """Load an adapter, which may replace one of its name; 400, and nothing has changed, if it cannot be served."""
         body = await read_body(LoadAdapterBody, request, state)
         if body.lora_name in state.model_names:
             raise RequestError(f"{body.lora_name!r} names the model; give the adapter another name", param="lora_name")

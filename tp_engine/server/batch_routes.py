@@ -246,7 +246,7 @@ class _FileForm(MultiPartParser):
             async with asyncio.timeout(timeout_s):
                 return await self.parse()
         except MultiPartException as error:
-            raise RequestError(f"the form can not be read: {error.message}", param="file") from None
+            raise RequestError(f"the form cannot be read: {error.message}", param="file") from None
         except TimeoutError:
             text = f"the file did not arrive within {timeout_s:g} s"
             raise HttpError(408, text, code="request_timeout") from None

@@ -52,7 +52,7 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
         secret=True,
         section="Keys",
     )
-    api_key_file: str | None = option(None, "file of such keys, one in a line; other users can not see it in ps")
+    api_key_file: str | None = option(None, "file of such keys, one in a line; other users cannot see it in ps")
     admin_api_key: tuple[str, ...] = option(
         (), "keys of operators, who may also pause, reload and empty it (default: TP_ENGINE_ADMIN_API_KEY)", secret=True
     )
@@ -195,7 +195,7 @@ def _keys(name: str, given: tuple[str, ...], path: str | None, default: str | No
         lines = read_text(Path(path).expanduser(), MIB).split()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{name} is {path!r}, which can not be read: {reason}") from error
+        raise ConfigError(f"{name} is {path!r}, which cannot be read: {reason}") from error
     if not lines:
         raise ConfigError(f"{name} is {path!r}, which holds no key; write one in each line")
     return (*given, *lines)

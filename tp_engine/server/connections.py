@@ -137,7 +137,7 @@ class Connections(MutableSet[Connection]):
         """Asyncio repeats an accept that has failed after a second, on each of its sockets."""
         error = context.get("exception")
         if isinstance(error, OSError) and error.errno in _OUT_OF_RESOURCES:
-            logger.warning("a connection can not be accepted (%s); it is tried again", error.strerror)
+            logger.warning("a connection cannot be accepted (%s); it is tried again", error.strerror)
         else:
             loop.default_exception_handler(context)
 

@@ -300,7 +300,7 @@ def _announce_rank0() -> socket.socket:
     except OSError as error:
         presence.close()
         raise RuntimeError(
-            f"the abstract Unix socket @{name[1:]} can not be bound ({error.strerror}): another process of this "
+            f"the abstract Unix socket @{name[1:]} cannot be bound ({error.strerror}): another process of this "
             "network namespace has the name of this job (see /proc/net/unix); start the job again"
         ) from error
     presence.listen()

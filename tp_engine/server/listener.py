@@ -45,7 +45,7 @@ def write_port_file(path: str, listener: socket.socket) -> Callable[[], None]:
     except OSError as error:
         unfinished.unlink(missing_ok=True)
         raise ConfigError(
-            f"can not write port_file {path!r}: {error.strerror}; name a file in a folder where you may write"
+            f"cannot write port_file {path!r}: {error.strerror}; name a file in a folder where you may write"
         ) from error
 
     def remove() -> None:
@@ -112,7 +112,7 @@ def _listen_on_path(path: str) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"can not listen on uds {path!r}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot listen on uds {path!r}: {error.strerror or error}") from error
     return listener
 
 
@@ -139,7 +139,7 @@ def _check_certificate(config: ServerConfig) -> None:
             context.load_verify_locations(config.ssl_ca_certs)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"ssl_certfile {config.ssl_certfile!r} and ssl_keyfile {config.ssl_keyfile!r} can not be used: {error}; "
+            f"ssl_certfile {config.ssl_certfile!r} and ssl_keyfile {config.ssl_keyfile!r} cannot be used: {error}; "
             "both must be PEM files without a password, of one pair"
         ) from error
 
@@ -150,4 +150,4 @@ def _bind_error(config: ServerConfig, error: OSError) -> Exception:
         return OSError(f"{where} is in use by another program; stop it, or choose another port with --port")
     if error.errno == errno.EACCES:
         return OSError(f"no permission to listen on {where}; choose a port of 1024 or above with --port")
-    return ConfigError(f"can not listen on {where}: {error.strerror}; --host must be an address of this machine")
+    return ConfigError(f"cannot listen on {where}: {error.strerror}; --host must be an address of this machine")

@@ -167,7 +167,7 @@ class Frontend:
 def open_store(config: ServerConfig) -> BatchStore | None:
     """Return the store of files and batches: in a folder that is given, or in one that ends with the server.
 
-    None if there is to be none, or no folder can be made.  ``ConfigError`` for a given folder that can not be used.
+    None if there is to be none, or no folder can be made.  ``ConfigError`` for a given folder that cannot be used.
     """
     folder, max_bytes = config.batch_storage_dir, config.batch_max_storage_bytes
     if folder == NO_BATCHES:

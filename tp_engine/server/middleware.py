@@ -94,7 +94,7 @@ class Entrance:
             await self._app(scope, receive, sending)
         finally:
             room.close()
-            # Paths without a route count as ``none``, so that clients can not invent labels.
+            # Paths without a route count as ``none``, so that clients cannot invent labels.
             handler = getattr(scope.get("route"), "path", _NO_ROUTE)
             if handler not in _NOT_COUNTED:
                 self._figures.observe(

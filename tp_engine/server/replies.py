@@ -54,7 +54,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) 
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
-            with panics_refused("the request can not be answered"):
+            with panics_refused("the request cannot be answered"):
                 return task.result()
         raise ClientGoneError
     finally:
@@ -148,7 +148,7 @@ class EventStream(Response):
     async def _send_events(self, scope: Scope, receive: Receive, send: Send) -> None:
         parts = _Parts(send)
         try:
-            with panics_refused("the stream can not go on"):
+            with panics_refused("the stream cannot go on"):
                 async with _pinging(parts, self._ping, self._ping_s), contextlib.aclosing(self._events) as events:
                     async for data in events:
                         await parts.send(data)

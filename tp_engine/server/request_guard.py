@@ -22,7 +22,7 @@ from tp_engine.server.listener import is_local
 from tp_engine.server.middleware import has_two_lengths
 
 _SAFE = ("GET", "HEAD", "OPTIONS")
-_OWN_SITE = ("same-origin", "none")  # values of Sec-Fetch-Site, which scripts can not set; none: the user's own act
+_OWN_SITE = ("same-origin", "none")  # values of Sec-Fetch-Site, which scripts cannot set; none: the user's own act
 _JSON = "application/json"
 _FORM = "multipart/form-data"
 _UPLOADS = "/v1/files"  # the one path that takes a form; its Origin is checked as all others are

@@ -53,7 +53,7 @@ class LaunchedRank(RankInfo):
 
 def launched_rank(environ: Mapping[str, str] | None = None) -> LaunchedRank | None:
     """Return this process's place in a torchrun job, or None for a process that torchrun did not start.
-    ``ConfigError`` if the ranks can not meet with these variables."""
+    ``ConfigError`` if the ranks cannot meet with these variables."""
     env = os.environ if environ is None else environ
     if "RANK" not in env or "WORLD_SIZE" not in env or "MASTER_ADDR" not in env:
         return None

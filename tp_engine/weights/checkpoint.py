@@ -63,7 +63,7 @@ class Checkpoint:
             check_regular(path)
             file = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
         except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: more than the process may map
-            raise WeightError(f"{path} can not be read as safetensors: {error}; is the download complete?") from error
+            raise WeightError(f"{path} cannot be read as safetensors: {error}; is the download complete?") from error
         for name in file.keys():  # noqa: SIM118 - not a mapping
             if name in self._files and name not in index:
                 raise WeightError(f"{path.parent} holds tensor {name} in more than one file")

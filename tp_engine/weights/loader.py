@@ -152,7 +152,7 @@ def _check_tensors(stored: Stored, items: list[_Item], spec: ModelSpec, mtp: set
             f"{name} is {shapes[name]} instead of {expected[name]}" for name in shapes if shapes[name] != expected[name]
         ],
         "of the wrong type": {
-            f"{item.name} is stored as {stored.dtype(item.name)}, which can not become {_wanted_type(item)}"
+            f"{item.name} is stored as {stored.dtype(item.name)}, which cannot become {_wanted_type(item)}"
             for item in items
             if item.name in found and not _converts(stored.dtype(item.name), item)
         },

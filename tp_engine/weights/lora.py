@@ -21,10 +21,10 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>A|B)\.weight")
 _KINDS = {
-    "lora_embedding_": "adapters of an embedding can not be served",
-    "lora_magnitude_vector": "DoRA can not be served",
-    ".lora_B.bias": "biases of B can not be served",
-    ".base_layer.": "adapters of embeddings and output heads can not be served",
+    "lora_embedding_": "adapters of an embedding cannot be served",
+    "lora_magnitude_vector": "DoRA cannot be served",
+    ".lora_B.bias": "biases of B cannot be served",
+    ".base_layer.": "adapters of embeddings and output heads cannot be served",
 }
 _STACK = re.compile(r"(?P<experts>.+\.experts)(\.base_layer)?")
 _MAX_NAMED = 5
@@ -62,7 +62,7 @@ def _tensors(path: Path, max_bytes: int) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = safetensors.torch.load(read_bytes(path, max_bytes))
     except OSError as error:
         raise ConfigError(
-            f"{path} can not be read ({error.strerror}); save the adapter with safe_serialization=True, on every host"
+            f"{path} cannot be read ({error.strerror}); save the adapter with safe_serialization=True, on every host"
         ) from error
     except SafetensorError as error:
         raise WeightError(f"{path} is not a whole safetensors file: {error}") from error
@@ -109,7 +109,7 @@ def check_all_used(folder: Path, pairs: Iterable[str], used: Iterable[str]) -> N
     if unused:
         more = f" and {len(unused) - _MAX_NAMED} more" if len(unused) > _MAX_NAMED else ""
         raise WeightError(
-            f"{folder} adapts {', '.join(unused[:_MAX_NAMED])}{more}, which the model lacks, or which can not be "
-            "adapted: attention and MLP projections can, embeddings, output heads and routers can not; routed "
+            f"{folder} adapts {', '.join(unused[:_MAX_NAMED])}{more}, which the model lacks, or which cannot be "
+            "adapted: attention and MLP projections can, embeddings, output heads and routers cannot; routed "
             "experts can with lora_experts, if PEFT adapted their stacks (target_parameters), of the model's sizes"
         )

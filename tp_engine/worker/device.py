@@ -213,7 +213,7 @@ def check_kinds(host: Agreeing, kind: str) -> None:
 
 
 def check_devices(host: Agreeing, device: torch.device, *, may_share: bool) -> None:
-    """``ConfigError`` on all ranks if their devices can not work together; see the two checks.  A collective."""
+    """``ConfigError`` on all ranks if their devices cannot work together; see the two checks.  A collective."""
     check_kinds(host, kind_of_device(device))
     check_places(host, "" if device.type != "cuda" or may_share else f"{platform.node()}, {bus_place(device)}")
 

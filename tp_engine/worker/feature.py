@@ -44,7 +44,7 @@ class RunnerHooks:
     """Spare rows (n,) stand for rows (n,) in this step; called by the feature that says so, in ``apply``."""
 
     must_launch: list[Callable[[StepPlan], bool]] = field(default_factory=list)
-    """Whether the step can not be replayed, because more is read of it, or does more, than is recorded.  Steps of an
+    """Whether the step cannot be replayed, because more is read of it, or does more, than is recorded.  Steps of an
     equal ``rows_epoch`` without prompts are alike."""
 
     on_inputs: list[Callable[[PendingStep, StepInputs], None]] = field(default_factory=list)
@@ -92,7 +92,7 @@ class RunnerHooks:
     """The memory that holds K/V or states, beside the cache's blocks."""
 
     check_sleep: list[Callable[[], None]] = field(default_factory=list)
-    """Raises ``RequestError`` if the memory can not be given back for a while."""
+    """Raises ``RequestError`` if the memory cannot be given back for a while."""
 
     close: list[Callable[[], None]] = field(default_factory=list)
     """Gives memory and threads back; the feature is not used again."""

@@ -26,7 +26,7 @@ _LEAST_DRIVERS = {11: "450", 12: "525", 13: "580"}  # NVIDIA's, for each major v
 
 
 def choose_device_type(asked: str) -> str:
-    """``cuda`` or ``cpu`` for the option ``device``; ``ConfigError`` if the GPUs that it means can not be used."""
+    """``cuda`` or ``cpu`` for the option ``device``; ``ConfigError`` if the GPUs that it means cannot be used."""
     if asked == "cpu":
         return "cpu"
     obstacle = why_no_gpus()
@@ -51,7 +51,7 @@ def devices_of_ranks(asked: str | None, local_world_size: int) -> str | None:
 
 
 def why_no_gpus() -> str | None:
-    """Return why the GPUs that torch counts can not be used, with the remedy; None if they can, or if it counts
+    """Return why the GPUs that torch counts cannot be used, with the remedy; None if they can, or if it counts
     none."""
     count = torch.cuda.device_count()
     if not count:
@@ -100,7 +100,7 @@ def is_gpu_host() -> bool:
 
 def driver_version() -> str:
     """Return the version of the NVIDIA driver, such as ``580.65.06``; ``of unknown version`` if the kernel does not
-    tell."""
+    say."""
     try:
         text = _DRIVER_FILE.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -112,7 +112,7 @@ def driver_version() -> str:
 def cuda_of_driver() -> tuple[int, int] | None:
     """Return the newest CUDA that the driver takes, such as (12, 2); None without a driver.
 
-    Torch does not tell, so this asks the driver (CUDA Driver API, cuDriverGetVersion).
+    Torch does not say, so this asks the driver (CUDA Driver API, cuDriverGetVersion).
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")

@@ -123,8 +123,8 @@ class ImageEncoder(RunnerFeature):
         return TowerRun(self._tower, torch.from_numpy(read_pixels(place)).to(self.cache.device))
 
     def of_step(self, plan: StepPlan, inputs: StepInputs, num_ahead: int = 0) -> StepImages | None:
-        """Return the images of a step; None if it has no prompt with images.  With ``num_ahead`` 1 their rows are where
-        the token before is, whose draft head reads the token behind; it turns by its own place."""
+        """Return the images of a step; None if it has no prompt with images.  With ``num_ahead`` 1 each row stands one
+        token earlier, where a draft head reads the next token; that token turns by its own position."""
         if not self.must_launch(plan):
             return None
         chunks = plan.prefill_tokens.astype(np.int64)
@@ -205,7 +205,7 @@ def turning_positions(images: IntArray, first: int, end: int) -> _Positions:
 
 
 def _behind_decodes(inputs: StepInputs, turns: torch.Tensor) -> torch.Tensor:
-    """All tokens' (3, N): those of decodes are equal."""
+    """Time, row and column of all tokens (3, N); a decode's are equal."""
     own = inputs.turns[: inputs.layout.num_decodes]
     return torch.cat((own.expand(3, -1), turns), 1)
 

@@ -111,7 +111,7 @@ class ModelRunner:
             self.record(self._graph_plan)
 
     def check_sleep(self) -> None:
-        """Raise ``RequestError`` if a feature can not be without its memory."""
+        """Raise ``RequestError`` if a feature cannot be without its memory."""
         for check_sleep in self._hooks.check_sleep:
             check_sleep()
 

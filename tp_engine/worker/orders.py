@@ -4,7 +4,7 @@
 
     rank 0    plan with an order -> prepare --+                    +--> commit, if all ranks can
     rank 1                          prepare --+--> any failure? -+
-    rank 2                          prepare --+                    +--> discard, if one can not: nothing has changed
+    rank 2                          prepare --+                    +--> discard, if one cannot: nothing has changed
 
 No step is in flight meanwhile.  ``prepare`` reads and checks: all that can fail, and nothing that others see.  Ranks
 exchange their errors then.  ``commit`` must not fail: a rank whose commit raises has failed, and ends the job.
@@ -41,7 +41,7 @@ class Prepared:
     """An order that this rank can follow.
 
     ``commit`` does it; what rank 0 returns goes to the operator, as JSON's types.  ``discard`` frees what was prepared,
-    because another rank can not follow.
+    because another rank cannot follow.
     """
 
     commit: Callable[[], dict[str, Any] | None]
@@ -49,7 +49,7 @@ class Prepared:
 
 
 Prepare: TypeAlias = Callable[[Arguments], Prepared]
-"""Raises any error if this rank can not follow; then it must have changed nothing, and hold nothing."""
+"""Raises any error if this rank cannot follow; then it must have changed nothing, and hold nothing."""
 
 
 class Outcome(NamedTuple):

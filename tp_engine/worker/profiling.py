@@ -127,7 +127,7 @@ class StepProfiler:
 
 
 def make_step_profiler(config: EngineConfig, rank: int) -> StepProfiler | None:
-    """Return this rank's profiler, if ``config`` asks for one; ``OSError`` if the folder of traces can not be made."""
+    """Return this rank's profiler, if ``config`` asks for one; ``OSError`` if the folder of traces cannot be made."""
     if config.profile is None:
         return None
     return StepProfiler(Path(config.profile), parse_steps(config.profile_steps), rank, config.device)

@@ -51,7 +51,7 @@ def test_a_system_prompt_is_the_first_message(system: Any, expected: str | None)
 
 
 def test_a_long_text_is_not_looked_at_letter_by_letter() -> None:
-    """Oracle: a text that can not be iterated over; tools come and go in blocks alone."""
+    """Oracle: a text that cannot be iterated over; tools come and go in blocks alone."""
 
     class Text(str):
         def __iter__(self) -> Any:

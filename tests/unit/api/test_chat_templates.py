@@ -68,7 +68,7 @@ def test_transformers_renders_the_same(template: str, messages: Any, options: di
 
 
 def test_documents_are_shown_or_refused() -> None:
-    """Oracle: a template that does not name them can not show them, and nothing that was sent is lost silently."""
+    """Oracle: a template that does not name them cannot show them, and nothing that was sent is lost silently."""
     documents = [{"title": "T", "text": "W"}]
     reading = CHAT_TEMPLATE + "{% for one in documents or [] %}{{ one.text }}{% endfor %}"
     assert render([QUESTION], reading, documents=documents).endswith("W")
@@ -298,7 +298,7 @@ def test_variables_of_python_that_json_does_not_know_are_texts() -> None:
     circle: list[Any] = []
     circle.append(circle)
     for wrong in ({(1, 2): 3}, circle):
-        with pytest.raises(TemplateRefusal, match="can not be written as JSON"):
+        with pytest.raises(TemplateRefusal, match="cannot be written as JSON"):
             ChatTemplate("{{ a }}").render({"a": wrong})
     assert ChatTemplate("{{ a }} {{ b[0] }} {{ c }}").render({"a": Path("/x"), "b": (1, 2), "c": "\ud800"}) == (
         "/x 1 \ud800"

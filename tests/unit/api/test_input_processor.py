@@ -138,7 +138,7 @@ def test_context_length() -> None:
 
 
 class Untouched:
-    """A tokenizer that may not be called; of one whose texts can not be measured there is no ``backend_tokenizer``."""
+    """A tokenizer that may not be called; of one whose texts cannot be measured there is no ``backend_tokenizer``."""
 
     def __init__(self, inner: Any = None) -> None:
         self._inner = inner
@@ -237,7 +237,7 @@ def test_load_tokenizer(tmp_path: Path) -> None:
     assert load_tokenizer(str(tmp_path / "none")) is None
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "tokenizer.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"broken.*can not be loaded"):
+    with pytest.raises(ConfigError, match=r"broken.*cannot be loaded"):
         load_tokenizer(str(tmp_path / "broken"))
 
 

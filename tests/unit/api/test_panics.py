@@ -47,7 +47,7 @@ def test_a_thread_that_prepares_requests_outlives_a_panic() -> None:
     async def scenario() -> None:
         threads = PreparingThreads()
         for size, has_images in ((1, False), (LARGE + 1, False), (1, True)):
-            with pytest.raises(RequestError, match=r"can not be prepared: .* failed \(Panic: at line 7\)"):
+            with pytest.raises(RequestError, match=r"cannot be prepared: .* failed \(Panic: at line 7\)"):
                 await threads.run(size, panic, has_images=has_images)
             assert await threads.run(size, lambda: 7, has_images=has_images) == 7
         with pytest.raises(RequestError, match="at line 7"):
@@ -75,7 +75,7 @@ def test_a_text_that_the_tokenizer_fails_over_is_refused(panicking: Any) -> None
         for path, (field, body) in bodies.items():
             error = error_of(reply := await app.post(path, body))
             assert (reply.status, error["param"]) == (400, field) and "retry-limit-in-match" in error["message"]
-            assert "can not be tokenized" in error["message"]
+            assert "cannot be tokenized" in error["message"]
         asked = {"prompt": "ab", "bad_words": [PANIC_TEXT]}
         assert error_of(await app.post("/v1/completions", asked))["param"] == "bad_words"
         assert (await app.post("/v1/completions", {"prompt": "ab"})).status == 200
@@ -91,5 +91,5 @@ def test_a_tokenizer_that_panics_when_it_is_loaded(tmp_path: Path, monkeypatch: 
         raise Panic
 
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", panic)
-    with pytest.raises(ValueError, match="can not be loaded"):
+    with pytest.raises(ValueError, match="cannot be loaded"):
         load_tokenizer(INFO.tokenizer)

@@ -99,8 +99,8 @@ def test_a_call_and_its_answer_of_the_time_before_tools(template: str) -> None:
 
 def test_a_refusal_is_what_the_assistant_said() -> None:
     """Oracle: the same text as the content."""
-    refused = {"role": "assistant", "content": None, "refusal": "I can not."}
-    assert shown(ASK, refused, NEXT) == shown(ASK, {"role": "assistant", "content": "I can not."}, NEXT)
+    refused = {"role": "assistant", "content": None, "refusal": "I cannot."}
+    assert shown(ASK, refused, NEXT) == shown(ASK, {"role": "assistant", "content": "I cannot."}, NEXT)
     assert in_one_spelling("", {**refused, "content": "but"})["content"] == "but"
 
 

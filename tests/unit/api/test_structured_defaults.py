@@ -58,5 +58,5 @@ def test_what_can_not_be_meant_is_refused(text: str, words: str) -> None:
 
 def test_white_space_that_the_library_refuses() -> None:
     """Oracle: the library's words, when the configuration is checked."""
-    with pytest.raises(ConfigError, match=r"structured_outputs_config can not be used: .*unclosed group"):
+    with pytest.raises(ConfigError, match=r"structured_outputs_config cannot be used: .*unclosed group"):
         check_config(EngineConfig(structured_outputs_config=StructuredOutputsDefaults(whitespace_pattern="(")))

@@ -24,7 +24,7 @@ BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch": TorchBackend, "n
 def backend(request: pytest.FixtureRequest) -> AttentionBackend:
     """A new backend of each kind that this machine supports."""
     if request.param == "native" and native_library() is None:
-        pytest.skip("the native kernels can not be built here")
+        pytest.skip("the native kernels cannot be built here")
     return BACKENDS[request.param]()
 
 
@@ -156,7 +156,7 @@ def test_inputs_may_be_slices_of_merged_projections(backend: AttentionBackend) -
 def test_any_batch(name: str, data: st.DataObject) -> None:
     """Oracle: loops, over random chunk boundaries, block sizes, windows, softcaps, sinks and shuffled blocks."""
     if name == "native" and native_library() is None:
-        pytest.skip("the native kernels can not be built here")
+        pytest.skip("the native kernels cannot be built here")
     decodes = data.draw(st.lists(st.integers(0, 90).map(lambda seq_len: (1, seq_len)), max_size=6))
     chunk = st.tuples(st.integers(1, 40), st.integers(0, 60)).map(lambda pair: (pair[0], sum(pair)))
     prefills = data.draw(st.lists(chunk, max_size=4))

@@ -388,7 +388,7 @@ ALL_KINDS = [(1, 17), (150, 150), (9, 21), (130, 170), (5, 40), (127, 200), (128
 def test_a_request_has_the_same_bits_alone(name: str) -> None:
     """Oracle: each request in a step of its own, bit by bit; the others do not choose its form."""
     if name == "native" and native_library() is None:
-        pytest.skip("the native kernels can not be built here")
+        pytest.skip("the native kernels cannot be built here")
     assert differing_alone(TorchBackend() if name == "torch" else NativeBackend(), ALL_KINDS) == []
 
 
@@ -457,7 +457,7 @@ def test_absorbed_equals_expanded(
         start += length
 
 
-@pytest.mark.skipif(native_library() is None, reason="the native kernels can not be built here")
+@pytest.mark.skipif(native_library() is None, reason="the native kernels cannot be built here")
 @pytest.mark.parametrize("max_elements", [1, 1 << 23], ids=["few heads at once", "all heads at once"])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03), (torch.float16, 0.004)])
 def test_expanded_in_c(dtype: torch.dtype, bound: float, max_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -484,7 +484,7 @@ def test_expanded_in_c(dtype: torch.dtype, bound: float, max_elements: int, monk
             assert torch.equal(backend.attend_expanded(query[first:end], rows[:end], shape), found[first:end])
 
 
-@pytest.mark.skipif(native_library() is None, reason="the native kernels can not be built here")
+@pytest.mark.skipif(native_library() is None, reason="the native kernels cannot be built here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize("count", [1, 3, 4, 9])
@@ -513,7 +513,7 @@ def test_operations_in_c(dtype: torch.dtype, is_interleaved: bool, count: int) -
             assert_close_enough(one, other, wanted, granted=wanted.abs().max().item())
 
 
-@pytest.mark.skipif(native_library() is None, reason="the native kernels can not be built here")
+@pytest.mark.skipif(native_library() is None, reason="the native kernels cannot be built here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("heads", [1, 5, 20, 80])
 @pytest.mark.parametrize("sizes", [(24, 6), (512, 64)], ids=["small", "deepseek"])

@@ -1,4 +1,4 @@
-"""Whether ranks on CPUs share memory: the option, the agreement, and the case of a rank that can not."""
+"""Whether ranks on CPUs share memory: the option, the agreement, and the case of a rank that cannot."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tp_engine.ipc.tensor_slots import TensorSlots
 from tp_engine.job.progress import RankProgress
 from tp_engine.job.topology import RankInfo
 
-needs_c = pytest.mark.skipif(native_library() is None, reason="the native kernels can not be built here")
+needs_c = pytest.mark.skipif(native_library() is None, reason="the native kernels cannot be built here")
 
 ONE_HOST = RankInfo(world_size=4, local_world_size=4)
 TWO_HOSTS = RankInfo(world_size=4, local_world_size=2)

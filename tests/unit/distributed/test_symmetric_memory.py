@@ -143,7 +143,7 @@ def test_the_largest_all_gather_follows_from_the_machine(world_size: int, larges
         ({"world_size": 3}, "bfloat16", "2, 4, 8 ranks, and there are 3"),
         ({}, "float16", "dtype is float16"),
         ({"capability": (7, 5)}, "bfloat16", "capability 8.0, and one is of 7.5"),
-        ({"has_peer_access": False}, "bfloat16", "can not read each other's memory.*NCCL_P2P_DISABLE"),
+        ({"has_peer_access": False}, "bfloat16", "cannot read each other's memory.*NCCL_P2P_DISABLE"),
         ({"has_peer_atomics": False}, "bfloat16", r"signals to each other may be lost.*p2p a\)"),
     ],
 )

@@ -91,7 +91,7 @@ def test_two_connections_and_the_port_closes(meeting: Meeting) -> None:
     ends = [meeting.connect(purpose) for purpose in PURPOSES]
     meeting.thread.join(DEADLINE_S)
     assert len(meeting.accepted) == 2
-    with pytest.raises(RankError, match="can not be reached"):
+    with pytest.raises(RankError, match="cannot be reached"):
         meeting.connect("plan", timeout_s=0.0)
     for end in ends:
         end.close()

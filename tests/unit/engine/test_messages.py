@@ -182,7 +182,7 @@ def test_arrays_of_other_types_are_refused() -> None:
     for wrong in (np.zeros((1, 1)), np.zeros((1, 1), dtype=np.int64), np.array([[None]])):
         part = TokenLogprobs(token_ids=wrong, logprobs=wrong, ranks=wrong)  # type: ignore[arg-type]
         delta = SequenceDelta(request_id="a", index=0, new_token_ids=[1], logprobs=part)
-        with pytest.raises(TypeError, match="can not cross the socket"):
+        with pytest.raises(TypeError, match="cannot cross the socket"):
             encode(messages.Output(output=StepOutput(deltas=[delta])))
 
 

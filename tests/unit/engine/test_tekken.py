@@ -100,7 +100,7 @@ def wrong(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
     ("file", "words"),
     [
         ({}, "there is no 'config'"),
-        ([], "can not be read"),
+        ([], "cannot be read"),
         (content(config={}), "there is no 'default_vocab_size'"),
         (wrong(lambda one: one["config"].update(default_vocab_size="9")), "default_vocab_size is '9'"),
         (wrong(lambda one: one["config"].update(default_vocab_size=True)), "default_vocab_size is True"),
@@ -117,7 +117,7 @@ def wrong(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
         (wrong(lambda one: one["vocab"][7].update(token_bytes="*")), "an entry 7 in vocab"),
         (wrong(lambda one: one["vocab"][7].update(token_bytes=7)), "an entry 7 in vocab"),
         (wrong(lambda one: one["vocab"][7].update(token_bytes="")), "an entry 7 in vocab"),
-        (wrong(lambda one: one["vocab"].__setitem__(7, None)), "can not be read"),
+        (wrong(lambda one: one["vocab"].__setitem__(7, None)), "cannot be read"),
         (wrong(lambda one: one["special_tokens"][3].update(rank=4)), "in the order of their ids"),
         (wrong(lambda one: one["special_tokens"][3].update(token_str="<s>")), "come twice"),
         (wrong(lambda one: one["special_tokens"][3].update(token_str="a")), "'a' is a special token and another one"),

@@ -52,7 +52,7 @@ def test_the_tokenizers_eos_is_that_of_transformers(
 
 
 def test_usual_files_need_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the answer although transformers can not be imported, whose import would take seconds of a start."""
+    """Oracle: the answer although transformers cannot be imported, whose import would take seconds of a start."""
     byte_level_tokenizer().save_pretrained(tmp_path)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert tokenizer_eos_ids(str(tmp_path)) == (byte_level_tokenizer().eos_token_id,)

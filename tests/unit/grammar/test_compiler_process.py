@@ -53,12 +53,12 @@ def process() -> Iterator[CompilerProcess]:
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        ({"json": deep_schema(3000)}, "the JSON schema can not be used: it is nested too deeply"),
-        ({"grammar": long_rules(30_000)}, "the grammar can not be used: it is nested too deeply"),
-        ({"regex": "("}, "the regex can not be used: .*unclosed group"),
+        ({"json": deep_schema(3000)}, "the JSON schema cannot be used: it is nested too deeply"),
+        ({"grammar": long_rules(30_000)}, "the grammar cannot be used: it is nested too deeply"),
+        ({"regex": "("}, "the regex cannot be used: .*unclosed group"),
         ({"grammar": 'start: "a" <|no|>'}, "unknown special token"),
         ({"json": {"$ref": "#"}}, "no output fits it"),
-        ({"choice": ["ab" * 120_000 + str(one) for one in range(4)]}, "the choice can not be used: finding the tokens"),
+        ({"choice": ["ab" * 120_000 + str(one) for one in range(4)]}, "the choice cannot be used: finding the tokens"),
     ],
 )
 def test_what_can_not_be_compiled_is_refused(process: CompilerProcess, params: dict[str, Any], words: str) -> None:
@@ -87,7 +87,7 @@ def test_special_tokens_are_known(process: CompilerProcess) -> None:
     unaware = CompilerProcess(None)
     unaware.try_out(StructuredOutputsParams(grammar="start: <|anything|>"), cpu_s=5.0)
     unaware.try_out(GOOD, cpu_s=5.0)
-    with pytest.raises(RequestError, match="can not be used"):
+    with pytest.raises(RequestError, match="cannot be used"):
         unaware.try_out(StructuredOutputsParams(grammar="start: <|anything|> nothing"), cpu_s=5.0)
     unaware.close()
 

@@ -209,17 +209,17 @@ def test_vocabularies_of_other_sizes() -> None:
 
 
 BAD: list[tuple[StructuredOutputsParams, str]] = [
-    (StructuredOutputsParams(regex="("), "the regex can not be used: .*unclosed group"),
+    (StructuredOutputsParams(regex="("), "the regex cannot be used: .*unclosed group"),
     (StructuredOutputsParams(regex="a(?=b)"), "look-around"),
-    (StructuredOutputsParams(json={"type": "strin"}), "the JSON schema can not be used: Invalid type: strin"),
+    (StructuredOutputsParams(json={"type": "strin"}), "the JSON schema cannot be used: Invalid type: strin"),
     (StructuredOutputsParams(json={"type": "array", "uniqueItems": True}), "uniqueItems"),
     (StructuredOutputsParams(json={"$ref": "#"}), "no output fits it"),
     (StructuredOutputsParams(json={"$ref": "http://x/y"}), "http://x/y"),
     (StructuredOutputsParams(json="false"), "Unsatisfiable"),
     (StructuredOutputsParams(json={"type": "integer", "minimum": 5, "maximum": 2}), "minimum"),
-    (StructuredOutputsParams(grammar="root ::= x"), "the grammar can not be used: .*'x' not found"),
-    (StructuredOutputsParams(grammar="nonsense"), "the grammar can not be used"),
-    (StructuredOutputsParams(json_object=True, whitespace_pattern="("), "the white space can not be used"),
+    (StructuredOutputsParams(grammar="root ::= x"), "the grammar cannot be used: .*'x' not found"),
+    (StructuredOutputsParams(grammar="nonsense"), "the grammar cannot be used"),
+    (StructuredOutputsParams(json_object=True, whitespace_pattern="("), "the white space cannot be used"),
 ]
 
 

@@ -61,5 +61,5 @@ def test_white_space_is_bounded() -> None:
 
 def test_other_preambles_are_refused() -> None:
     """Oracle: the error's words."""
-    with pytest.raises(RequestError, match="can not be used"):
+    with pytest.raises(RequestError, match="cannot be used"):
         compile_grammar(StructuredOutputsParams(json_object=True, preamble="start: nothing @answer"), byte_vocabulary())

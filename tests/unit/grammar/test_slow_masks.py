@@ -109,6 +109,6 @@ def test_a_grammar_that_was_too_slow_is_refused() -> None:
     compiler = GrammarCompiler(byte_vocabulary())
     params = StructuredOutputsParams(regex="a+")
     compiler.compile(params).pace.fail()
-    with pytest.raises(RequestError, match="the regex can not be used: finding the tokens"):
+    with pytest.raises(RequestError, match="the regex cannot be used: finding the tokens"):
         compiler.known(params)
     compiler.close()

@@ -259,5 +259,5 @@ def test_both_files_of_a_folder_are_read(tmp_path: Path) -> None:
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": {"min_pixels": 2}}))
     assert read_processor(tmp_path) == ({"min_pixels": 2}, "processor_config.json")
     (tmp_path / "processor_config.json").write_text("{")
-    with pytest.raises(ConfigError, match="can not be read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         read_processor(tmp_path)

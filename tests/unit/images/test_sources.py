@@ -150,7 +150,7 @@ def test_files_below_the_allowed_folder_are_read_and_no_other(tmp_path: Path) ->
         "file:///%00",
         "file:relative.png",
     ):
-        with pytest.raises(RequestError, match="not below --allowed-local-media-path, or can not be read"):
+        with pytest.raises(RequestError, match="not below --allowed-local-media-path, or cannot be read"):
             read(url, **limits)
 
 

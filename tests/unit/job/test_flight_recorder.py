@@ -253,7 +253,7 @@ def test_a_record_survives_its_file(tmp_path: Path) -> None:
 
 
 def test_writing_never_raises(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Oracle: a folder that can not be made gives a warning; an empty name turns the record off."""
+    """Oracle: a folder that cannot be made gives a warning; an empty name turns the record off."""
     (tmp_path / "file").write_text("")
     assert save_record(record(rank(0)), str(tmp_path / "file" / "below")) is None
     assert "could not be written" in caplog.text
@@ -301,4 +301,4 @@ def test_the_command_prints_a_record(tmp_path: Path) -> None:
     done = subprocess.run([*command, str(path)], capture_output=True, text=True)
     assert done.returncode == 0 and "Ranks 0 and 1 are in collective 7 of step 812" in done.stdout
     missing = subprocess.run([*command, str(tmp_path / "none.json")], capture_output=True, text=True)
-    assert missing.returncode == 2 and "can not be read: No such file" in missing.stderr and not missing.stdout
+    assert missing.returncode == 2 and "cannot be read: No such file" in missing.stderr and not missing.stdout

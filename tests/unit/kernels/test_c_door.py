@@ -16,7 +16,7 @@ from tp_engine.cpu.tape import Tape, recording
 from tp_engine.kernels.steps.decode_inputs import DecodeInputs, RowTables
 
 LIBRARY = native_library()
-compiled = pytest.mark.skipif(LIBRARY is None, reason="the native kernels can not be built here")
+compiled = pytest.mark.skipif(LIBRARY is None, reason="the native kernels cannot be built here")
 
 
 def test_every_pointer_of_a_taped_function_has_an_extent() -> None:

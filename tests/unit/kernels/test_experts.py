@@ -321,7 +321,7 @@ def test_which_numbers_of_ranks_are_legal() -> None:
     spec = read_model({**QWEN3_MOE, "num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 8})
     check_tensor_parallel(spec, 5)
     shared = {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 6}
-    with pytest.raises(ConfigError, match="intermediate size of 6 can not be divided equally"):
+    with pytest.raises(ConfigError, match="intermediate size of 6 cannot be divided equally"):
         check_tensor_parallel(read_model({**QWEN3_MOE, **shared}), 4)
     with pytest.raises(ConfigError, match="experts' inner size of 2 is smaller"):
         check_tensor_parallel(read_model({**QWEN3_MOE, "moe_intermediate_size": 2}), 4)

@@ -13,7 +13,7 @@ from tp_engine.kernels.attention.index_keys import ChosenKeys, KeyNorm
 from tp_engine.kernels.kv_cache.layer_kv import LARGEST_VALUE, LayerKv, dequantise, quantise, states_at
 from tp_engine.kernels.ops import implementation
 
-pytestmark = pytest.mark.skipif(native_library() is None, reason="the native kernels can not be built here")
+pytestmark = pytest.mark.skipif(native_library() is None, reason="the native kernels cannot be built here")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 INT8, FP8 = LARGEST_VALUE
 BLOCK_SIZE = 16

@@ -14,7 +14,7 @@ from tp_engine.kernels.linear.adapters import TILE_ROWS, group_rows
 def test_native(name: str) -> None:
     """Oracle: see ``check_adapters``."""
     if native_library() is None:
-        pytest.skip("the compiled kernels can not be had here")
+        pytest.skip("the compiled kernels cannot be had here")
     cases_of("native")[name]("cpu")
 
 

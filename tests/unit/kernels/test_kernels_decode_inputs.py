@@ -18,5 +18,5 @@ def test_twin(case: str) -> None:
 def test_native(case: str) -> None:
     """Oracle: as for the twin; skipped where nothing can be compiled."""
     if native_library() is None:
-        pytest.skip("the native kernels can not be built here")
+        pytest.skip("the native kernels cannot be built here")
     make_cases("native")[case]("cpu")

@@ -140,7 +140,7 @@ def test_sigmoid_gate(dtype: torch.dtype, size: tuple[int, int]) -> None:
     compare("sigmoid_gate", gated_by, x.double() * gate.double().sigmoid())
 
 
-@pytest.mark.skipif(native_library() is None, reason="the native kernels can not be built here")
+@pytest.mark.skipif(native_library() is None, reason="the native kernels cannot be built here")
 @pytest.mark.parametrize("kind", get_args(ActivationKind))
 def test_gates_of_extremes(kind: ActivationKind) -> None:
     """Oracle: PyTorch, at values where the exponential leaves float32's range; NaN stays."""
@@ -157,7 +157,7 @@ def test_gates_in_panels(dtype: torch.dtype, kind: ActivationKind, size: int) ->
     """Oracle: the kernel of the activation after the product in panels, bit by bit."""
     library = native_library()
     if library is None:
-        pytest.skip("the native kernels can not be built here")
+        pytest.skip("the native kernels cannot be built here")
     rule, weight, x = Activation(kind, alpha=1.3, limit=2.0), torch.randn(2 * size, 76), torch.randn(97, 76)
     weight, x, bias = weight.to(dtype), x.to(dtype), torch.randn(2 * size).to(dtype)
     separate, together = PackedWeight(library, weight), PackedWeight(library, weight, activation=rule)
@@ -296,7 +296,7 @@ def test_cap_logits(dtype: torch.dtype, size: tuple[int, int], cap: float | None
     compare("cap_logits", capped, exact)
 
 
-@pytest.mark.skipif(native_library() is None, reason="the native kernels can not be built here")
+@pytest.mark.skipif(native_library() is None, reason="the native kernels cannot be built here")
 def test_tanh_is_as_exact_as_pytorch_s() -> None:
     """Oracle: float64: over many numbers of all sizes, the largest relative error is at most twice PyTorch's and a
     unit, because on some processors PyTorch's is half of one."""
@@ -313,7 +313,7 @@ def test_tanh_is_as_exact_as_pytorch_s() -> None:
 def test_rows_that_lie_apart_are_copied(kind: Kind) -> None:
     """Oracle: the same rows; what is beside them stays."""
     if kind == "native" and native_library() is None:
-        pytest.skip("the native kernels can not be built here")
+        pytest.skip("the native kernels cannot be built here")
     source, target = torch.randn(5, 48), torch.zeros(5, 40)
     implementation("copy_rows", kind)(source[:, 8:24], target[:, 20:36])
     assert torch.equal(target[:, 20:36], source[:, 8:24])

@@ -200,7 +200,7 @@ def test_a_compiler_that_fails(compiler: Path) -> None:
 def test_a_folder_that_can_not_be_written(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the folder and the remedy."""
     monkeypatch.setenv("TP_ENGINE_CACHE_DIR", "/proc/nowhere")
-    with pytest.raises(BuildError, match=r"can not write to /proc/nowhere/code-.*set TP_ENGINE_CACHE_DIR"):
+    with pytest.raises(BuildError, match=r"cannot write to /proc/nowhere/code-.*set TP_ENGINE_CACHE_DIR"):
         built_library(Path("/some/libgomp.so.1"))
 
 
@@ -213,7 +213,7 @@ def test_pytorch_computes_where_there_are_no_kernels(
     said = {
         "no compiler": "there is no C compiler; install gcc",
         "fails": "bad luck",
-        "no library": "no native CPU kernels",  # the stand-in's output can not be loaded
+        "no library": "no native CPU kernels",  # the stand-in's output cannot be loaded
         "wrong results": "norm in torch.float32 differs",
         "switched off": "switched off by TP_ENGINE_NATIVE",
     }[reason]

@@ -1,4 +1,4 @@
-"""The kernels in C against their PyTorch twins and float64 (rows B9, B10); skipped where they can not be built."""
+"""The kernels in C against their PyTorch twins and float64 (rows B9, B10); skipped where they cannot be built."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.ops import OPS, implementation
 from tp_engine.model_config.mlp import SILU
 
-pytestmark = pytest.mark.skipif(native_library() is None, reason="the native kernels can not be built here")
+pytestmark = pytest.mark.skipif(native_library() is None, reason="the native kernels cannot be built here")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SUMS = 4e-6  # float32's own share of an attention's error, with some hundred keys and values around 1

@@ -1,4 +1,4 @@
-"""Products with quantised weights in C against float64, and the bits of a row; skipped where C can not be built."""
+"""Products with quantised weights in C against float64, and the bits of a row; skipped where C cannot be built."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROWS = [1, 2, 3, 4, 5, 6, 7, 13, 65, 100]
 def library() -> ctypes.CDLL:
     library = native_library()
     if library is None:
-        pytest.skip("the native kernels can not be built here")
+        pytest.skip("the native kernels cannot be built here")
     return library
 
 

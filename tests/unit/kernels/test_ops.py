@@ -12,7 +12,7 @@ from tp_engine.kernels import ops
 from tp_engine.kernels.ops import OPS, Op, has_triton, implementation, is_recordable, op
 
 WITHOUT_C = ["prepare_steps", "advance_steps", "quantise_rows", "norm_codes", "store_kv"]
-needs_native = pytest.mark.skipif(native_library() is None, reason="the native kernels can not be built here")
+needs_native = pytest.mark.skipif(native_library() is None, reason="the native kernels cannot be built here")
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_the_decorator_of_kernels_is_that_of_triton() -> None:
 @needs_native
 @pytest.mark.usefixtures("fresh_choice")
 def test_what_c_does_not_have_falls_back_alone() -> None:
-    """Oracle: the twin of the one operation without C; the others stay in C, and only that one can not be recorded."""
+    """Oracle: the twin of the one operation without C; the others stay in C, and only that one cannot be recorded."""
     with patch.dict(OPS, {"gate": Op(OPS["gate"].twin, OPS["gate"].triton)}):
         assert op("gate", "cpu") is OPS["gate"].twin
         assert op("norm", "cpu") is not OPS["norm"].twin

@@ -1,4 +1,4 @@
-"""Decode steps on tapes, against the same steps without tapes; skipped where the native kernels can not be built."""
+"""Decode steps on tapes, against the same steps without tapes; skipped where the native kernels cannot be built."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from tp_engine.worker.graphs.tape_recorder import TapeMemory, TapeRecorder, Tape
 from tp_engine.worker.memory.kv_cache import KvBlocks, KvCacheShape
 
 LIBRARY = native_library()
-pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the native kernels can not be built here")
+pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the native kernels cannot be built here")
 
 CPU = torch.device("cpu")
 NUM_ROWS, MAX_LEN, BLOCK_SIZE = 4, 600, 4

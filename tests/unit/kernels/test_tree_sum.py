@@ -36,7 +36,7 @@ ROWS = (1, 3, 7, 65, 140)
 def library() -> ctypes.CDLL:
     library = native_library()
     if library is None:
-        pytest.skip("the native kernels can not be built here")
+        pytest.skip("the native kernels cannot be built here")
     return library
 
 

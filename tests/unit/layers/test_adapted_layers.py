@@ -58,7 +58,7 @@ def any_library(request: pytest.FixtureRequest) -> Iterator[None]:
     """With the compiled kernels, where they can be built, and without."""
     if request.param:
         if native_library() is None:
-            pytest.skip("the native kernels can not be built here")
+            pytest.skip("the native kernels cannot be built here")
         yield
         return
     ops.op.cache_clear()

@@ -30,7 +30,7 @@ ROWS = [1, 2, 3, 4, 5, 6, 7, 13, 65]
 def library() -> ctypes.CDLL:
     library = native_library()
     if library is None:
-        pytest.skip("the native kernels can not be built here")
+        pytest.skip("the native kernels cannot be built here")
     return library
 
 

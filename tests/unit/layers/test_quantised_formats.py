@@ -315,7 +315,7 @@ def test_memory_is_what_lies_on_disk(
     """Oracle: the sizes of the files' tensors; what C keeps is within 3 % of them, divided by the ranks."""
     library = native_library()
     if library is None:
-        pytest.skip("the native kernels can not be built here")
+        pytest.skip("the native kernels cannot be built here")
     folder = checkpoint("llama", hidden_size=512, intermediate_size=1024, num_heads=8, num_kv_heads=8, num_layers=1)
     compress(folder, tmp_path / "target", tmp_path / "twin", name)
     stored = load_file(tmp_path / "target" / "model.safetensors")

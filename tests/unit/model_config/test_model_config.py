@@ -284,7 +284,7 @@ def test_load_joins_the_eos_ids_of_both_files(tmp_path: Path) -> None:
 def test_where_eos_ids_come_from(config: Any, generation: Any, expected: tuple[int, ...], tmp_path: Path) -> None:
     """Oracle: transformers: its class's default (Llama: 2) holds if neither file has the key; null is none.
 
-    An id outside of the vocabulary can not be generated; a warning names it.
+    An id outside of the vocabulary cannot be generated; a warning names it.
     """
     (tmp_path / "config.json").write_text(json.dumps(llama(**config)))
     if generation is not None:

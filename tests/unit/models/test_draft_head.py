@@ -94,7 +94,7 @@ def test_logits(case: str, world_size: int, heads: dict[str, tuple[Path, Path]])
 
 
 def test_refusals(tmp_path: Path, heads: dict[str, tuple[Path, Path]]) -> None:
-    """By hand: what a head can not be, with its value."""
+    """By hand: what a head cannot be, with its value."""
     target, _ = load_model_config(str(heads["authors"][1]))
     wrong: dict[str, dict[str, Any]] = {
         "num_hidden_layers is 2": {"num_hidden_layers": 2},

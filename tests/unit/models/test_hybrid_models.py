@@ -188,7 +188,7 @@ def test_legal_numbers_of_ranks() -> None:
     """By hand: 8 value heads and 2 key heads, which are repeated on 4 and 8 ranks."""
     for size in (1, 2, 4, 8):
         check_tensor_parallel(read_model(NEXT), size)
-    with pytest.raises(ConfigError, match=r"8 linear-attention value heads can not be divided equally.*: 1, 2, 4, 8"):
+    with pytest.raises(ConfigError, match=r"8 linear-attention value heads cannot be divided equally.*: 1, 2, 4, 8"):
         check_tensor_parallel(read_model(NEXT), 3)
     with pytest.raises(ConfigError, match="4 linear-attention key heads can be neither divided"):
         config = {**NEXT, "linear_num_key_heads": 4, "linear_num_value_heads": 12, "num_attention_heads": 6}

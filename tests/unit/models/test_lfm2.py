@@ -169,7 +169,7 @@ def test_legal_numbers_of_ranks() -> None:
     """By hand: 32 heads, 8 KV heads, 8192 inner elements and 2048 channels."""
     for size in (1, 2, 4, 8, 16):
         check_tensor_parallel(read_model(LFM25_1B), size)
-    with pytest.raises(ConfigError, match="the 2048 channels of short convolutions can not be divided equally"):
+    with pytest.raises(ConfigError, match="the 2048 channels of short convolutions cannot be divided equally"):
         check_tensor_parallel(read_model(LFM25_1B), 3)
 
 

@@ -178,7 +178,7 @@ def test_legal_numbers_of_ranks() -> None:
     with pytest.raises(ConfigError, match=r"16; the 8 Mamba2 groups, each .* are fewer than the ranks.*: 1, 2, 4, 8$"):
         check_tensor_parallel(read_model(NANO), 16)
     check_tensor_parallel(read_model({**NANO, "n_groups": 1}), 16)
-    with pytest.raises(ConfigError, match=r"64 Mamba2 heads can not be divided equally"):
+    with pytest.raises(ConfigError, match=r"64 Mamba2 heads cannot be divided equally"):
         check_tensor_parallel(read_model({**NANO, "num_attention_heads": 36, "num_key_value_heads": 3}), 3)
 
 

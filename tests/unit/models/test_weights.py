@@ -286,7 +286,7 @@ def test_a_file_that_can_not_be_mapped(
     save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
     for module in (checkpoint, stored):
         monkeypatch.setattr(module, "safe_open", no_room)
-    with pytest.raises(WeightError, match=r"model\.safetensors can not be read as safetensors: unable to mmap"):
+    with pytest.raises(WeightError, match=r"model\.safetensors cannot be read as safetensors: unable to mmap"):
         reads(tmp_path)
 
 
@@ -300,7 +300,7 @@ def test_broken_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no \*\.safetensors.*convert"):
         load()
     (tmp_path / "a.safetensors").write_bytes(b"not safetensors")
-    with pytest.raises(WeightError, match=r"a\.safetensors can not be read"):
+    with pytest.raises(WeightError, match=r"a\.safetensors cannot be read"):
         load()
     save_file(full_tensors(CONFIG), tmp_path / "a.safetensors")
     save_file({"model.norm.weight": torch.zeros(16)}, tmp_path / "b.safetensors")
@@ -345,7 +345,7 @@ def test_values_are_decoded_on_their_way(tmp_path: Path) -> None:
     assert torch.equal(bytes_, codes)
     set_sources(experts, (Source(name=names[1], shape=(3, 5), taken=whole((3, 5)), target=whole((3, 5))),))
     with pytest.raises(
-        WeightError, match=r"model\.codes is stored as torch\.uint8, which can not become torch\.float32"
+        WeightError, match=r"model\.codes is stored as torch\.uint8, which cannot become torch\.float32"
     ):
         load_weights({"experts": experts}, CONFIG, tmp_path, info=RankInfo())
 

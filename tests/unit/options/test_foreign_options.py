@@ -158,7 +158,7 @@ def test_sglangs_speculation_is_one_object() -> None:
         ("--task generate --convert embed", "--task sets --convert to 'none', and it is given as 'embed'"),
         ("--lora-paths a=/x --enable-lora --lora-modules b=/y", "give one of them"),
         ("--spec-tokens 3 --speculative-config.num_speculative_tokens 4", "give one of them"),
-        ("--ep-size many", "--ep-size is 'many', which it can not be"),
+        ("--ep-size many", "--ep-size is 'many', which it cannot be"),
         ("--kv-cache-dtype fp8_e5m2", "e4m3"),
         ("--load-format gguf", "convert the checkpoint"),
         ("--quantization ascend", "leave it out"),

@@ -142,7 +142,7 @@ def test_the_text_of_a_record_is_the_record(given: dict[str, Any]) -> None:
         ({"lora_modules": [""], "enable_lora": True}, "lora_modules is ''; it must be texts"),
         ({"lora_modules": ["[a"], "enable_lora": True}, "lora_modules begins like a JSON list"),
         ({"lora_modules": ["a=/x", "b=/y"]}, "lora_modules is 'a=/x b=/y', and enable_lora is off"),
-        ({"hf_overrides": {"a": object()}}, "hf_overrides can not be written as JSON"),
+        ({"hf_overrides": {"a": object()}}, "hf_overrides cannot be written as JSON"),
         ({"mm_processor_kwargs": "[1]"}, "mm_processor_kwargs is '.1.'; it must be a JSON object"),
         ({"limit_mm_per_prompt": {"image": 5000}}, "has image 5000; it must be a whole number from 0"),
     ],

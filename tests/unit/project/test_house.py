@@ -37,7 +37,7 @@ def num_lines(path: Path) -> int:
 
 @pytest.mark.parametrize("path", [*DOCUMENTS, *C_FILES], ids=name_of)
 def test_documents_and_c_are_at_most_120_columns_wide(path: Path) -> None:
-    """Oracle: the rule; a line of a single word, such as an address, can not be broken."""
+    """Oracle: the rule; a line of a single word, such as an address, cannot be broken."""
     lines = path.read_text(encoding="utf-8").splitlines()
     wide = [
         (number, len(line)) for number, line in enumerate(lines, 1) if len(line) > MAX_COLUMNS and " " in line.strip()

@@ -94,7 +94,7 @@ def test_draws_follow_the_distribution(sampling: RowSampling) -> None:
 
 @pytest.mark.parametrize("spread", [0.05, 6.0])
 def test_top_p_over_a_large_vocabulary_is_the_same_ranked_or_sorted(spread: float) -> None:
-    """Oracle: the full sort.  A narrow nucleus takes the short way on CPU; a wide one can not."""
+    """Oracle: the full sort.  A narrow nucleus takes the short way on CPU; a wide one cannot."""
     vocab = 30_000
     logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(5)) * spread
     rows, positions = np.arange(6, dtype=np.int32), np.full(6, 2, np.int32)

@@ -300,7 +300,7 @@ def test_an_image_never_holds_up_a_text_for_longer_than_a_chunk(album: Album, ah
     simulation.run()
     encoding = [plan for plan in simulation.plans if len(plan.encodes)]
     found = [layers_of(plan) for plan in encoding]
-    # 8 a layer: 2 of 20 each step, 5 steps; 48 a layer: one, alone, which is more than a chunk but can not be cut
+    # 8 a layer: 2 of 20 each step, 5 steps; 48 a layer: one, alone, which is more than a chunk but cannot be cut
     assert found == [[(4, 2)]] * 5 + [[(24, 1)]] * 10
     assert all(len(plan.decode_rows) for plan in encoding)
     assert text.request_id in simulation.requests

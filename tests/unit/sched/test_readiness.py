@@ -1,4 +1,4 @@
-"""The bits that say why a row can not be scheduled.  Oracle: counts by hand."""
+"""The bits that say why a row cannot be scheduled.  Oracle: counts by hand."""
 
 from __future__ import annotations
 

@@ -322,7 +322,7 @@ def test_a_request_that_waits_for_its_grammar_can_end() -> None:
 
 
 class StubbornConstraint(FakeConstraint):
-    """Refuses the second token, or can not continue."""
+    """Refuses the second token, or cannot continue."""
 
     def __init__(self, error: str | None) -> None:
         super().__init__()

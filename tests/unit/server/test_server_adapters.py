@@ -19,7 +19,7 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
 class Refusing(FakeEngine):
-    """An engine whose ranks can not load what is below ``bad``."""
+    """An engine whose ranks cannot load what is below ``bad``."""
 
     def order(self, kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         if arguments["path"] == "bad":

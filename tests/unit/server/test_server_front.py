@@ -132,9 +132,9 @@ def test_a_unix_socket_is_bound_replaced_and_removed(tmp_path: Path) -> None:
     (tmp_path / "s").write_text("mine")
     with pytest.raises(ConfigError, match="another kind"):
         open_listener(config)
-    with pytest.raises(ConfigError, match="can not listen on uds"):
+    with pytest.raises(ConfigError, match="cannot listen on uds"):
         open_listener(ServerConfig(uds=str(tmp_path / "none" / "s")))
-    with pytest.raises(ConfigError, match="can not listen on uds"):
+    with pytest.raises(ConfigError, match="cannot listen on uds"):
         open_listener(ServerConfig(uds=str(tmp_path / ("x" * 200))))
 
 
@@ -143,7 +143,7 @@ def test_certificates_are_read_before_anything_is_started(tmp_path: Path) -> Non
     for name in ("key", "cert"):
         (tmp_path / name).write_text("no PEM")
     config = ServerConfig(port=0, ssl_keyfile=str(tmp_path / "key"), ssl_certfile=str(tmp_path / "cert"))
-    with pytest.raises(ConfigError, match=r"ssl_certfile .*cert.* and ssl_keyfile .*key.* can not be used"):
+    with pytest.raises(ConfigError, match=r"ssl_certfile .*cert.* and ssl_keyfile .*key.* cannot be used"):
         open_listener(config)
 
 

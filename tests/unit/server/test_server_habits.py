@@ -119,7 +119,7 @@ def test_errors_name_the_field_of_the_endpoint(path: str, body: dict[str, Any], 
 
 
 class Crowded(FakeEngine):
-    """Refuses each request as the scheduler does one that its KV cache can not hold."""
+    """Refuses each request as the scheduler does one that its KV cache cannot hold."""
 
     def add_request(self, request: Any) -> None:
         raise RequestError("too long for the KV cache", param=request.prompt_field, code="context_length_exceeded")

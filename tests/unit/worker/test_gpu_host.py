@@ -1,4 +1,4 @@
-"""Hosts whose GPUs torch can not use, and the threads of a rank, with stand-ins for torch's answers."""
+"""Hosts whose GPUs torch cannot use, and the threads of a rank, with stand-ins for torch's answers."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Member:
 def note(rank: int, arguments: Mapping[str, Any], diary: list[str]) -> Prepared:
     """Prepare an order that notes what becomes of it."""
     if rank in arguments["failing"]:
-        raise ValueError(f"can not {arguments['what']}")
+        raise ValueError(f"cannot {arguments['what']}")
 
     def commit() -> dict[str, Any]:
         diary.append(f"commit {rank}")
@@ -87,7 +87,7 @@ def test_one_that_can_not_stops_all(failing: list[int], kept: list[int]) -> None
     """By hand: all ranks have the same outcome, which names the first that failed; those that could free what they
     have."""
     outcomes, diary, phases = run(failing)
-    assert outcomes == [Outcome(f"rank {failing[0]}: ValueError: can not read", {})] * NUM_RANKS
+    assert outcomes == [Outcome(f"rank {failing[0]}: ValueError: cannot read", {})] * NUM_RANKS
     assert diary == [f"discard {rank}" for rank in kept] and phases == [RankPhase.PREPARE] * NUM_RANKS
 
 
@@ -116,9 +116,9 @@ def test_a_user_s_fault_is_told_in_its_own_words() -> None:
     """By hand: the message stands behind the rank, without the error's name in Python."""
 
     def refuse(arguments: object) -> Prepared:
-        raise RequestError("it can not sleep; leave the tier out")
+        raise RequestError("it cannot sleep; leave the tier out")
 
-    assert alone("sleep", {"sleep": refuse}).refusal == "rank 0: it can not sleep; leave the tier out"
+    assert alone("sleep", {"sleep": refuse}).refusal == "rank 0: it cannot sleep; leave the tier out"
 
 
 def test_an_unknown_act_is_refused_with_those_that_are_known() -> None:

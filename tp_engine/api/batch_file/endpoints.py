@@ -36,7 +36,7 @@ class GrammarTrials(Closing):
         self._words = lru_cache(maxsize=_MAX_REMEMBERED)(self._try_out)
 
     def check(self, params: SamplingParams) -> None:
-        """Raise ``RequestError`` if the constraint of ``params`` can not be used."""
+        """Raise ``RequestError`` if the constraint of ``params`` cannot be used."""
         if params.structured_outputs is not None and (words := self._words(params.structured_outputs)):
             raise RequestError(words, param=PARAM)
 
@@ -65,7 +65,7 @@ ENDPOINTS: Mapping[str, type[Body]] = {
 }
 
 
-@panics_refused("the line can not be checked")
+@panics_refused("the line cannot be checked")
 def check_request(request: BatchRequest, model_names: Sequence[str], grammars: GrammarTrials) -> None:
     """Check all that does not need the model's tokenizer and limits; raises ``RequestError``."""
     body = _parse(request, model_names)
@@ -82,7 +82,7 @@ def check_request(request: BatchRequest, model_names: Sequence[str], grammars: G
         check_pooled(body)
 
 
-@panics_refused("the line can not be prepared")
+@panics_refused("the line cannot be prepared")
 def prepare_request(
     request: BatchRequest,
     processor: InputProcessor,

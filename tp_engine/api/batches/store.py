@@ -79,7 +79,7 @@ class BatchStore(Closing):
                 (folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = lock.open("w")
         except OSError as error:
-            raise ConfigError(f"batch_storage_dir is {str(folder)!r}, which can not be used: {error}") from error
+            raise ConfigError(f"batch_storage_dir is {str(folder)!r}, which cannot be used: {error}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -278,7 +278,7 @@ def _read(folder: Path, name: str, kind: type[Stored]) -> dict[str, Stored]:
             if _ID.fullmatch(place.name):
                 shutil.rmtree(place)
         except (OSError, msgspec.DecodeError) as error:
-            logger.error("%s can not be read (%s); it is left as it is, and not offered", place / name, error)
+            logger.error("%s cannot be read (%s); it is left as it is, and not offered", place / name, error)
     return found
 
 

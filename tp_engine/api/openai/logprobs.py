@@ -5,7 +5,7 @@ from typing import Any
 
 from tp_engine.requests.outputs import Logprob
 
-# JSON has no minus infinity; the OpenAI API writes this number for a token that can not be sampled.
+# JSON has no minus infinity; the OpenAI API writes this number for a token that cannot be sampled.
 IMPOSSIBLE = -9999.0
 
 Position = Mapping[int, Logprob]

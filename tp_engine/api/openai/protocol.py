@@ -255,7 +255,7 @@ def parse_body(kind: type[Body], raw: bytes | bytearray | str) -> Body:
     if is_large:
         _check_size(raw.encode() if isinstance(raw, str) else raw)
     try:
-        with panics_refused("the body can not be read"):
+        with panics_refused("the body cannot be read"):
             body = kind.model_validate_json(raw)
     except ValidationError as error:
         plain = _with_plain_numbers(kind, raw, error)

@@ -79,6 +79,6 @@ def tokenizer_info(processor: InputProcessor) -> JsonObject:
 
 
 def _plain(value: Any) -> Any:
-    """A token that was added, as its file has it; the text of anything else that JSON can not hold."""
+    """A token that was added, as its file has it; the text of anything else that JSON cannot hold."""
     state: Any = getattr(value, "__getstate__", dict)()
     return state if isinstance(state, dict) and "content" in state else str(value)

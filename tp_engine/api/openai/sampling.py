@@ -1,4 +1,4 @@
-"""From an OpenAI request body to prompts and ``SamplingParams``; refuses by name fields that it can not honour."""
+"""From an OpenAI request body to prompts and ``SamplingParams``; refuses by name fields that it cannot honour."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def run_batch(
     """Run the lines of ``input_file`` that have no result in ``output_file`` yet; returns a summary.
 
     ``options`` are the fields of ``EngineConfig`` (``tensor_parallel_size=2``) and of ``BatchConfig``
-    (``output_order="input"``).  A line that can not be served becomes an error among the results.  Raises
+    (``output_order="input"``).  A line that cannot be served becomes an error among the results.  Raises
     ``ConfigError`` before anything runs, and ``RuntimeError`` if the engine fails.  Written results survive that and a
     kill of the process, and the next call with the same files continues.  Under torchrun every rank calls this; on
     ranks other than 0 it ends the process.

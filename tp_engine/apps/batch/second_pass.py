@@ -180,7 +180,7 @@ class LineRunner:
                 outputs = [output for _, output in sorted(work.outputs.items())]
                 work.result = work.request.result(200, work.prepared.answer(outputs))
             except Exception as error:
-                logger.exception("the answer to %s can not be written: %s", work.request.line_id, error)
+                logger.exception("the answer to %s cannot be written: %s", work.request.line_id, error)
                 work.failure = error
         if work.failure is not None:
             work.result = work.request.failure(work.failure)
@@ -300,7 +300,7 @@ def open_lines(source: BatchInput, survey: Survey, prepare: PrepareRequest) -> I
                 work.result = bad_line(number, text, error)
             except Exception as error:
                 if not isinstance(error, RequestError):
-                    logger.exception("line %d can not be prepared: %s", number, error)
+                    logger.exception("line %d cannot be prepared: %s", number, error)
                 assert work.request is not None
                 work.result = work.request.failure(error)
             yield work

@@ -67,7 +67,7 @@ def survey_lines(
     *,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> Survey | None:
-    """Read the whole input once; ``check`` raises ``RequestError`` for a request that can not be served.
+    """Read the whole input once; ``check`` raises ``RequestError`` for a request that cannot be served.
 
     ``shard`` is ``BatchConfig.input_shard``.  Logs the numbers of lines that are bad or repeat another.  None if a stop
     was requested before the end.

@@ -44,13 +44,13 @@ class ChatConfig(ClientConfig):
     image: tuple[str, ...] = option((), "files of images that the first message shows, to a model that sees images")
 
     def image_parts(self) -> list[dict[str, Any]]:
-        """Return the images as parts of a message; ``ConfigError`` for a file that can not be read."""
+        """Return the images as parts of a message; ``ConfigError`` for a file that cannot be read."""
         parts = []
         for name in self.image:
             try:
                 data = base64.b64encode(read_bytes(Path(name).expanduser(), _MAX_IMAGE_BYTES)).decode()
             except OSError as error:
-                raise ConfigError(f"image is {name!r}, which can not be read: {error.strerror}") from error
+                raise ConfigError(f"image is {name!r}, which cannot be read: {error.strerror}") from error
             url = f"data:application/octet-stream;base64,{data}"
             parts.append({"type": "image_url", "image_url": {"url": url}})
         return parts

@@ -33,7 +33,7 @@ class NotShownError(RuntimeError):
 
 
 class Subject(Protocol):
-    """What is checked.  A method raises ``NotShownError`` for what it can not show, and ``RequestError`` or
+    """What is checked.  A method raises ``NotShownError`` for what it cannot show, and ``RequestError`` or
     ``ServerError`` for what is refused."""
 
     def token_ids(self, text: str) -> list[int]:

@@ -52,7 +52,7 @@ class CheckConfig:
             raise ConfigError(f"{mixed[0]} is for a model that runs here; leave it out, or leave url out")
 
     def make_folders(self) -> None:
-        """Make the folders of the files that are written at the end; ``ConfigError`` where one can not be made."""
+        """Make the folders of the files that are written at the end; ``ConfigError`` where one cannot be made."""
         for name in ("record", "junit"):
             if (path := getattr(self, name)) is None:
                 continue
@@ -60,7 +60,7 @@ class CheckConfig:
                 Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ConfigError(
-                    f"{name} is {path!r}; its folder can not be made ({error.strerror}): give another file"
+                    f"{name} is {path!r}; its folder cannot be made ({error.strerror}): give another file"
                 ) from error
 
 

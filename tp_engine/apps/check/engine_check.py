@@ -68,7 +68,7 @@ class EngineCheck(OracleCheck):
             findings += behaviour + self._judge(folder, observed)
         except (ConfigError, WeightError, MemoryError) as error:
             findings += behaviour
-            findings.append(CheckFinding.not_checked("oracle", f"it can not run the model: {error}"))
+            findings.append(CheckFinding.not_checked("oracle", f"it cannot run the model: {error}"))
         configuration = observed.configuration
         environment |= {"seconds": f"{time.monotonic() - begin_s:.1f}"}
         environment |= {

@@ -59,7 +59,7 @@ class EngineSubject:
         return str(self._answer([0, 1, 2], max_tokens=8, logit_bias={token: PUSH}, detokenize=False).finish_reason)
 
     def shaped_answer(self) -> str:
-        """Return an answer by ``WEATHER_SCHEMA``; ``NotShownError`` if the tokens can not write one to its end."""
+        """Return an answer by ``WEATHER_SCHEMA``; ``NotShownError`` if the tokens cannot write one to its end."""
         shape = StructuredOutputsParams(json=WEATHER_SCHEMA, disable_any_whitespace=True)
         answer = self._answer(TEXTS["english"], max_tokens=_JSON_TOKENS, structured_outputs=shape)
         if answer.finish_reason in ("length", "error"):
@@ -89,7 +89,7 @@ class EngineSubject:
         before = chat.render(WEATHER_QUESTION, options).text
         whole = chat.render([*WEATHER_QUESTION, as_sent], {**options, "add_generation_prompt": False}).text
         if not whole.startswith(before):
-            told = "prompts are right; the template changes earlier messages, so the call can not be cut out"
+            told = "prompts are right; the template changes earlier messages, so the call cannot be cut out"
             yield CheckFinding.skipped(name, told)
             return
         tools = ToolRequest(tools=(WEATHER_TOOL,), choice="auto")

@@ -85,7 +85,7 @@ def check_oracle_device(name: str) -> None:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0][:200]
         raise ConfigError(
-            f"oracle_device is {name!r}, which torch can not use here ({reason}); give cpu, or a GPU that this machine "
+            f"oracle_device is {name!r}, which torch cannot use here ({reason}); give cpu, or a GPU that this machine "
             "has, such as cuda:0"
         ) from error
 
@@ -343,7 +343,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         text_of_file = (folder / "config.json").read_text(encoding="utf-8")
         config: dict[str, Any] = json.loads(text_of_file, object_hook=_number_or_object)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder}/config.json can not be read: {error}") from error
+        raise ConfigError(f"{folder}/config.json cannot be read: {error}") from error
     text = config.get("text_config")
     if isinstance(text, dict) and "quantization_config" in text:
         config["quantization_config"] = text.pop("quantization_config")
@@ -443,4 +443,4 @@ def _decoder_layers(model: Any) -> tuple[str, torch.nn.ModuleList]:
         is_list = isinstance(module, torch.nn.ModuleList) and len(module) == count and name.endswith("layers")
         if is_list and not any(part in name for part in _NO_TEXT):
             return name, module
-    raise ConfigError(f"{type(model).__name__} has no list of {count} decoder layers; the oracle can not run it")
+    raise ConfigError(f"{type(model).__name__} has no list of {count} decoder layers; the oracle cannot run it")

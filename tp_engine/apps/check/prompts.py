@@ -124,7 +124,7 @@ def _of_texts(tokenizer: Any, vocab_size: int, long_len: int, max_len: int, *, q
 def text_ids(tokenizer: Any, text: str, **options: Any) -> list[int] | None:
     """Return the tokens of a text by transformers; None if its tokenizer fails."""
     try:
-        with panics_refused("the text can not be tokenized"):
+        with panics_refused("the text cannot be tokenized"):
             ids: list[int] = tokenizer(text, **options)["input_ids"]
     except Exception:  # a tokenizer raises what it likes
         return None

@@ -46,7 +46,7 @@ Row = dict[int, float]
 
 @contextlib.contextmanager
 def _understood() -> Iterator[None]:
-    """Turn what can not be read in an answer into a ``ServerError``; decorates a method."""
+    """Turn what cannot be read in an answer into a ``ServerError``; decorates a method."""
     try:
         yield
     except (TypeError, LookupError, AttributeError, OverflowError, ValueError) as error:

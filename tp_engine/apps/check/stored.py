@@ -48,7 +48,7 @@ _BESIDE = (
 class StoredWeights(Closing):
     """The weights of a checkpoint's folder by name, whatever their format; read one at a time.
 
-    ``quantization`` is config.json's ``quantization_config``.  ``WeightError`` if a file can not be read.
+    ``quantization`` is config.json's ``quantization_config``.  ``WeightError`` if a file cannot be read.
     """
 
     def __init__(self, folder: Path, quantization: Mapping[str, Any] | None = None) -> None:
@@ -59,7 +59,7 @@ class StoredWeights(Closing):
                 file = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
             except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: more than the process may map
                 self._stack.close()
-                raise WeightError(f"{path} can not be read as safetensors: {error}") from error
+                raise WeightError(f"{path} cannot be read as safetensors: {error}") from error
             self._files.update(dict.fromkeys(file.keys(), file))
         self._stored = {
             _weight_of(name): name

@@ -65,7 +65,7 @@ class UrlCheck(OracleCheck):
             served = ServedModel(client, client.model(self.name), tokenizer)
             findings += self._check(served, folder, tokenizer)
         except (ServerError, OSError) as error:
-            detail = f"the server can not be checked: {error}"
+            detail = f"the server cannot be checked: {error}"
             findings.append(CheckFinding.not_checked("server", detail))
         subject = f"{self.url}, beside {self.model}"
         return CheckReport(subject=subject, findings=tuple(findings), environment=describe_environment())

@@ -213,7 +213,7 @@ def writable(topic: str, folder: Path, remedy: str) -> Finding:
         place = place.parent
     if os.access(place, os.W_OK | os.X_OK):
         return Finding(topic, Status.OK, str(folder))
-    return Finding(topic, Status.NOTE, f"{folder} can not be written to", remedy=remedy)
+    return Finding(topic, Status.NOTE, f"{folder} cannot be written to", remedy=remedy)
 
 
 def allocator(libraries: str, *, on_cpu: bool) -> Finding:

@@ -38,7 +38,7 @@ class KVEventsConfig:
     ``event_format`` ``map``: an event is a map of its fields; ``array``: a list of their values, which older routers
     read.  ``publish_salted``: blocks of prompts with a ``cache_salt`` are told too, with their salts.
 
-    Raises ``ConfigError`` for what can not be.
+    Raises ``ConfigError`` for what cannot be.
     """
 
     enable_kv_cache_events: bool | None = None

@@ -55,7 +55,7 @@ _ZAP = "inproc://zeromq.zap.01"
 
 
 def open_publisher(config: EngineConfig) -> KVEventPublisher | None:
-    """Open the publisher; None if events are off.  ``ConfigError`` if an endpoint can not be used."""
+    """Open the publisher; None if events are off.  ``ConfigError`` if an endpoint cannot be used."""
     events = config.kv_events_config
     if events is None:
         return None
@@ -70,7 +70,7 @@ def open_publisher(config: EngineConfig) -> KVEventPublisher | None:
 
 
 class KVEventPublisher(EngineFeature):
-    """A ``KVEventSink``: publishes what it is given, with a thread of its own.  ``ConfigError`` if an endpoint can not
+    """A ``KVEventSink``: publishes what it is given, with a thread of its own.  ``ConfigError`` if an endpoint cannot
     be used.
 
     With a ``key``, subscribers must send it, and so does this socket where it connects.
@@ -247,7 +247,7 @@ class KVEventPublisher(EngineFeature):
             remedy = "give another one" if error.errno == zmq.EADDRINUSE else "give one that this host has"
             why = zmq.strerror(error.errno or 0)
             raise ConfigError(
-                f"{CONFIG_NAME} has the {name} {endpoint}, which can not be used: {why}; {remedy}"
+                f"{CONFIG_NAME} has the {name} {endpoint}, which cannot be used: {why}; {remedy}"
             ) from error
         return socket
 

@@ -4,7 +4,7 @@
 
     order     read: file -> this rank's share of each layer's pair, on the host       may fail, and changes nothing
               remember: it has a number, its generation
-    plan      lora.loads:    from the host into a slot                                can not fail
+    plan      lora.loads:    from the host into a slot                                cannot fail
               lora.rows:     a row uses a slot until the next sequence is admitted there
               lora.drops:    the share on the host is freed
     step      tokens of rows with an adapter are grouped by slot, once for all layers
@@ -86,7 +86,7 @@ def with_adapters(plan: StepPlan) -> StepPlan:
 def load_lora_adapter(adapters: RankAdapters, *, path: str, generation: int) -> Prepared:
     """Prepare the order to load the adapter in the folder ``path``: this rank can follow if it can read its share.
 
-    ``ConfigError`` or ``WeightError`` if the adapter can not be served.
+    ``ConfigError`` or ``WeightError`` if the adapter cannot be served.
     """
     shares = adapters.read(Path(path).expanduser())
     return Prepared(lambda: {"num_bytes": adapters.remember(generation, shares)})

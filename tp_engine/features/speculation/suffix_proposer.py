@@ -180,6 +180,6 @@ def _length(holds: npt.NDArray[np.bool_]) -> int:
 
 @lru_cache(maxsize=256)
 def _digest(name: str) -> _Numbers:
-    """A number of 64 bits (1,), for which a client can not find a second text."""
+    """A number of 64 bits (1,), for which a client cannot find a second text."""
     found: _Numbers = np.frombuffer(blake2b(name.encode(), digest_size=8).digest(), dtype=np.uint64)
     return found

@@ -79,7 +79,7 @@ class GrammarQueue:
         self._is_done = threading.Event()
 
     def add(self, request: EngineRequest, scheduler: Scheduler) -> None:
-        """Queue a request with a grammar or banned words.  ``RequestError``, without any change, if the request can not
+        """Queue a request with a grammar or banned words.  ``RequestError``, without any change, if the request cannot
         be served."""
         known: Grammar | None = None
         params = request.params.structured_outputs

@@ -1,4 +1,4 @@
-"""What a model, a GPU and hosts can not have of the tiers."""
+"""What a model, a GPU and hosts cannot have of the tiers."""
 
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
@@ -9,14 +9,14 @@ _MIN_FP8_CAPABILITY = (8, 9)
 
 
 def check(config: EngineConfig, model: ModelSpec, capability: tuple[int, int] | None, num_hosts: int) -> None:
-    """Raise ``ConfigError`` for tiers that the model, a GPU of this compute capability, or so many hosts can not
+    """Raise ``ConfigError`` for tiers that the model, a GPU of this compute capability, or so many hosts cannot
     have."""
     _check_codec(config, model, capability, num_hosts)
     _check_disk(config, num_hosts)
 
 
 def _check_codec(config: EngineConfig, model: ModelSpec, capability: tuple[int, int] | None, num_hosts: int) -> None:
-    """Raise ``ConfigError`` for a codec that the model, a GPU of this compute capability, or hosts can not have."""
+    """Raise ``ConfigError`` for a codec that the model, a GPU of this compute capability, or hosts cannot have."""
     codec = config.kv_offloading_codec
     layout, pca = model.kv_layout_on(config.tensor_parallel_size), pca_settings(codec)
     if is_lossy(codec) and any(one.latent is not None for one in model.attentions):

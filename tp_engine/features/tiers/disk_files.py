@@ -60,7 +60,7 @@ class Identity:
 def lock_directory(path: Path) -> int:
     """Make the directory, readable by its owner alone, and lock it for this process's life; the descriptor.
 
-    Raises ``ConfigError`` if that can not be, or if another engine has it.
+    Raises ``ConfigError`` if that cannot be, or if another engine has it.
     """
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -69,7 +69,7 @@ def lock_directory(path: Path) -> int:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise ConfigError(
-            f"kv_disk_path is {str(path)!r}, which can not be used ({error}); name a directory that this user owns"
+            f"kv_disk_path is {str(path)!r}, which cannot be used ({error}); name a directory that this user owns"
         ) from error
     if not _locked(descriptor, 1.0):
         os.close(descriptor)
@@ -191,7 +191,7 @@ class SlotFiles:
             os.posix_fallocate(self._index, 0, _HEADER_BYTES + self.num_slots * ENTRY.itemsize)
         except OSError as error:
             raise MemoryBudgetError(
-                f"can not reserve {format_gib(self.num_slots * self._stride)} below {str(path)!r} ({error.strerror}); "
+                f"cannot reserve {format_gib(self.num_slots * self._stride)} below {str(path)!r} ({error.strerror}); "
                 "lower kv_disk_size"
             ) from error
         os.ftruncate(self._slots, self.num_slots * self._stride)  # not less: what was more is given back
@@ -208,7 +208,7 @@ class SlotFiles:
         try:
             header = msgspec.json.decode(data, type=Stored)
         except msgspec.DecodeError:
-            return "", "its index can not be read"
+            return "", "its index cannot be read"
         if header.format != _FORMAT:
             return "", f"its format is {header.format}, not {_FORMAT}"
         if header.slot_bytes != self.slot_bytes:

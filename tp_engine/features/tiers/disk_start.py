@@ -73,7 +73,7 @@ class DiskStart:
 def open_disk_tier(parts: RankParts, codec: Codec, tier: HostTierWorker) -> DiskStart:
     """Open this rank's files, agree on what is kept, and put a disk tier below ``tier``.  A collective.
 
-    Raises ``ConfigError`` or ``MemoryBudgetError`` on a rank that can not, ``RankError`` on the others.
+    Raises ``ConfigError`` or ``MemoryBudgetError`` on a rank that cannot, ``RankError`` on the others.
     """
     config, groups, slot_bytes = parts.effective.config, parts.groups, tier.slots.shape[1]
     info, start_up = groups.info, parts.start_up
@@ -135,7 +135,7 @@ def open_disk_tier(parts: RankParts, codec: Codec, tier: HostTierWorker) -> Disk
 
 
 def _log_loss(reports: list[_RankStore], *, keeps: bool) -> None:
-    """Say why what is there can not be used."""
+    """Say why what is there cannot be used."""
     if keeps:
         return
     reasons = [f"rank {rank}: {report.difference}" for rank, report in enumerate(reports) if report.difference]

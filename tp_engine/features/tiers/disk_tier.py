@@ -149,7 +149,7 @@ class DiskTierManager:
     # Reads.
 
     def is_far(self, ids: BlockIds) -> BoolArray:
-        """Return which of ``ids`` can not be shared or loaded yet: on disk, or being read."""
+        """Return which of ``ids`` cannot be shared or loaded yet: on disk, or being read."""
         far: BoolArray = ids >= self.first
         if self.reads.num_open:
             on_host = np.flatnonzero((ids >= self._first_host) & ~far)

@@ -84,7 +84,7 @@ class JournalFile:
             act()
         except OSError as error:
             self._has_failed = True
-            logger.warning("the journal of the disk tier can not be written (%s): a later start finds less", error)
+            logger.warning("the journal of the disk tier cannot be written (%s): a later start finds less", error)
 
     def _append(self, records: bytes) -> None:
         if not self._has_failed:  # what stands behind a torn record is not read

@@ -120,7 +120,7 @@ class HostTierWorker(RunnerFeature):
     ) -> None:
         """``stores``: where stores are reported, if the codec may refuse some.
 
-        Raises ``MemoryBudgetError`` if there is no memory, or if it can not be pinned.
+        Raises ``MemoryBudgetError`` if there is no memory, or if it cannot be pinned.
         """
         self._progress = progress or RankProgress()
         self._device, self._is_pinned = pool.device, False
@@ -144,7 +144,7 @@ class HostTierWorker(RunnerFeature):
         hooks.close.append(self.close)
 
     def check_sleep(self) -> None:
-        raise RequestError("an engine with a host tier can not sleep: the tier would keep blocks; leave it out")
+        raise RequestError("an engine with a host tier cannot sleep: the tier would keep blocks; leave it out")
 
     def apply(self, plan: StepPlan) -> None:
         """Begin the plan's moves, then let its copies and its forward pass wait as it says."""
@@ -194,7 +194,7 @@ class HostTierWorker(RunnerFeature):
     def _pin(self) -> None:
         status = int(_runtime().cudaHostRegister(self.slots.data_ptr(), self.slots.nbytes, 0))
         if status != 0:
-            raise _no_memory(self.slots.nbytes, f"it can not be pinned: CUDA error {status}")
+            raise _no_memory(self.slots.nbytes, f"it cannot be pinned: CUDA error {status}")
         self._is_pinned = True
 
 
@@ -205,6 +205,6 @@ def _runtime() -> Any:
 
 def _no_memory(num_bytes: int, cause: str) -> MemoryBudgetError:
     return MemoryBudgetError(
-        f"can not allocate {format_gib(num_bytes)} of host memory for KV blocks ({cause}); lower kv_offloading_size, "
+        f"cannot allocate {format_gib(num_bytes)} of host memory for KV blocks ({cause}); lower kv_offloading_size, "
         "or raise the limit of locked memory (ulimit -l)"
     )

@@ -101,7 +101,7 @@ class TierChannel:
 
 
 class StoreChecks:
-    """What is known of each slot's last store; ``refused`` are blocks of the pool whose content can not be stored."""
+    """What is known of each slot's last store; ``refused`` are blocks of the pool whose content cannot be stored."""
 
     def __init__(self, num_blocks: int, num_slots: int, reports: TierReports) -> None:
         self.refused: BoolArray = np.zeros(num_blocks, dtype=np.bool_)

@@ -16,7 +16,7 @@ blocks that the pool is not about to take are given up before any sole copy.  On
 finds of a block that is above now, in the pool or on the host, and the sole copies go first.
 
 A slot of any state may be *lent*, more than once: the disk reads or writes it at its own pace, or its load has not gone
-out.  It can not be taken as long, and enters the queue of its state when it is given back.
+out.  It cannot be taken as long, and enters the queue of its state when it is given back.
 """
 
 import numpy as np

@@ -113,7 +113,7 @@ def load_record(path: Path) -> FlightRecord:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise BadRecordError(f"{path} can not be read: {error.strerror or error}") from error
+        raise BadRecordError(f"{path} cannot be read: {error.strerror or error}") from error
     remedy = "give the file whose name the final error of a job has logged (tp_engine-flight-*.json)"
     try:
         found = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).get("format")

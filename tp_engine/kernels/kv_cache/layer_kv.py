@@ -105,7 +105,7 @@ def scatter_kv(new: KeyValue, kv: LayerKv, slots: torch.Tensor) -> None:
         return
     for part, states in enumerate(new[: len(kv.cache)]):
         values, scales = quantise(states, kv.cache.dtype)
-        # As bytes, because 8-bit floats can not be indexed.
+        # As bytes, because 8-bit floats cannot be indexed.
         kv.cache[part].view(torch.uint8)[blocks, offsets] = values.view(torch.uint8)
         kv.scales[part][blocks, :, offsets] = scales
 
@@ -141,5 +141,5 @@ def states_at(kv: LayerKv, part: int, slots: torch.Tensor) -> torch.Tensor:
     states = kv.cache[part]
     if kv.scales is None:
         return states[place]
-    # As bytes, because 8-bit floats can not be indexed.
+    # As bytes, because 8-bit floats cannot be indexed.
     return dequantise(states.view(torch.uint8)[place].view(states.dtype), kv.scales[part][place[0], :, place[1]])

@@ -87,7 +87,7 @@ class LinearFormat(Protocol):
     def finish(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype) -> Product:
         """Return the product of the loaded ``parameters``, on their device, for rows of ``dtype``.
 
-        If ``shape`` has an activation, it is a ``GatedProduct``.  Raises ``ConfigError`` if it can not be made.
+        If ``shape`` has an activation, it is a ``GatedProduct``.  Raises ``ConfigError`` if it cannot be made.
         """
 
     def kept_bytes(self, name: str, weight: torch.Tensor) -> int:

@@ -53,7 +53,7 @@ class Int8(Dense):
 class Int8Linear:
     """A weight (out, in) as int8 in oneDNN's blocked order; the original is no longer needed.
 
-    Raises ``AttributeError`` or ``RuntimeError`` if oneDNN can not take it.
+    Raises ``AttributeError`` or ``RuntimeError`` if oneDNN cannot take it.
     """
 
     is_recordable = False

@@ -20,7 +20,7 @@ _REMEDY = (
 
 # Methods that are refused: why.
 REFUSED = {
-    "bitsandbytes": "its blocks run over the ends of rows, so that ranks can not share a weight",
+    "bitsandbytes": "its blocks run over the ends of rows, so that ranks cannot share a weight",
     "gguf": "its files are llama.cpp's",
     "hqq": "its layout is not read",
     "exl2": "its layout is ExLlama's",

@@ -73,7 +73,7 @@ class CacheKeys:
         """Return the cache key of sequences with a user's ``salt``, empty for none: a ``CacheKey``, or no text at
         all."""
         cache_key = salt
-        if variant.number or self._version or salt.startswith("\0"):  # a salt can not spell such a cache key
+        if variant.number or self._version or salt.startswith("\0"):  # a salt cannot spell such a cache key
             cache_key = f"\0{self._process}:{variant.number}:{self._version}:{salt}"
         for digest in self._digests:
             cache_key = digest(cache_key)

@@ -179,7 +179,7 @@ class IsolatedProcess(Closing):
         """Call ``function(data, *descriptors)`` there; if the process dies meanwhile, again in a new one if it
         ``repeats``.
 
-        Raises the function's ``RequestError``, ``CallError``, and ``RuntimeError`` if the process itself can not run.
+        Raises the function's ``RequestError``, ``CallError``, and ``RuntimeError`` if the process itself cannot run.
         """
         wall_s = _WALL_PER_CPU * limits.cpu_s + _GRACE_S if limits.wall_s is None else limits.wall_s
         header = host.CallHeader(function=_name(function), **{**dataclasses.asdict(limits), "wall_s": wall_s})

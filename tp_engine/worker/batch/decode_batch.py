@@ -17,7 +17,7 @@ GroupViews: TypeAlias = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
 
 class DecodeBatch:
-    """Inputs of decodes of up to ``max_requests`` rows of ``tables``; steps that only decode find them at one place.
+    """Inputs of decodes of up to ``max_requests`` rows of ``tables``, at a fixed place for steps that only decode.
 
     ``set_rows`` is the host's part of a step, ``prepare`` and ``advance`` are the device's: their launches depend only
     on ``size``, so a CUDA graph may hold them and what lies between.
@@ -77,8 +77,8 @@ class DecodeBatch:
         return inputs
 
     def prepare_elsewhere(self, plan: StepPlan, **tokens: Any) -> None:
-        """Make the inputs of the decodes of ``plan``, those of their ``tokens`` at other places: fields of
-        ``DecodeInputs``."""
+        """Make the inputs of the decodes of ``plan``, but for the fields ``tokens`` of ``DecodeInputs``, which are
+        written to these tensors instead."""
         size = len(plan.decode_rows)
         self.set_rows(plan, size)
         self._prepare(self.tables, replace(self.inputs(size), **tokens))

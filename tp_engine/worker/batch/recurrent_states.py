@@ -9,8 +9,8 @@ to.
     a layer's views (kernels/gated_delta_net.py):    conv (slots, taps - 1, channels), recurrent (slots, VH, DK, DV)
 
 A row's slot has its number, so nothing has to be allocated.  The first chunk of a prompt begins with zeros whatever the
-slot holds, unless the plan has copied another slot there.  The token computed too many of a sequence that has ended
-changes a slot that nothing reads any more.
+slot holds, unless the plan has copied another slot there.  The one token too many that is computed
+of a sequence that has ended changes a slot that nothing reads any more.
 
 An update is not idempotent.  What runs a step twice, such as the comparison of a tape, keeps the rows' states before it
 and puts them back in between.

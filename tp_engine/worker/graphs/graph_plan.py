@@ -82,7 +82,7 @@ def _obstacle(config: EngineConfig, backend: AttentionBackend) -> str | None:
     if config.debug_compare_rank_inputs:
         return "debug_compare_rank_inputs reads every step's inputs"
     if not backend.can_capture_decodes:
-        return f"the attention backend {backend.name} can not be captured"
+        return f"the attention backend {backend.name} cannot be captured"
     if not has_triton():
         return "the triton package is not installed"
     return None

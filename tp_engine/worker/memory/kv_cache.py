@@ -164,7 +164,7 @@ def allocate_zeros(num_bytes: int, device: torch.device, *, content: str, option
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     except (RuntimeError, OSError, OverflowError) as error:
         raise MemoryBudgetError(
-            f"can not allocate {format_gib(num_bytes)} for {content} on {device} ({error}); lower {options}"
+            f"cannot allocate {format_gib(num_bytes)} for {content} on {device} ({error}); lower {options}"
         ) from error
 
 

@@ -38,7 +38,7 @@ NUM_DECODES: Final = 16
 
 
 class LayerWatch(ModelReader):
-    """Records while it is a feature of a runner, which replays no step then."""
+    """Records as long as it is a feature of a runner, which launches every step meanwhile."""
 
     def __init__(self, model: CausalLM) -> None:
         super().__init__(model)

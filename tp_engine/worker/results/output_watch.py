@@ -1,9 +1,9 @@
-"""Looks for outputs of the model that are not numbers, and says so once in the log.
+"""Looks for NaN in the model's outputs, and logs it once.
 
-The tokens of such outputs are still tokens, mostly the first one of the vocabulary, so nothing else would tell.  Looked
-at are what the output head reads in steps with prompts, the logits of the first of them, and log-probabilities on their
-way to the host.  That costs nothing beside a prompt.  Other decodes may be recorded, and are not looked at; a request
-whose prompt has such outputs has them in its decodes too.
+Such outputs still become tokens, mostly the first one of the vocabulary, so nothing else would show it.  What is looked
+at costs nothing beside a prompt: what the output head reads in steps with prompts, the logits of the first such step,
+and log-probabilities on their way to the host.  Other decodes may be recorded, so they are left alone; a request whose
+prompt has such outputs has them in its decodes too.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ _CAUSES = (
 
 
 class OutputWatch(RunnerFeature):
-    """One rank's watch; only the first rank speaks of what all ranks have."""
+    """One rank's watch; only the first rank reports what all ranks have."""
 
     def __init__(self, device: torch.device, *, is_first: bool = True) -> None:
         self._is_first = is_first
@@ -44,7 +44,7 @@ class OutputWatch(RunnerFeature):
         hooks.take_model.append(self.take_model)
 
     def take_model(self, model: CausalLM) -> list[Attention]:
-        """Look at another model, and speak of it, as of a new one."""
+        """Watch another model, and report on it afresh."""
         self._has_looked = self._has_said = False
         return []
 
@@ -52,7 +52,7 @@ class OutputWatch(RunnerFeature):
         self.look(step.plan.step_id, hidden, logits)
 
     def on_sampled(self, step: PendingStep, inputs: StepInputs | None, token_ids: torch.Tensor | None) -> None:
-        """Say what an earlier look has found, and look at log-probabilities when they arrive."""
+        """Report what an earlier look has found, and look at log-probabilities when they arrive."""
         if self._arriving is not None:
             self.settle()
         wait = step.logprobs
@@ -76,7 +76,7 @@ class OutputWatch(RunnerFeature):
             self._arriving = step_id, target, record_event().query
 
     def settle(self) -> None:
-        """Say what an earlier look has found, if that has arrived."""
+        """Report what an earlier look has found, once it has arrived."""
         if self._arriving is None or not self._arriving[2]():
             return
         step_id, found, _ = self._arriving

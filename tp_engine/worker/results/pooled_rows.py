@@ -1,4 +1,4 @@
-"""What rows return whose requests generate nothing: a hidden state, scores of it, or the logits of a few tokens.
+"""What a request returns that generates nothing: a hidden state, scores of it, or the logits of a few tokens.
 
 A pooling request ends with its prompt.  Its row is sampled once, as any row at the end of its prompt, and what the
 sampler chooses there is not used.  So chunks, prefix cache, preemption and plans ahead treat it as a request of one

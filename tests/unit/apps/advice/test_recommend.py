@@ -282,8 +282,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ("qwen3-vl", {"hidden_size": True}, "hidden_size is True; it must be a whole number"),
         ("qwen3-vl", {"depth": 10**9}, "depth is 1000000000; it must be a whole number from 1 to 512"),
         ("mistral3-vision", {"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be a whole number"),
-        ("qwen3-vl", {"num_heads": "x"}, "can not make the vision part .*num_heads"),
-        ("qwen3-vl", {"num_heads": 0}, "can not make the vision part .*division"),
+        ("qwen3-vl", {"num_heads": "x"}, "cannot make the vision part .*num_heads"),
+        ("qwen3-vl", {"num_heads": 0}, "cannot make the vision part .*division"),
     ],
 )
 def test_sizes_that_no_tower_has_are_refused_by_name(

@@ -63,7 +63,7 @@ def test_a_line_that_the_tokenizer_fails_over_is_an_error(llm: FakeLLM, tmp_path
     summary = run(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
     assert (summary.num_succeeded, summary.num_failed, summary.status) == (2, 1, "completed")
     (error,) = [result["error"] for result in results_of(tmp_path / "out.jsonl") if result["error"]]
-    assert "can not be tokenized" in error["message"]
+    assert "cannot be tokenized" in error["message"]
 
 
 def test_all_endpoints(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_a_server_that_is_not_there() -> None:
     """Oracle: the address in the error."""
     with StubServer() as server:
         url = server.url
-    with pytest.raises(ServerError, match=f"{url} can not be reached"):
+    with pytest.raises(ServerError, match=f"{url} cannot be reached"):
         ServerClient(url).model()
 
 
@@ -223,7 +223,7 @@ def test_images_are_shown_with_the_first_message(stub: StubServer, tmp_path: Pat
     assert text == {"type": "text", "text": "look"} and image["type"] == "image_url"
     assert image["image_url"]["url"].endswith(";base64,YSBwaWN0dXJl")
     assert stub.bodies[2]["messages"][-1]["content"] == "again"
-    with pytest.raises(ConfigError, match=r"image is .*absent.*can not be read"):
+    with pytest.raises(ConfigError, match=r"image is .*absent.*cannot be read"):
         conversation(stub, Terminal([]), image=(str(tmp_path / "absent"),))
 
 

@@ -177,5 +177,5 @@ def test_what_the_oracle_can_not_run_is_said(checkpoint: Callable[..., Path], tm
         Oracle(folder)
     for number in ([1], 1.0, None, "much"):
         (folder / "config.json").write_text(json.dumps({**config, "rope_theta": {"__float__": number}}))
-        with pytest.raises(ConfigError, match=r"config\.json can not be read"):
+        with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
             Oracle(folder)

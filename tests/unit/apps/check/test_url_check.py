@@ -59,7 +59,7 @@ def by_name(report: CheckReport) -> dict[str, CheckFinding]:
 
 @pytest.mark.parametrize("dialect", ["vllm", "llama.cpp", "openai"])
 def test_a_right_server_is_right(folder: Path, dialect: str) -> None:
-    """Oracle: the server is transformers itself; what a dialect can not show is said, and is no alarm."""
+    """Oracle: the server is transformers itself; what a dialect cannot show is said, and is no alarm."""
     report = check(folder, dialect)
     found = by_name(report)
     assert report.exit_code == 0, report.as_text()
@@ -135,7 +135,7 @@ def test_tokens_of_another_model_are_found(folder: Path) -> None:
 def test_a_server_that_is_not_there_could_not_be_checked(folder: Path) -> None:
     """Oracle: exit code 2, and the address in the reason."""
     report = UrlCheck(url="http://127.0.0.1:9", model=str(folder), timeout_s=5).run()
-    assert report.exit_code == 2 and "http://127.0.0.1:9 can not be reached" in report.findings[-1].detail
+    assert report.exit_code == 2 and "http://127.0.0.1:9 cannot be reached" in report.findings[-1].detail
 
 
 def test_text_for_a_call_is_no_alarm_where_the_template_has_no_tools(folder: Path, tmp_path: Path) -> None:

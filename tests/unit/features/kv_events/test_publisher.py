@@ -270,7 +270,7 @@ def test_an_endpoint_that_is_taken_is_refused(tmp_path: Path) -> None:
                 ConfigError, match=rf"kv_events_config has the .*endpoint tcp://\*:{port}.*in use; give another"
             ):
                 KVEventPublisher(KVEventsConfig(**config), SIZE)  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match=r"ipc:///.*which can not be used"):
+        with pytest.raises(ConfigError, match=r"ipc:///.*which cannot be used"):
             KVEventPublisher(KVEventsConfig(endpoint=f"ipc://{tmp_path}/none/socket"), SIZE)
         publisher.put(Cleared())
         assert listener.receive()[1] == 0

@@ -44,7 +44,7 @@ def test_ranks_and_scales(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"peft_type": "IA3"}, "peft_type 'IA3'"),
-        ({"use_dora": True}, "DoRA can not be served"),
+        ({"use_dora": True}, "DoRA cannot be served"),
         ({"bias": "all"}, "trained biases"),
         ({"lora_bias": True}, "biases of B"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
@@ -92,7 +92,7 @@ def test_initialisations_that_leave_the_base_alone(tmp_path: Path, value: object
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({**PAIR, f"{Q}.lora_magnitude_vector": torch.ones(5)}, "DoRA can not be served"),
+        ({**PAIR, f"{Q}.lora_magnitude_vector": torch.ones(5)}, "DoRA cannot be served"),
         ({**PAIR, "base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 9)}, "of an embedding"),
         ({**PAIR, f"{Q}.lora_B.bias": torch.ones(5)}, "biases of B"),
         ({**PAIR, "base_model.model.lm_head.base_layer.weight": torch.ones(2, 2)}, "of embeddings and output heads"),
@@ -111,7 +111,7 @@ def test_tensors_that_are_refused(tmp_path: Path, tensors: dict[str, torch.Tenso
 
 def test_stacks_of_experts(tmp_path: Path) -> None:
     """Oracle: PEFT's layout by hand: (experts * r, in) and (out, r * experts); the file does not name the parameter, so
-    patterns that tell a stack from the other can not be followed; other modules have no stacks."""
+    patterns that tell a stack from the other cannot be followed; other modules have no stacks."""
     config = PLAIN | {"target_parameters": ["mlp.experts.gate_up_proj", "down_proj"]}
     down = "base_model.model.model.layers.0.mlp.experts"
     stacks = {

@@ -73,7 +73,7 @@ def test_the_longest_idle_adapter_gives_way() -> None:
 
 def test_a_request_without_a_slot_is_passed_but_does_not_starve() -> None:
     """Oracle: by hand: while two long requests keep both slots, c waits and others of a pass it; a stream of such
-    requests can not keep it out for much longer than ``PATIENCE`` steps."""
+    requests cannot keep it out for much longer than ``PATIENCE`` steps."""
     simulation, ranks = Simulation(LIMITS), Ranks()
     slots = loaded(simulation, ranks, "a", "b", "c")
     for number, name in enumerate(("a", "b")):

@@ -117,7 +117,7 @@ def test_files_that_are_no_files_of_ours_begin_empty(tmp_path: Path) -> None:
     written(tmp_path)
     index = tmp_path / "rank-0.index"
     data = json.loads(index.read_bytes()[:8192].decode().strip())
-    for header, words in ((b"\xff{", "can not be read"), (msgspec.json.encode(data | {"format": 9}), "format is 9")):
+    for header, words in ((b"\xff{", "cannot be read"), (msgspec.json.encode(data | {"format": 9}), "format is 9")):
         index.write_bytes(header.ljust(8192))
         opened = SlotFiles(tmp_path, 0, 8, SLOT_BYTES, OURS)
         assert not opened.store and words in opened.difference
@@ -136,7 +136,7 @@ def test_a_second_engine_is_refused(tmp_path: Path) -> None:
 def test_a_directory_that_can_not_be_made_is_refused(tmp_path: Path) -> None:
     """Oracle: a file in its place."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"kv_disk_path is .* can not be used"):
+    with pytest.raises(ConfigError, match=r"kv_disk_path is .* cannot be used"):
         lock_directory(tmp_path / "file" / "kv")
 
 
@@ -155,7 +155,7 @@ def test_files_that_could_not_be_opened_are_free(tmp_path: Path, monkeypatch: py
     num_open = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", failing)
-        with pytest.raises(MemoryBudgetError, match=r"can not reserve .* lower kv_disk_size"):
+        with pytest.raises(MemoryBudgetError, match=r"cannot reserve .* lower kv_disk_size"):
             files(tmp_path)
     assert len(os.listdir("/proc/self/fd")) == num_open
     files(tmp_path).close()

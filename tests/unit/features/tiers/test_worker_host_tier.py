@@ -143,5 +143,5 @@ def test_pinned_memory_has_the_exact_size(monkeypatch: pytest.MonkeyPatch) -> No
 def test_memory_that_can_not_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: our error with CUDA's number and the remedies."""
     pool, _, _ = on_cuda(monkeypatch, 2)
-    with pytest.raises(MemoryBudgetError, match=r"it can not be pinned: CUDA error 2\); lower kv_offl.*ulimit -l"):
+    with pytest.raises(MemoryBudgetError, match=r"it cannot be pinned: CUDA error 2\); lower kv_offl.*ulimit -l"):
         HostTierWorker(pool, 5, BlockCopy(3 * MIB, "any"))

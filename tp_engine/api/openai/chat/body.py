@@ -127,7 +127,7 @@ def _budget(body: ChatBody, processor: InputProcessor) -> int | None:
             why = str(error)
     if body.thinking_token_budget == asked:
         raise RequestError(
-            f"thinking_token_budget is {asked}, but the reasoning of this model can not be limited: {why}; limit the "
+            f"thinking_token_budget is {asked}, but the reasoning of this model cannot be limited: {why}; limit the "
             "whole answer with max_tokens, or set reasoning_effort",
             param="thinking_token_budget",
         )

@@ -96,7 +96,7 @@ class TemplateCapabilities:
     ``takes_thinking``: reasoning is called ``thinking``.  ``shows_tools``: the prompt tells of the request's tools.
     ``one_system``: it shows a system message in the first place only.  ``one_call``: it shows one call of a message
     only.  ``answers_first``: a message between a call and its answer loses one of these.  ``short_ids``: ids of calls
-    have nine letters and digits.  ``joins``: pairs of roles whose messages can not follow each other.
+    have nine letters and digits.  ``joins``: pairs of roles whose messages cannot follow each other.
     """
 
     contents: Mapping[str, ContentForm] = field(default_factory=dict)

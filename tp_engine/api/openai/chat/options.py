@@ -96,7 +96,7 @@ class ChatOptions(TemplateOptions):
         )
 
     def check_chat_options(self) -> None:
-        """Raise ``ConfigError`` for a template that can not be served."""
+        """Raise ``ConfigError`` for a template that cannot be served."""
         if self.template_text is not None:
             from tp_engine.api.openai.chat.template_process import parse_template  # Jinja: most starts do not need it
 

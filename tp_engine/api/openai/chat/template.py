@@ -65,7 +65,7 @@ class ChatTemplate:
         try:
             data = json.dumps({"variables": variables, "now": now, **limits}, default=str).encode()
         except (TypeError, ValueError, RecursionError) as error:
-            raise TemplateRefusal(f"what it gets can not be written as JSON ({error})") from error
+            raise TemplateRefusal(f"what it gets cannot be written as JSON ({error})") from error
         self._places.get()
         try:
             took_s, is_prompt, text = self._rendered(data, cpu_s)

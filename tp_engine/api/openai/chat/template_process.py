@@ -171,7 +171,7 @@ class _SafeNamespace(Namespace):
 
 def _check_attribute(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace can not have the attribute {name!r}")
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot have the attribute {name!r}")
 
 
 @cache

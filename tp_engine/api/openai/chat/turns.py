@@ -8,7 +8,7 @@
 | ids of other models | refuses them | nine letters and digits, made of each id |
 | ids of other models | belongs to one that knows ids of one form only | ids of that form |
 
-Messages that can not follow each other become one.
+Messages that cannot follow each other become one.
 """
 
 from __future__ import annotations

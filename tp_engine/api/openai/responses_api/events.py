@@ -210,7 +210,7 @@ class _OutputItem:
 
 
 class _ClientCall(_OutputItem):
-    """A call of a tool that OpenAI has described; it comes whole, because its item can not be told from a part of it.
+    """A call of a tool that OpenAI has described; it comes whole, because its item cannot be told from a part of it.
 
     Arguments that the tool does not have are those of a function, so that the client sees what the model wrote.
     """

@@ -196,7 +196,7 @@ def _pictures(where: str, kind: str, item: Item) -> list[ImageSource]:
 def _assistant(messages: Messages, *, begins_turn: bool = False) -> dict[str, Any]:
     """The assistant's message that the conversation ends with, or a new one.
 
-    Text that ``begins_turn`` can not follow text or calls of the same message.
+    Text that ``begins_turn`` cannot follow text or calls of the same message.
     """
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or (begins_turn and (last.get("content") or "tool_calls" in last)):

@@ -39,7 +39,7 @@ _MAX_CHOICE_CHARACTERS = 1 << 16
 
 
 class UnfitError(Exception):
-    """A form can not keep a schema."""
+    """A form cannot keep a schema."""
 
 
 class ArgumentForm(ABC):
@@ -332,7 +332,7 @@ def _text_and_other(schema: Any, root: PlacedRoot) -> tuple[str | None, Any]:
 
 
 def _branches(schema: Any, root: PlacedRoot) -> list[_Schema]:
-    """Schemas of one type each, of which a value follows one.  ``UnfitError`` if that can not be told."""
+    """Schemas of one type each, of which a value follows one.  ``UnfitError`` if that cannot be told."""
     found: list[_Schema] = []
     open_ones = [(schema, 0)]
     while open_ones:
@@ -363,7 +363,7 @@ def _branches(schema: Any, root: PlacedRoot) -> list[_Schema]:
 
 
 def _text(schema: _Schema) -> str:
-    """The expression, in Lark, of a text that follows ``schema``.  ``UnfitError`` for conditions that it can not
+    """The expression, in Lark, of a text that follows ``schema``.  ``UnfitError`` for conditions that it cannot
     have."""
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     values = [schema["const"]] if "const" in schema else schema.get("enum")

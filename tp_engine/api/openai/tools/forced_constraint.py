@@ -50,7 +50,7 @@ def forced_grammar(
 ) -> str | None:
     """Return the grammar, in Lark, of the calls that ``tools`` force, in a model's own ``form``.
 
-    None if that form can not keep a schema, or is not known: then calls are JSON without marks.  In messages they
+    None if that form cannot keep a schema, or is not known: then calls are JSON without marks.  In messages they
     stand behind reasoning if the model ``thinks``.  White space is as in ``like``.  Raises ``RequestError``.
     """
     name = next((name for name, one in TOOL_FORMATS.items() if _is_of(form, one)), None)
@@ -122,9 +122,7 @@ def _called(function: Callable[[bytes], bytes], data: bytes) -> str:
     except CancelledCallError:
         raise
     except CrashedError as error:
-        raise _refusal(
-            "they are nested too deeply" if error.is_overflow else f"they can not be read: {error}"
-        ) from None
+        raise _refusal("they are nested too deeply" if error.is_overflow else f"they cannot be read: {error}") from None
     except CallError as error:
         raise _refusal(f"a constraint made of them {error}; make them simpler") from None
 
@@ -133,4 +131,4 @@ _remembered = lru_cache(maxsize=_MAX_REMEMBERED)(_called)
 
 
 def _refusal(reason: str) -> RequestError:
-    return RequestError(f"tools: the parameters can not be kept in a forced call: {reason}", param="tools")
+    return RequestError(f"tools: the parameters cannot be kept in a forced call: {reason}", param="tools")

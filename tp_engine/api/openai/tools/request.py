@@ -76,7 +76,7 @@ class ToolRequest:
     def argument_schemas(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the schemas that forced arguments follow, with the names of the tools that the choice allows.
 
-        All are for objects.  Those of tools that are not ``strict`` leave out what a grammar can not keep; others raise
+        All are for objects.  Those of tools that are not ``strict`` leave out what a grammar cannot keep; others raise
         ``RequestError``.
         """
         return [

@@ -59,7 +59,7 @@ class TokenWriting:
     def text_until(self, rule: str, *marks: str) -> str:
         """Return the rule of a name for any text up to the first of ``marks``, and that mark.
 
-        A suffix ends the shortest text that has it; text can not hold a token of its own.
+        A suffix ends the shortest text that has it; text cannot hold a token of its own.
         """
         if self.is_one_token(marks[0]):
             return f"{rule}: /(?s:.*)/ ({' | '.join(map(self.mark, marks))})"

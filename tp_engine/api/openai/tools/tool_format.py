@@ -25,7 +25,7 @@ CallIds: TypeAlias = "Callable[[ToolRequest], NewCallId]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageFormat:
-    """How some models write whole messages, where reasoning, content and calls can not be told apart one by one.
+    """How some models write whole messages, where reasoning, content and calls cannot be told apart one by one.
 
     ``new_parser`` takes the tools, None if calls are not wanted, and the prompt, which may have begun the message.
     ``preamble`` is what comes before an answer that must follow a grammar (``StructuredOutputsParams.preamble``), with
@@ -85,7 +85,7 @@ class ToolFormat:
     reasoning, which the call ends.  ``call_ids`` makes the ids of one answer's calls; ``numbered_id`` is the only form
     of ids that the model knows (with ``{name}`` and ``{number}``, which counts the calls of a conversation from 0), so
     that the template gets every id in it.  A chat template that one of ``template`` fits is of such a model.
-    ``forced`` is the form of calls that a request forces, unless it can not keep a tool's schema; then they are JSON
+    ``forced`` is the form of calls that a request forces, unless it cannot keep a tool's schema; then they are JSON
     without marks.  ``message``: the calls, forced ones too, are part of a format of whole messages.  ``of_tokens``
     makes the format of the version that a tokenizer's own tokens tell.
     """

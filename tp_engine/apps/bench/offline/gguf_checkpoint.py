@@ -65,7 +65,7 @@ def quantise_gguf(source: Path, kind: str) -> Path:
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
     if failed := llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(params)):
-        raise RuntimeError(f"llama.cpp can not write {kind}: its llama_model_quantize returned {failed}")
+        raise RuntimeError(f"llama.cpp cannot write {kind}: its llama_model_quantize returned {failed}")
     source.unlink()
     return target
 
