@@ -178,7 +178,7 @@ def probe_devices(config: EngineConfig, num_hosts: int = 1) -> Machine | None:
     if config.device != "cuda" or config.tensor_parallel_size == 1 or num_hosts > 1 or not torch.cuda.is_available():
         return None
     devices = parse_devices(config.device_ids, config.tensor_parallel_size)
-    return None if devices.are_own else probe_machine(devices.indices)  # a rank can not ask about GPUs it does not see
+    return None if devices.are_own else probe_machine(devices.indices)  # a rank cannot ask about GPUs it does not see
 
 
 def set_up(

@@ -2,7 +2,7 @@
 
 NCCL makes its communicator within the first collective, and much can go wrong there that no query of the driver tells:
 GPUs behind PCIe whose reads of each other the IOMMU redirects (the sum never ends), a fabric manager that does not run
-or does not match the driver (multicast can not be bound), a network interface that leads nowhere.  Later, in the middle
+or does not match the driver (multicast cannot be bound), a network interface that leads nowhere.  Later, in the middle
 of the first step, the same fault looks like a slow model.
 """
 

@@ -190,7 +190,7 @@ def test_own_bytes_from_the_driver(
 )  # fmt: skip
 def test_cuda_snapshot(monkeypatch: pytest.MonkeyPatch, own: int | None, num_sharing: int, non_torch: int) -> None:
     """Oracle: non-torch memory is this process's own where the driver reports it, else all that torch does not hold;
-    a figure that can not be this process's is another's, with the same pid on the host as this one in its container.
+    a figure that cannot be this process's is another's, with the same pid on the host as this one in its container.
 
     Two ranks on one GPU have half of it each; without the driver's report also half of its 30 GiB in use.
     """
