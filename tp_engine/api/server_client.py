@@ -14,9 +14,10 @@ import msgspec
 from tp_engine.errors import printable
 from tp_engine.system.units import KIB, MIB
 
-_MOST_BYTES = 64 * MIB  # of an answer
-_MOST_LINE_BYTES = 16 * MIB  # of a streamed one; the whole of it may have:
-_MOST_STREAM_BYTES = 256 * MIB
+MOST_BYTES = 64 * MIB
+"""Of an answer."""
+MOST_LINE_BYTES, MOST_STREAM_BYTES = 16 * MIB, 256 * MIB
+"""Of a line of a streamed answer, and of all of it."""
 _MOST_REFUSAL_BYTES = 64 * KIB
 
 Content = TypeVar("Content")
@@ -55,12 +56,16 @@ class StreamChunk(msgspec.Struct, frozen=True):
     choices: list[ChunkChoice]
 
 
-class _Card(msgspec.Struct, frozen=True):
+class ModelCard(msgspec.Struct, frozen=True):
+    """A model of a server."""
+
     id: str
 
 
-class _Cards(msgspec.Struct, frozen=True):
-    data: list[_Card]
+class ModelCards(msgspec.Struct, frozen=True):
+    """All models of a server."""
+
+    data: list[ModelCard]
 
 
 class ServerClient:
@@ -76,7 +81,7 @@ class ServerClient:
     def model(self, wanted: str | None = None) -> str:
         """``wanted`` if the server has it, else its first model."""
         with self._exchange("GET", "/v1/models") as answer:
-            names = [card.id for card in self._read(answer, "/v1/models", _Cards).data]
+            names = [card.id for card in self._read(answer, "/v1/models", ModelCards).data]
         if wanted is not None and wanted not in names:
             raise ServerError(f"{self.url} has no model {wanted!r}; it has {', '.join(names) or 'none'}")
         if not names:
@@ -92,12 +97,12 @@ class ServerClient:
         """Yield the chunks of a streamed answer; leaving early closes the connection, which ends the answer."""
         with self._exchange("POST", path, json.dumps({**body, "stream": True}).encode()) as answer:
             num_bytes = 0
-            while line := answer.readline(_MOST_LINE_BYTES + 1):
+            while line := answer.readline(MOST_LINE_BYTES + 1):
                 num_bytes += len(line)
-                if len(line) > _MOST_LINE_BYTES or num_bytes > _MOST_STREAM_BYTES:
+                if len(line) > MOST_LINE_BYTES or num_bytes > MOST_STREAM_BYTES:
                     raise ServerError(
-                        f"{self.url}{path} streams more than {_MOST_LINE_BYTES // MIB} MiB in a line, or "
-                        f"{_MOST_STREAM_BYTES // MIB} MiB in all"
+                        f"{self.url}{path} streams more than {MOST_LINE_BYTES // MIB} MiB in a line, or "
+                        f"{MOST_STREAM_BYTES // MIB} MiB in all"
                     )
                 if not line.startswith(b"data:"):
                     continue
@@ -110,9 +115,9 @@ class ServerClient:
         raise ServerError(f"{self.url} closed the connection before the answer was complete")
 
     def _read(self, answer: http.client.HTTPResponse, path: str, kind: type[Content]) -> Content:
-        text = answer.read(_MOST_BYTES + 1)
-        if len(text) > _MOST_BYTES:
-            raise ServerError(f"{self.url}{path} answered with more than {_MOST_BYTES // MIB} MiB")
+        text = answer.read(MOST_BYTES + 1)
+        if len(text) > MOST_BYTES:
+            raise ServerError(f"{self.url}{path} answered with more than {MOST_BYTES // MIB} MiB")
         return self._decode(text, path, kind)
 
     def _decode(self, text: bytes, path: str, kind: type[Content]) -> Content:

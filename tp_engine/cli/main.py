@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tp_engine.errors import ConfigError, EngineDeadError, RequestError, did_you_mean
+from tp_engine.errors import ConfigError, EngineDeadError, RequestError, did_you_mean, printable
 from tp_engine.system.version import __version__
 
 EXIT_FAILED = 1
@@ -73,12 +73,11 @@ def _run(command: Command, arguments: Sequence[str], name: str) -> int:
     except (ConfigError, RequestError) as error:
         return _refuse(str(error), name)
     except (OSError, RuntimeError, EngineDeadError) as error:
-        print(f"{name}: error: {error}", file=sys.stderr, flush=True)
-        return EXIT_FAILED
+        return _refuse(str(error), name, EXIT_FAILED)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 
 
-def _refuse(message: str, name: str) -> int:
-    print(f"{name}: error: {message}", file=sys.stderr, flush=True)
-    return EXIT_USAGE
+def _refuse(message: str, name: str, code: int = EXIT_USAGE) -> int:
+    print(printable(f"{name}: error: {message}"), file=sys.stderr, flush=True)
+    return code

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
+from tp_engine.errors import printable
 from tp_engine.system import env
 
 LOG_FORMATS = ("text", "json")
@@ -61,7 +62,7 @@ def warn_once(logger: logging.Logger, text: str, *arguments: object) -> None:
 
 
 class _TextFormatter(logging.Formatter):
-    """``12:34:56 INFO [http] [request abc] message``."""
+    """``12:34:56 INFO [http] [request abc] message``; no terminal obeys what a client or a library says in it."""
 
     def __init__(self, process: str) -> None:
         super().__init__(f"%(asctime)s %(levelname)s [{process}]%(request)s %(message)s", "%H:%M:%S")
@@ -69,7 +70,7 @@ class _TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         request_id = _request_of(record)
         record.request = "" if request_id is None else f" [request {request_id}]"
-        return super().format(record)
+        return printable(super().format(record))
 
 
 class _JsonFormatter(logging.Formatter):
@@ -95,7 +96,7 @@ class _JsonFormatter(logging.Formatter):
             line["trace_id"] = trace_id
         if record.exc_info is not None:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line | getattr(record, "fields", {}), ensure_ascii=False, default=str)
+        return printable(json.dumps(line | getattr(record, "fields", {}), ensure_ascii=False, default=str))
 
 
 def _request_of(record: logging.LogRecord) -> str | None:

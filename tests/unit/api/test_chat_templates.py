@@ -194,13 +194,15 @@ def test_no_role_is_lost_without_a_word(content: Any) -> None:
         ({"role": "assistant", "tool_calls": "x"}, "tool_calls must be a list"),
         ({"role": "assistant", "tool_calls": [{"id": "1"}]}, r"tool_calls\[0\] must be"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": 5}}]}, r"tool_calls\[0\] must be"),
+        ({"role": [1] * 99_999, "content": "x"}, r"messages\[0\].role is \[1, 1"),
+        (["x" * 99_999], r"messages\[0\] is \['xx"),
     ],
 )
 def test_malformed_messages_are_refused_by_name(message: Any, words: str) -> None:
-    """Oracle: the place and the rule."""
+    """Oracle: the place and the rule, in a few words whatever the size of what was sent."""
     with pytest.raises(RequestError, match=words) as caught:
         render([message], QWEN_LIKE)
-    assert caught.value.param == "messages"
+    assert caught.value.param == "messages" and len(str(caught.value)) < 400
 
 
 @pytest.mark.parametrize(
@@ -221,6 +223,13 @@ def test_whatever_a_template_raises_is_the_requests_error(source: str) -> None:
     with pytest.raises(RequestError, match="the chat template refuses these messages: ") as caught:
         render([QUESTION], source)
     assert "only user" in str(caught.value) or "only user" not in source
+
+
+def test_a_refusal_of_any_length_is_cut() -> None:
+    """Oracle: the beginning of the words, which repeat what a client has sent."""
+    with pytest.raises(RequestError, match=r"refuses these messages: no x{100}") as caught:
+        render([{"role": "user", "content": "x" * 1_000_000}], "{{ raise_exception('no ' + messages[0].content) }}")
+    assert len(str(caught.value)) < 5000
 
 
 def test_rendering_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,6 +277,15 @@ def test_a_template_takes_neither_this_process_nor_its_memory(name: str, monkeyp
 def test_a_text_that_is_nested_too_deeply_is_no_template(source: str) -> None:
     """Oracle: ``ConfigError``, for parsers that recur into brackets and for walks over what they made."""
     with pytest.raises(ConfigError, match="nested too deeply"):
+        ChatTemplate(source)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"), [(" " * (1 << 20) + "x", "1,048,577 characters"), ("{{ " + "1" * 9999 + " }}", "4300 digits")]
+)
+def test_a_text_that_costs_too_much_is_no_template(source: str, words: str) -> None:
+    """Oracle: ``ConfigError`` for a text that takes long to read, and for a number that Python does not."""
+    with pytest.raises(ConfigError, match=f"the chat template has .*{words}"):
         ChatTemplate(source)
 
 

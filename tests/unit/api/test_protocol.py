@@ -232,3 +232,9 @@ def test_errors_have_one_shape(error: Exception, status: int, kind: str) -> None
     assert body["error"].keys() == {"message", "type", "param", "code"}
     assert body["error"]["type"] == kind
     assert "secret" not in body["error"]["message"]
+
+
+def test_an_error_does_not_repeat_megabytes() -> None:
+    """By hand: of a message that has what a client sent, some thousand characters."""
+    status, body = describe_error(RequestError("no " + "x" * 1_000_000))
+    assert status == 400 and body["error"]["message"].startswith("no xxx") and len(body["error"]["message"]) < 5000

@@ -56,6 +56,15 @@ def test_text_names_process_and_request(monkeypatch: pytest.MonkeyPatch) -> None
     ]
 
 
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_the_log_can_not_command_a_terminal(log_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: what a client sent is seen as text, whatever the line is about."""
+    (line,) = lines_of(
+        lambda: logger.warning("a tool of the type %s", "\x1b]52;c;aaaa\x07\x9b2J\r\x00"), log_format, monkeypatch
+    )
+    assert line.isprintable() and "]52;c;aaaa" in line
+
+
 def test_json_is_one_object_per_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the fields of docs/metrics.md, also for texts of several lines and errors."""
 

@@ -135,7 +135,7 @@ def _tools(tools: list[Tool]) -> list[dict[str, Any]] | None:
                 param="tools",
             )
         if tool.type not in (None, "custom"):
-            warn_once(logger, "tools of the type %s are left out of messages: this server runs none", tool.type[:80])
+            warn_once(logger, "tools of the type %s are left out of messages: this server runs none", shown(tool.type))
             continue
         if not tool.name:
             raise RequestError(f"tools[{number}].name is missing; a function must have one", param="tools")

@@ -18,6 +18,8 @@ ERROR_TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+LONGEST_MESSAGE = 4096
+"""Characters: templates and libraries repeat what a client has sent, which may be megabytes."""
 _STATUS_OF_CODE = {"model_not_found": 404, CODE_UNAVAILABLE: 503}
 
 
@@ -50,7 +52,9 @@ def sequence_error(error: str, code: str | None) -> RequestError | HttpError:
 
 
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Return the body of an answer with ``status``."""
+    """Return the body of an answer with ``status``; a message that is too long is cut."""
+    if len(message) > LONGEST_MESSAGE:
+        message = message[:LONGEST_MESSAGE] + "..."
     return {
         "error": {"message": message, "type": ERROR_TYPES.get(status, "server_error"), "param": param, "code": code}
     }

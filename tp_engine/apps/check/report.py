@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from xml.etree import ElementTree
 
+from tp_engine.errors import printable
 from tp_engine.system.version import __version__, installed_version
 
 EXIT_RIGHT, EXIT_WRONG, EXIT_NOT_CHECKED = 0, 1, 2
@@ -91,7 +92,7 @@ class CheckReport:
 
     def as_text(self) -> str:
         """Return a line for each finding; those that are not right say where, what it means and what to try."""
-        return "\n".join([f"check of {self.subject}", *(_lines(self.findings)), self.summary])
+        return printable("\n".join([f"check of {self.subject}", *(_lines(self.findings)), self.summary]))
 
     @property
     def summary(self) -> str:
@@ -109,26 +110,26 @@ class CheckReport:
             "environment": dict(self.environment),
             "findings": [dataclasses.asdict(one) for one in self.findings],
         }
-        return json.dumps(content, indent=2, ensure_ascii=False)
+        return printable(json.dumps(content, indent=2, ensure_ascii=False))
 
     def as_junit(self) -> str:
         """Return JUnit's XML, a test case for each finding: wrong is a failure, not checked an error."""
         suite = ElementTree.Element("testsuite", name="tp-engine check", hostname=platform.node() or "localhost")
         properties = ElementTree.SubElement(suite, "properties")
         for key, value in {"subject": self.subject, **self.environment}.items():
-            ElementTree.SubElement(properties, "property", name=key, value=_printable(value))
+            ElementTree.SubElement(properties, "property", name=key, value=_xml_text(value))
         kinds = {CheckStatus.WRONG: "failure", CheckStatus.NOT_CHECKED: "error", CheckStatus.SKIPPED: "skipped"}
         counts = dict.fromkeys(kinds.values(), 0)
         for one in self.findings:
             case = ElementTree.SubElement(
-                suite, "testcase", classname="tp_engine.check", name=_printable(one.name), time=f"{one.seconds:.3f}"
+                suite, "testcase", classname="tp_engine.check", name=_xml_text(one.name), time=f"{one.seconds:.3f}"
             )
             if (kind := kinds.get(one.status)) is not None:
                 counts[kind] += 1
-                element = ElementTree.SubElement(case, kind, message=_printable(one.detail))
-                element.text = _printable("\n".join(filter(None, (one.place, one.meaning, one.remedy))))
+                element = ElementTree.SubElement(case, kind, message=_xml_text(one.detail))
+                element.text = _xml_text("\n".join(filter(None, (one.place, one.meaning, one.remedy))))
             else:
-                ElementTree.SubElement(case, "system-out").text = _printable(one.detail)
+                ElementTree.SubElement(case, "system-out").text = _xml_text(one.detail)
         suite.set("tests", str(len(self.findings)))
         for kind, name in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
             suite.set(name, str(counts[kind]))
@@ -182,6 +183,6 @@ def _wrapped(first: str, text: str) -> list[str]:
     )  # fmt: skip
 
 
-def _printable(text: str) -> str:
+def _xml_text(text: str) -> str:
     """Without the characters that XML does not have."""
     return "".join(one if one in "\t\n" or (ord(one) >= 32 and one not in "\ufffe\uffff") else "?" for one in text)

@@ -1,7 +1,8 @@
-"""The serving benchmark's arithmetic: traffic and figures.  No server."""
+"""The serving benchmark's arithmetic, traffic and figures; and what its client makes of wrong answers."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tp_engine.apps.bench.serving.client import TimedAnswer
+from tp_engine.api.server_client import ServerError
+from tp_engine.apps.bench.serving import client
+from tp_engine.apps.bench.serving.client import Target, TimedAnswer, ask, first_model
 from tp_engine.apps.bench.serving.metrics import details, summarise
 from tp_engine.apps.bench.serving.options import parse_arguments
-from tp_engine.apps.bench.serving.traffic import arrival_times, file_requests, random_requests
+from tp_engine.apps.bench.serving.traffic import Request, arrival_times, file_requests, random_requests
 
 # What ``vllm bench serve --save-result`` writes about a run of text generation.
 VLLM_FIELDS = {
@@ -93,3 +96,46 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
             parse_arguments("", arguments)
     told = capsys.readouterr().err
     assert "rates must be positive" in told and "such as ttft:500" in told and "leave --base-url out" in told
+
+
+OK, ENDLESS = b"HTTP/1.1 200 OK\r\n\r\n", b" " * 65_536
+WRONG_ANSWERS = {
+    "no HTTP": b"hello\r\n\r\n",
+    "no status": b"HTTP/1.1\r\n\r\n",
+    "nothing": b"",
+    "long head": b"HTTP/1.1 200 OK\r\n" + ENDLESS * 2,
+    "size in letters": b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nxyz\r\n",
+    "huge chunk": b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nffffffffff\r\n",
+    "huge length": b"HTTP/1.1 200 OK\r\ncontent-length: 99999999999\r\n\r\n",
+    "HTML": OK + b"<html>log in</html>",
+    "line without end": OK + b"data: " + ENDLESS * 40,
+    "stream without end": OK + b": a comment\n" * 200_000,
+    "deep": OK + b"data: " + b"[" * 60_000 + b"\n",
+    **{
+        text: OK + b"data: " + text.encode() + b"\n\n"
+        for text in ("no JSON", "[1]", '{"choices": 1}', '{"choices": [1]}', '{"choices": [{"delta": []}]}',
+                     '{"usage": {"prompt_tokens": "1"}, "choices": []}', '{"error": {"message": "no"}}')
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_ANSWERS)
+def test_a_wrong_answer_is_a_failure_of_its_request(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: one line about each, no exception; and what is read has a limit."""
+    for limit in ("MOST_BYTES", "MOST_LINE_BYTES", "MOST_STREAM_BYTES"):
+        monkeypatch.setattr(client, limit, 1 << 20)
+
+    async def served() -> TimedAnswer:
+        async def handle(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(WRONG_ANSWERS[name])
+            writer.close()
+
+        async with await asyncio.start_server(handle, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            target = Target(base_url=f"http://127.0.0.1:{port}", endpoint="/v1/completions", model="m", timeout_s=60)
+            with pytest.raises(ServerError, match="/v1/models can not be read"):
+                await first_model(target)
+            return await ask(target, Request(prompt=[1, 2], max_tokens=2))
+
+    answer = asyncio.run(served())
+    assert not answer.success and answer.error

@@ -316,8 +316,8 @@ def test_a_chunk_that_is_none(hostile: HostileServer, chunk: bytes, capsys: pyte
 @pytest.mark.parametrize("path", [MODELS_PATH, CHAT_PATH])
 def test_an_answer_without_end(hostile: HostileServer, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: what is read has a limit, and the server sees that the client has left."""
-    monkeypatch.setattr(server_client, "_MOST_BYTES", 1 << 20)
-    monkeypatch.setattr(server_client, "_MOST_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(server_client, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(server_client, "MOST_LINE_BYTES", 1 << 20)
     hostile.answers[path] = itertools.chain([b"data: "], itertools.repeat(b" " * 65536))
     with pytest.raises(ServerError, match=r"more than \d+ MiB"):
         for _ in hostile.client.stream(path, {}) if path == CHAT_PATH else [hostile.client.model()]:
@@ -329,7 +329,7 @@ def test_an_answer_without_end(hostile: HostileServer, path: str, monkeypatch: p
 
 def test_a_stream_without_end(hostile: HostileServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: small lines count together."""
-    monkeypatch.setattr(server_client, "_MOST_STREAM_BYTES", 1 << 20)
+    monkeypatch.setattr(server_client, "MOST_STREAM_BYTES", 1 << 20)
     hostile.answers[CHAT_PATH] = itertools.repeat(b": a comment\n" * 5000)
     with pytest.raises(ServerError, match=r"MiB in all"):
         list(hostile.client.stream(CHAT_PATH, {}))

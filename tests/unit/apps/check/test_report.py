@@ -38,7 +38,7 @@ def test_text_says_where_why_and_what_to_try() -> None:
     text = CheckReport(subject="m", findings=(RIGHT, WRONG, SKIPPED)).as_text()
     for word in ("layer 3, rank 1, position 7", "answers are wrong", "--enforce-eager", "1 right", "WRONG"):
         assert word in text
-    assert max(map(len, text.splitlines())) <= 120
+    assert max(map(len, text.splitlines())) <= 120 and all(map(str.isprintable, text.splitlines()))
 
 
 def test_junit_is_what_ci_systems_read() -> None:

@@ -189,11 +189,11 @@ def _object(given: object) -> dict[str, Any] | None:
 def _normal_message(where: str, message: object, *, takes_images: bool) -> dict[str, Any]:
     """A checked copy whose content is a text, the texts and images of its parts, or None."""
     if not isinstance(message, Mapping):
-        raise RequestError(f"{where} is {message!r}; it must have a role and a content", param="messages")
+        raise RequestError(f"{where} is {shown(message)}; it must have a role and a content", param="messages")
     normal = in_one_spelling(where, message)
     role = normal.get("role")
     if not isinstance(role, str) or not role:
-        raise RequestError(f"{where}.role is {role!r}; it must be text such as 'user'", param="messages")
+        raise RequestError(f"{where}.role is {shown(role)}; it must be text such as 'user'", param="messages")
     if normal.get("images"):
         raise RequestError(
             f"{where}.images: images are parts of the content, such as {{'type': 'image_url', 'image_url': {{'url': "

@@ -22,6 +22,8 @@ from jinja2.utils import Namespace
 
 from tp_engine.errors import ConfigError
 
+_MOST_CHARACTERS = 1 << 20  # of a template: reading one takes microseconds for each, and those of models have 1 to 40 k
+_LONGEST_REFUSAL = 4096  # characters
 # The process ends when it is old, or has had nothing to do for long: another one takes its place.
 _LIFE_S, _IDLE_S = 43_200.0, 3600.0
 # A variable and a filter that the compiled template has in its loops.
@@ -38,8 +40,10 @@ class TemplateRefusal(Exception):  # noqa: N818 - the template's decision, or a 
 
 
 def parse_template(text: str) -> nodes.Template:
-    """Return the template's tree.  ``ConfigError`` for a text that is no template, or uses what no template needs: the
-    power operator is a way to any size, and ``lipsum`` writes noise."""
+    """Return the template's tree.  ``ConfigError`` for a text that is no template, is too long, or uses what none
+    needs: the power operator is a way to any size, and ``lipsum`` writes noise."""
+    if len(text) > _MOST_CHARACTERS:
+        raise ConfigError(f"the chat template has {len(text):,} characters; at most {_MOST_CHARACTERS:,} are read")
     environment = new_environment()
     try:
         tree = environment.parse(text)
@@ -50,6 +54,8 @@ def parse_template(text: str) -> nodes.Template:
         raise ConfigError(f"the chat template has an error in line {error.lineno}: {error.message}") from error
     except RecursionError as error:
         raise ConfigError("the chat template is nested too deeply") from error
+    except ValueError as error:  # a number of thousands of digits
+        raise ConfigError(f"the chat template has an error: {error}") from error
     return tree
 
 
@@ -92,7 +98,7 @@ def serve(data: bytes, descriptor: int) -> bytes:
             try:
                 answer = [True, template.render(**job)]
             except TemplateRefusal as error:
-                answer = [False, str(error)]
+                answer = [False, str(error)[:_LONGEST_REFUSAL]]
             signal.setitimer(signal.ITIMER_PROF, 0.0)
             link.send_bytes(json.dumps([time.process_time() - began_s, *answer]).encode())
     return b""

@@ -1,4 +1,7 @@
-"""A cheap client for streamed completions: HTTP/1.1 over asyncio's streams, one connection per request."""
+"""A cheap client for streamed completions: HTTP/1.1 over asyncio's streams, one connection per request.
+
+What a server sends is read up to the limits of ``ServerClient``, and checked before it is used.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,41 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
+
+from tp_engine.api.server_client import MOST_BYTES, MOST_LINE_BYTES, MOST_STREAM_BYTES, ModelCards, ServerError
 from tp_engine.apps.bench.serving.traffic import Request
+from tp_engine.errors import shown
+
+# What a server's answer may raise.
+_WRONG_ANSWERS = (
+    *(OSError, ValueError, RecursionError, msgspec.MsgspecError),
+    *(asyncio.IncompleteReadError, asyncio.LimitOverrunError),
+)
+
+
+class _Delta(msgspec.Struct, frozen=True):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    delta: _Delta | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class _Chunk(msgspec.Struct, frozen=True):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_decoded = msgspec.json.Decoder(_Chunk).decode
 
 
 @dataclass(kw_only=True)
@@ -77,18 +114,25 @@ async def ask(target: Target, request: Request) -> TimedAnswer:
         answer.error = "" if answer.success else "no token came"
     except TimeoutError:
         answer.error = f"no end within {target.timeout_s:g} s"
-    except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+    except _WRONG_ANSWERS as error:
         answer.error = f"{type(error).__name__}: {error}"
     return answer
 
 
-async def fetch_json(target: Target, path: str) -> Any:
-    """The answer to a GET of ``path``."""
-    async with _exchange(target, "GET", path, b"") as (status, body):
-        text = b"".join([part async for part in body])
+async def first_model(target: Target) -> str:
+    """The name of the server's first model; raises ``ServerError``."""
+    path = "/v1/models"
+    try:
+        async with asyncio.timeout(target.timeout_s), _exchange(target, "GET", path, b"") as (status, body):
+            text = b"".join([part async for part in body])
         if status != 200:
-            raise ValueError(f"HTTP {status} for {path}: {text[:200].decode(errors='replace')}")
-        return json.loads(text)
+            raise ServerError(f"HTTP {status} for {path}: {text[:200].decode(errors='replace')}", status)
+        cards = msgspec.json.decode(text, type=ModelCards).data
+    except _WRONG_ANSWERS as error:
+        raise ServerError(f"{target.base_url}{path} can not be read: {error or type(error).__name__}") from error
+    if not cards:
+        raise ServerError(f"{target.base_url} has no model")
+    return cards[0].id
 
 
 async def _ask(target: Target, body: dict[str, Any], answer: TimedAnswer) -> None:
@@ -101,13 +145,13 @@ async def _ask(target: Target, body: dict[str, Any], answer: TimedAnswer) -> Non
         async for event in _events(parts):
             if event == "[DONE]":
                 continue
-            data = json.loads(event)
-            if "error" in data:
-                raise ValueError(f"error in the stream: {data['error']}")
-            if usage := data.get("usage"):
-                answer.output_tokens = usage["completion_tokens"]
-                answer.prompt_len = usage["prompt_tokens"]
-            if _has_token(data):
+            chunk = _decoded(event)
+            if chunk.error is not None:
+                raise ValueError(f"error in the stream: {shown(chunk.error, 200)}")
+            if chunk.usage is not None:
+                answer.output_tokens = chunk.usage.completion_tokens
+                answer.prompt_len = chunk.usage.prompt_tokens
+            if _has_token(chunk):
                 now = time.perf_counter()
                 if answer.ttft:
                     answer.itl.append(now - last)
@@ -118,19 +162,20 @@ async def _ask(target: Target, body: dict[str, Any], answer: TimedAnswer) -> Non
         answer.output_tokens = answer.output_tokens or len(answer.itl) + 1
 
 
-def _has_token(data: Mapping[str, Any]) -> bool:
+def _has_token(chunk: _Chunk) -> bool:
     """Whether a chunk holds a part of the answer; the final usage and a chat's first role do not count."""
-    choices = data.get("choices")
-    if not choices:
+    if not chunk.choices:
         return False
-    delta = choices[0].get("delta")
-    return delta is None or bool(delta.get("content") or choices[0].get("token_ids") or choices[0]["finish_reason"])
+    first = chunk.choices[0]
+    return first.delta is None or bool(first.delta.content or first.token_ids or first.finish_reason)
 
 
 async def _events(parts: AsyncIterator[bytes]) -> AsyncIterator[str]:
     """The data of server-sent events; comments are left out."""
     rest = b""
     async for part in parts:
+        if len(rest) > MOST_LINE_BYTES:
+            raise ValueError(f"a line has more than {MOST_LINE_BYTES:,} bytes")
         *lines, rest = (rest + part).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
@@ -156,7 +201,7 @@ async def _exchange(
         await writer.drain()
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
-        yield int(head[0].split()[1]), _body(reader, headers)
+        yield int(head[0].partition(" ")[2][:3]), _body(reader, headers)
     finally:
         writer.close()
         with contextlib.suppress(OSError):
@@ -165,12 +210,22 @@ async def _exchange(
 
 async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> AsyncIterator[bytes]:
     """The body as it arrives: chunked, of a known length, or up to the end of the connection."""
+    num_bytes = 0
     if headers.get("transfer-encoding") == "chunked":
         while size := int((await reader.readline()).split(b";")[0], 16):
+            num_bytes += _checked_size(size, MOST_LINE_BYTES)
+            _checked_size(num_bytes, MOST_STREAM_BYTES)
             yield await reader.readexactly(size)
             await reader.readexactly(2)
     elif "content-length" in headers:
-        yield await reader.readexactly(int(headers["content-length"]))
+        yield await reader.readexactly(_checked_size(int(headers["content-length"]), MOST_BYTES))
     else:
         while part := await reader.read(1 << 16):
+            num_bytes = _checked_size(num_bytes + len(part), MOST_STREAM_BYTES)
             yield part
+
+
+def _checked_size(num_bytes: int, most: int) -> int:
+    if num_bytes > most:
+        raise ValueError(f"the answer has more than {most:,} bytes")
+    return num_bytes

@@ -31,12 +31,13 @@ from typing import Any
 
 from tp_engine.apps.bench.machine import processor_name
 from tp_engine.apps.bench.plot import plot_over_load
-from tp_engine.apps.bench.serving.client import Target, TimedAnswer, fetch_json, send_all
+from tp_engine.apps.bench.serving.client import Target, TimedAnswer, first_model, send_all
 from tp_engine.apps.bench.serving.launch import own_server
 from tp_engine.apps.bench.serving.metrics import details, summarise
 from tp_engine.apps.bench.serving.options import parse_arguments
 from tp_engine.apps.bench.serving.traffic import arrival_times, make_requests
 from tp_engine.apps.bench.shapes import make_folder
+from tp_engine.errors import printable
 
 _COLUMNS = (
     ("rate", "request_rate", ""), ("done", "completed", ""), ("failed", "failed", ""),
@@ -100,7 +101,7 @@ async def sweep(args: argparse.Namespace, base_url: str) -> dict[str, Any]:
         results.append(result)
         print("".join(_cell(result[field], style) for _, field, style in _COLUMNS), flush=True)
         for error in sorted({answer.error for answer in answers if not answer.success})[:3]:
-            print(f"    failed: {error}", flush=True)
+            print(f"    failed: {printable(error)}", flush=True)
         save(args, result, answers)
     return {"benchmark": "serve", "machine": processor_name(), "started": not args.base_url, "results": results}
 
@@ -118,8 +119,7 @@ async def find_target(args: argparse.Namespace, base_url: str) -> Target:
     )
     if args.model:
         return target
-    models = await fetch_json(target, "/v1/models")
-    return dataclasses.replace(target, model=models["data"][0]["id"])
+    return dataclasses.replace(target, model=await first_model(target))
 
 
 async def measure(
