@@ -10,7 +10,7 @@ parameters from the rows' tables.  The host only chooses the *kind* of a step, a
 | min_p without top_k and top_p (``min_p``) | largest logit first | the same, exchanged first |
 | top_p without top_k (``nucleus``; one rank: part of ``ranked``) | draw_nucleus, from the best tokens | fronts, then \
 weights, exchanged (``nucleus_ranks_triton``) |
-| top_k up to MAX_RANKED (``ranked``) | draw_ranked | top_keys, exchanged with the others' keys |
+| top_k up to MAX_RANKED (``ranked``) | draw_ranked | top_keys, exchanged with the others' keys, draw_of_shares |
 | a larger top_k (``ranked``; several ranks: ``gathered``) | draw_ranked | the same from all logits, exchanged |
 
 ``kind_of`` is None for steps that this sampler does not sample: those with rows that have token lists,
@@ -28,8 +28,7 @@ from tp_engine.kernels.sampling.tables import SamplingTables
 from tp_engine.kernels.steps.decode_inputs import RowTables
 from tp_engine.plan import IntArray
 from tp_engine.sampling import vocab_parallel
-from tp_engine.sampling.groups import RowGroup, SamplingMethod
-from tp_engine.sampling.noise import device_noise_keys
+from tp_engine.sampling.ranked_shares import choose_draw
 from tp_engine.sampling.ranking import LOWEST_KEY
 from tp_engine.sampling.state import SamplingState
 from tp_engine.sampling.vocab_parallel import exchange
@@ -68,7 +67,9 @@ class DeviceSampler:
         self._draw_nucleus, self._draw_ranked = draw_nucleus_triton, draw_ranked_triton
         self._front_share, self._weigh_fronts = of_ranks.front_share_triton, of_ranks.weigh_fronts_triton
         self._choose_of_fronts = of_ranks.choose_of_fronts_triton
-        self._is_alone = communicator.info.world_size == 1
+        world_size, device = communicator.info.world_size, state.tables.floats.device
+        self._draw_of_shares = choose_draw(device, world_size, MAX_RANKED)
+        self._is_alone = world_size == 1
 
     @property
     def kinds(self) -> tuple[SamplerVariant, ...]:
@@ -190,7 +191,7 @@ class DeviceSampler:
         best_of_ranks, shares = exchange(self._communicator, [best, share])
         tokens = vocab_parallel.merge_best(best_of_ranks)
         if kind.ranked:
-            tokens = self._choose(tokens, shares, rows.clamp(min=0), positions)
+            self._draw_of_shares(tokens, shares, rows, positions, self._tables, vocab_size=vocab.vocab_size)
         if kind.nucleus:
             front, own = self._weigh_fronts(shares, *step, first_id=vocab.first, vocab_size=vocab.vocab_size)
             (sums,) = exchange(self._communicator, [own])
@@ -219,29 +220,6 @@ class DeviceSampler:
     @staticmethod
     def _no_keys(held: torch.Tensor, width: int) -> torch.Tensor:
         return torch.full((held.shape[0], width), LOWEST_KEY, dtype=torch.int64, device=held.device)
-
-    def _choose(
-        self, tokens: torch.Tensor, ranked: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """Rows with top_k draw from the merged candidates; the others keep their ``tokens`` (n,)."""
-        floats = self._tables.floats.index_select(0, rows)
-        top_k = self._tables.top_k.index_select(0, rows)[:, None].to(torch.int64)
-        group = RowGroup(
-            method=SamplingMethod.RANKED,
-            edited=False,
-            members=rows,
-            source=None,
-            temperature=floats[:, 0:1],
-            top_p=floats[:, 1:2].double(),
-            log_min_p=floats[:, 2:3],
-            top_k=top_k,
-            largest_top_k=MAX_RANKED,
-            uses_min_p=True,
-        )
-        keys = device_noise_keys(self._tables.seeds.index_select(0, rows), positions + 1)
-        drawn = vocab_parallel.decide_ranked(ranked, group, keys)
-        is_ranked = (floats[:, 0] > 0.0) & (top_k[:, 0] < self._state.vocab_size)
-        return torch.where(is_ranked, drawn, tokens)
 
     def _record(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
         known = rows.clamp(min=0)

@@ -26,6 +26,7 @@ from tp_engine.kernels.sampling import (
     filter_triton,
     nucleus_ranks_triton,
     nucleus_triton,
+    ranked_ranks_triton,
 )
 from tp_engine.kernels.sampling.scores_triton import gumbel_noise, hash_tokens, noise_key
 from tp_engine.kernels.sampling.tables import CountTables, SamplingTables
@@ -37,6 +38,7 @@ from tp_engine.sampling import noise
 from tp_engine.sampling.device_sampler import SHARE_BYTES, DeviceSampler, SamplerVariant
 from tp_engine.sampling.filters import draw_filtered, draw_ranked
 from tp_engine.sampling.groups import group_rows
+from tp_engine.sampling.ranked_shares import count_differences
 from tp_engine.sampling.sampler import Sampler
 from tp_engine.sampling.state import SamplingState
 
@@ -75,7 +77,7 @@ def make_state(samplings: Sequence[RowSampling], vocab_size: int, device: str, *
 def one_at_a_time(sampler: DeviceSampler) -> DeviceSampler:
     """The sampler, with a lock around its kernels: the interpreter supports one thread at a time."""
     names = ("_best_tokens", "_top_keys", "_draw_nucleus", "_draw_ranked")
-    for name in (*names, "_front_share", "_weigh_fronts", "_choose_of_fronts"):
+    for name in (*names, "_front_share", "_weigh_fronts", "_choose_of_fronts", "_draw_of_shares"):
         kernel = getattr(sampler, name)
 
         def launch(*args: Any, kernel: Callable[..., Any] = kernel, **kwargs: Any) -> Any:
@@ -173,6 +175,12 @@ def check_nuclei(device: str, world_size: int) -> None:
             logits = (logits * 2).round() / 2
             logits[:, ::3, 40:] = -torch.inf
         check_tokens(device, samplings, SamplerVariant(nucleus=True), world_size, logits)
+
+
+def check_shares(device: str, world_size: int) -> None:
+    """The comparison that a GPU makes at its start: the twin's tokens, of rows with every filter."""
+    draw = ranked_ranks_triton.draw_of_shares_triton
+    assert count_differences(draw, torch.device(device), world_size, 64) == 0
 
 
 def check_long_front(device: str) -> None:
@@ -301,6 +309,8 @@ def make_cases() -> dict[str, Callable[[str], None]]:
         tied = (random_logits(7, 400, torch.float32) / 2).round()
         add("ties", ranked, SamplerVariant(ranked=True), world_size, tied)
         add("masked", everything, kind, world_size, masked(random_logits(9, 301, torch.float32, 1.0)))
+    for world_size in (2, 8):
+        cases[f"shares-{world_size}"] = partial(check_shares, world_size=world_size)
     cases["choice"], cases["groups"] = check_choice, check_groups
     cases["padding"], cases["advance"], cases["long front"] = check_padding, check_advance, check_long_front
     nucleus = [*PLAIN, *FILTERED[:2]]
@@ -361,6 +371,8 @@ def launch_all() -> None:
         front, _ = nucleus_ranks_triton.weigh_fronts_triton(empty(8, 64, 64, dtype=torch.int64), *step, **ranks)
         gathered, drawn = empty(8, 64, 65, dtype=torch.int64), empty(64, dtype=torch.int32)
         nucleus_ranks_triton.choose_of_fronts_triton(drawn, front, gathered, rows, tables, vocab_size=151936)
+        shares = empty(8, 64, 64, dtype=torch.int64)
+        ranked_ranks_triton.draw_of_shares_triton(drawn, shares, rows, positions, tables, vocab_size=151936)
     wide, keys = empty(64, 151936, dtype=torch.float32), empty(64, 2, dtype=torch.int32)
     for logits, own_positions, noise_keys in ((whole, positions, None), (wide, None, keys)):
         found = best(

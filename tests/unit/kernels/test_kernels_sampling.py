@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.kernels.kernel_harness import needs_triton
 from tests.unit.sampling.sampler_cases import ids
@@ -13,6 +17,7 @@ from tp_engine.job.topology import RankInfo
 from tp_engine.plan import RowSampling
 from tp_engine.sampling import noise
 from tp_engine.sampling.device_sampler import SHARE_BYTES, DeviceSampler, SamplerVariant
+from tp_engine.sampling.ranked_shares import Draw, _proven, draw_by_torch
 from tp_engine.sampling.state import SamplingState
 
 
@@ -57,6 +62,69 @@ def test_recorded_kinds_have_fixed_launches(monkeypatch: pytest.MonkeyPatch) -> 
         assert tokens.shape == (5,) and tokens.dtype == torch.int32
     assert set(ranks.gathered) == {5 * size for size in SHARE_BYTES}
     assert {"front_of_slice_kernel", "weigh_front_kernel", "choose_kernel", "top_keys_kernel"} <= launched
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that launch a kernel: all but views and empty tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_view = any(argument.alias_info and not argument.alias_info.is_write for argument in func._schema.arguments)
+        self.count += not is_view and "empty" not in func.__name__
+        return func(*args, **(kwargs or {}))
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("kind", "most"), [(SamplerVariant(), 8), (SamplerVariant(nucleus=True), 17), (SamplerVariant(ranked=True), 12)]
+)
+def test_sampling_on_ranks_takes_few_launches(monkeypatch: pytest.MonkeyPatch, kind: SamplerVariant, most: int) -> None:
+    """Oracle: the nodes of a recorded step, counted on the meta device; the exchange is one. By PyTorch alone top_k
+    took 110."""
+    from triton.runtime.jit import JITFunction
+
+    counted = Launches()  # type: ignore[no-untyped-call]
+
+    def launch(*_: object, **__: object) -> None:
+        counted.count += 1
+
+    monkeypatch.setattr(JITFunction, "run", launch)
+    monkeypatch.setattr("tp_engine.kernels.dependent_launch_triton.can_launch_early", lambda device: True)
+    ranks = ValuelessRanks()
+    state = SamplingState(
+        max_num_seqs=8, vocab_size=5000, device=torch.device("meta"), info=ranks.info, has_tables=True
+    )
+    sampler = DeviceSampler(state, ranks)
+    logits, rows = torch.empty(5, state.vocab.width, device="meta"), torch.empty(5, dtype=torch.int32, device="meta")
+    positions = torch.empty(5, dtype=torch.int64, device="meta")
+    with counted:
+        sampler.sample(kind, logits, rows, positions)
+    assert counted.count + len(ranks.gathered) <= most
+
+
+def wrong(token_ids: torch.Tensor, *arguments: Any, vocab_size: int) -> None:
+    """Greedy rows' tokens are changed too."""
+    draw_by_torch(token_ids, *arguments, vocab_size=vocab_size)
+    token_ids += (token_ids == 7).to(torch.int32)
+
+
+def crashing(*arguments: Any, vocab_size: int) -> None:
+    raise RuntimeError("out of resource: shared memory")
+
+
+@pytest.mark.parametrize(
+    ("candidate", "problem"),
+    [(draw_by_torch, None), (wrong, r"\d+ of 192 tokens differ"), (crashing, "out of resource: shared memory")],
+)
+def test_a_kernel_is_used_if_it_draws_as_pytorch(
+    candidate: Draw, problem: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Oracle: the twin instead of a candidate that is wrong in some rows, or fails, which the log says."""
+    device = torch.device("cpu")
+    chosen = _proven.__wrapped__(candidate, device, 2, 64)
+    assert chosen is (candidate if problem is None else draw_by_torch)
+    assert re.search(problem, caplog.text) if problem else not caplog.text
 
 
 NUCLEUS, TOP_K = RowSampling(temperature=1.0, top_p=0.9), RowSampling(temperature=1.0, top_k=9)

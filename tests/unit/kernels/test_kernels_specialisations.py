@@ -103,7 +103,13 @@ def launch_attention(
 
 def launch_decode_inputs_and_sampling(num_rows: int, slots: torch.Tensor) -> None:
     """The other launches of a step of ``num_rows`` decodes, whose ``slots`` (G, N) precede those of prefills."""
-    from tp_engine.kernels.sampling import candidates_triton, filter_triton, nucleus_ranks_triton, nucleus_triton
+    from tp_engine.kernels.sampling import (
+        candidates_triton,
+        filter_triton,
+        nucleus_ranks_triton,
+        nucleus_triton,
+        ranked_ranks_triton,
+    )
     from tp_engine.kernels.sampling.best_triton import best_tokens_triton
 
     tables = RowTables(
@@ -131,6 +137,8 @@ def launch_decode_inputs_and_sampling(num_rows: int, slots: torch.Tensor) -> Non
     front, _ = nucleus_ranks_triton.weigh_fronts_triton(empty(8, num_rows, 64, dtype=torch.int64), *own, **part)
     sums = empty(8, num_rows, 65, dtype=torch.int64)
     nucleus_ranks_triton.choose_of_fronts_triton(best.token_ids, front, sums, rows, sampling, vocab_size=VOCAB)
+    shares = empty(8, num_rows, 64, dtype=torch.int64)
+    ranked_ranks_triton.draw_of_shares_triton(best.token_ids, shares, rows, positions, sampling, vocab_size=VOCAB)
 
 
 @needs_triton

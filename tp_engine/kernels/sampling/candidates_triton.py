@@ -112,6 +112,22 @@ def collect_candidates_kernel(
 
 
 @jit
+def keep_candidates(values, ordered, exists, threshold, num_equal, temperature, maximum, log_min_p):
+    """Return which candidates, in the order of their ids, ``narrow``'s threshold and min_p keep."""
+    is_equal = (exists & (ordered == threshold)).to(tl.int64)
+    kept = exists & ((ordered > threshold) | ((is_equal > 0) & (tl.cumsum(is_equal, axis=0) <= num_equal)))
+    relative = tl.math.div_rn(values, temperature) - tl.math.div_rn(maximum, temperature)
+    return kept & ((relative >= log_min_p) | (values == maximum))
+
+
+@jit
+def pick(values, token_ids, kept, temperature, word_1, word_2):
+    """Return the kept token with the best noisy score."""
+    scores = gumbel_noise(token_ids, word_1, word_2) + tl.math.div_rn(values, temperature)
+    return id_of(tl.max(tl.where(kept, pack_scores(scores, token_ids), LOWEST_KEY), axis=0))
+
+
+@jit
 def draw_candidates_kernel(
     logits, maxima, rows, positions, floats, top_ks, seeds, noise_keys, values_in, columns_in, cuts, counts, token_ids,
     logits_stride, num_ids, num_chunks,
@@ -140,13 +156,8 @@ def draw_candidates_kernel(
             values, ordered, exists, top_k, top_p, temperature, highest, tl.load(cuts + place))
         # fmt: on
         if is_known & (most <= KEPT):
-            is_equal = (exists & (ordered == threshold)).to(tl.int64)
-            kept = exists & ((ordered > threshold) | ((is_equal > 0) & (tl.cumsum(is_equal, axis=0) <= num_equal)))
-            scaled = tl.math.div_rn(values, temperature)
-            kept = kept & ((scaled - highest >= log_min_p) | (values == maximum))
-            keys = pack_scores(gumbel_noise(column, word_1, word_2) + scaled, column)
-            best = tl.max(tl.where(kept, keys, LOWEST_KEY), axis=0)
-            tl.store(token_ids + place, id_of(best))
+            kept = keep_candidates(values, ordered, exists, threshold, num_equal, temperature, maximum, log_min_p)
+            tl.store(token_ids + place, pick(values, column, kept, temperature, word_1, word_2))
         else:
             drawn = draw(logits + place * logits_stride, num_ids, parameters, top_k, word_1, word_2, BLOCK)
             tl.store(token_ids + place, drawn)
