@@ -38,7 +38,7 @@ def start_in_thread(config: EngineConfig) -> Service:
 @contextmanager
 def services(start: Callable[[EngineConfig], Service] = spawn_service) -> Iterator[None]:
     """Let each ``LLM`` that is made within start its service so."""
-    with patch.object(llm_module, "spawn_service", start):
+    with patch.object(llm_module, "spawn_service", lambda config, _is_over: start(config)):
         yield
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, Unpack
 
 from tp_engine.api.beam_search import BeamSearch, beam_search_output, one_token, run_search
 from tp_engine.api.engine_options import ChatTemplateOptions, read_options
@@ -51,6 +51,9 @@ from tp_engine.system.off_loop import in_thread, started
 if TYPE_CHECKING:
     from tp_engine.engine.staged_tensors import NamedTensors
 
+Launch: TypeAlias = Callable[[EngineConfig, Callable[[], bool]], Service]
+"""What starts rank 0; the start ends when the function says that nobody waits any more."""
+
 _STOP_TIMEOUT_S = 15.0
 _PULSE_S = 0.5
 _UPDATE_S = 3600.0
@@ -86,8 +89,8 @@ class AsyncLLM:
         self._client: EngineClient | None = None
         self._outputs: Outputs | None = None
         self._input: InputProcessor | None = None
-        self._starting = asyncio.Lock()
-        self._preparing = PreparingThreads()
+        self._starting, self._closing = asyncio.Lock(), asyncio.Lock()
+        self.preparing = PreparingThreads()
         self.waits_for_images = True
 
     @classmethod
@@ -101,13 +104,14 @@ class AsyncLLM:
         await llm.start(timeout_s=timeout_s)
         return llm
 
-    async def start(self, *, timeout_s: float = 60.0) -> None:
-        """Connect, and start the ranks first unless ``connect`` gave an address; a second call does nothing."""
+    async def start(self, *, timeout_s: float = 60.0, launch: Launch | None = None) -> None:
+        """Connect, and start the ranks first, by ``launch`` if it is given, unless ``connect`` gave an address; a
+        second call does nothing."""
         async with self._starting:
             if self._client is not None:
                 return
             try:
-                await self._start(timeout_s)
+                await self._start(timeout_s, launch)
             except BaseException:
                 await self.close()
                 raise
@@ -237,7 +241,7 @@ class AsyncLLM:
         documents, or one for each.  ``instruction`` tells a reranker what relevant means."""
         await self.start()
         pairs = paired(queries, documents)
-        scored = await self._preparing.run(
+        scored = await self.preparing.run(
             sum(len(str(text)) for pair in pairs for text in pair),
             ScorePairs.of,
             self.input_processor,
@@ -265,7 +269,7 @@ class AsyncLLM:
         return beam_search_output(search, self.outputs.decoder)
 
     async def _pool(self, pooler: Pooler, prompt: Prompt, request_id: str | None, priority: int) -> RequestOutput:
-        request = await self._preparing.run(
+        request = await self.preparing.run(
             len(prompt_text(prompt) or ""),
             pooler.request,
             prompt,
@@ -296,7 +300,7 @@ class AsyncLLM:
         await self.start()
         size, has_images = sum(len(str(message)) for message in messages), has_image_part(messages)
         work = partial(self.input_processor.chat_prompt, messages, **template_options)
-        return await self._preparing.run(size, work, has_images=has_images)
+        return await self.preparing.run(size, work, has_images=has_images)
 
     async def load_lora_adapter(self, name: str, path: str, *, load_inplace: bool = False) -> None:
         """Load the PEFT adapter in the folder ``path`` under ``name``; ``RequestError`` if it cannot be served, or if
@@ -400,7 +404,11 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Leave the engine, and stop it if it was started here.  Running requests end with ``EngineDeadError``."""
-        self._preparing.close()
+        async with self._closing:
+            await self._close()
+
+    async def _close(self) -> None:
+        self.preparing.close()
         if self._client is not None:
             if self._service is not None and self._client.error is None:
                 self._client.stop()
@@ -469,28 +477,14 @@ class AsyncLLM:
         """Whether the engine accepts a new request."""
         return self._client is not None and self._client.error is None
 
-    async def _start(self, timeout_s: float) -> None:
+    async def _start(self, timeout_s: float, launch: Launch | None) -> None:
         early = None
         if self._config is not None:
             config, timeout_s = self._config, self._config.startup_timeout_s
-            launched = env.launched_rank()
-            if launched is not None and launched.world_size > 1:
-                raise ConfigError(
-                    f"AsyncLLM starts its own ranks, but torchrun has started {launched.world_size}; start the script "
-                    f"without torchrun, with tensor_parallel_size={launched.world_size}, or use LLM"
-                )
-            early, is_over = load_early(config), threading.Event()
-            try:
-                self._service = await in_thread(spawn_service, config, is_over.is_set)
-            finally:
-                is_over.set()
+            early = _load_early(config)
+            self._service = await _launched(launch or _own_ranks(), config)
             self._address = self._service.address
         await self._connect(early, timeout_s)
-
-    async def attach(self, service: Service, early: Future[Any | None]) -> None:
-        """Use ``service``, which this object closes; ``early`` is the tokenizer, from ``load_early``."""
-        self._service, self._address = service, service.address
-        await self._connect(early, self.options.engine.startup_timeout_s)
 
     async def _connect(self, early: Future[Any | None] | None, timeout_s: float) -> None:
         assert self._address is not None
@@ -537,12 +531,14 @@ class AsyncLLM:
             "priority": priority,
             "adapter": "" if lora is None else lora.lora_name,
         }
-        size = len(prompt_text(prompt) or "")
-        has_images = isinstance(prompt, Mapping) and bool(prompt.get("multi_modal_data"))
-        if size > _LONG_TEXT or params.structured_outputs is not None or has_images:
-            work = partial(self.input_processor.process, prompt, params, **fields)
-            return await self._preparing.run(size, work, has_images=has_images)
+        if len(prompt_text(prompt) or "") > _LONG_TEXT or waits_for_others(prompt, params):
+            return await self.prepared(prompt, params, **fields)
         return self.input_processor.process(prompt, params, **fields)
+
+    async def prepared(self, prompt: Prompt, params: SamplingParams, **fields: Any) -> EngineRequest:
+        """Return what ``input_processor.process`` makes of this in another thread."""
+        work = partial(self.input_processor.process, prompt, params, **fields)
+        return await self.preparing.run(len(prompt_text(prompt) or ""), work, has_images=_has_images(prompt))
 
     async def _wait_for_streams(self, timeout_s: float) -> None:
         outputs = self.outputs
@@ -563,7 +559,35 @@ class AsyncLLM:
         return last.request_output
 
 
-def load_early(config: EngineConfig) -> Future[Any | None]:
+def _own_ranks() -> Launch:
+    launched = env.launched_rank()
+    if launched is not None and launched.world_size > 1:
+        raise ConfigError(
+            f"AsyncLLM starts its own ranks, but torchrun has started {launched.world_size}; start the script "
+            f"without torchrun, with tensor_parallel_size={launched.world_size}, or use LLM"
+        )
+    return spawn_service
+
+
+async def _launched(launch: Launch, config: EngineConfig) -> Service:
+    """What ``launch`` starts, in a thread; if this is cancelled, the thread ends it."""
+    is_over = threading.Event()
+    starting = started(launch, config, is_over.is_set)
+    try:
+        return await asyncio.shield(asyncio.wrap_future(starting))
+    except asyncio.CancelledError:
+        is_over.set()
+        starting.add_done_callback(_end_unused)
+        raise
+
+
+def _end_unused(starting: Future[Service]) -> None:
+    if starting.exception() is None:
+        starting.result().kill()
+        starting.result().close()
+
+
+def _load_early(config: EngineConfig) -> Future[Any | None]:
     """Read the tokenizer of a local folder while rank 0 starts; None for any other, and for one that cannot be read:
     that is told when rank 0 has checked the rest."""
 
@@ -574,6 +598,15 @@ def load_early(config: EngineConfig) -> Future[Any | None]:
         return None
 
     return started(load)
+
+
+def waits_for_others(prompt: Prompt, params: SamplingParams) -> bool:
+    """Return whether other processes read a part of the request: images, or a schema."""
+    return params.structured_outputs is not None or _has_images(prompt)
+
+
+def _has_images(prompt: Prompt) -> bool:
+    return isinstance(prompt, Mapping) and bool(prompt.get("multi_modal_data"))
 
 
 def new_request_id() -> str:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeAlias, TypeVar, Unpack, overload
 
 from tp_engine.api.allocation_monitor import AllocationMonitor
-from tp_engine.api.async_llm import AsyncLLM, load_early
+from tp_engine.api.async_llm import AsyncLLM, Launch, waits_for_others
 from tp_engine.api.beam_search import BeamSearch, beam_search_output, one_token, run_searches
 from tp_engine.api.calls import Call
 from tp_engine.api.engine_options import ChatTemplateOptions
@@ -25,7 +28,7 @@ from tp_engine.api.rows import Rows, as_batch, as_conversations, tokenization_op
 from tp_engine.api.scoring import ScorePairs, paired
 from tp_engine.api.team import EXTERNAL_LAUNCHER, Team, join_team, together
 from tp_engine.config import DEMO_MODEL, EngineConfig
-from tp_engine.engine.service_process import Service, spawn_service
+from tp_engine.engine.service_process import spawn_service
 from tp_engine.errors import EngineDeadError, RequestError, again
 from tp_engine.features.lora.options import LoRARequest, load_for
 from tp_engine.requests.outputs import (
@@ -41,7 +44,7 @@ from tp_engine.requests.request import EngineRequest
 from tp_engine.requests.sampling_params import BeamSearchParams, SamplingParams
 from tp_engine.system import env
 from tp_engine.system.closing import Closing, Ending
-from tp_engine.system.off_loop import LoopThread, started
+from tp_engine.system.off_loop import LoopThread, in_thread, started
 
 if TYPE_CHECKING:
     from tp_engine.engine.staged_tensors import NamedTensors
@@ -89,40 +92,38 @@ class LLM(Closing):
         self.team: Team | None = None
         self._ending = Ending()
         if given.get("distributed_executor_backend") != EXTERNAL_LAUNCHER:
-            self._open(AsyncLLM(model, **given), None)
+            self._open(model, given, None)
             return
         del given["distributed_executor_backend"]
         team, given = join_team(model, given)
         if team is None:
-            self._open(AsyncLLM(model, **given), spawn_service)
+            self._open(model, given, spawn_service)
         else:
-            team.do(lambda: self._open(AsyncLLM(model, **given), spawn_service))
+            try:
+                team.do("LLM", lambda: self._open(model, given, spawn_service))
+            except BaseException:
+                team.close()
+                raise
             self.team = team
 
-    def _open(self, llm: AsyncLLM, launch: Callable[[EngineConfig], Service] | None) -> None:
-        """Start the engine of ``llm``; ``launch`` None is what the process's place in a torchrun job asks for."""
-        self._async = llm
-        self._async.waits_for_images = False
-        config = self._async.options.engine
-        launch = launch or _launch_for(config)
-        early = load_early(config)
-        service: Service | None = None
+    def _open(self, model: Any, options: dict[str, Any], launch: Launch | None) -> None:
+        """Start the engine; ``launch`` None is what the process's place in a torchrun job asks for."""
         loop = self._loop = LoopThread("LLM")
+        close: Callable[[], Coroutine[Any, Any, None]] = _nothing_to_close
         try:
-            service = launch(config)
-            loop.run(llm.attach, service, early)
+            llm = self._async = loop.run(in_thread, partial(AsyncLLM, model, **options))
+            close = llm.close
+            llm.waits_for_images = False
+            loop.run(llm.start, launch=launch or _launch_for(llm.options.engine))
             self._default_params = loop.run(llm.get_default_sampling_params)
+            self.engine = EngineView(llm, self._ask)
+            self.allocation_monitor = AllocationMonitor(interval_s=_MONITOR_S)
+            self._observing: asyncio.Task[None] | None = None
+            self._num_requests = itertools.count()
+            self._forgotten = weakref.finalize(self, _end, self._ending, loop, llm)
         except BaseException:
-            if service is not None:
-                service.kill()
-            loop.finish(llm.close)
-            if service is not None:
-                service.close()
+            loop.finish(close)
             raise
-        self._forgotten = weakref.finalize(self, _end, self._ending, loop, llm)
-        self.engine = EngineView(self._async, self._ask)
-        self.allocation_monitor = AllocationMonitor(interval_s=_MONITOR_S)
-        self._num_requests = itertools.count()
 
     if not TYPE_CHECKING:  # checkers should go on to refuse unknown names
 
@@ -264,7 +265,7 @@ class LLM(Closing):
         batch, is_one = as_conversations(messages)
 
         def prompt_of(conversation: Any) -> Prompt:
-            return self.input_processor.chat_prompt(conversation, **template_options)
+            return self._loop.run(self._async.chat_prompt, conversation, **template_options)
 
         rows = self._rows(
             "conversations", batch, is_one, sampling_params, lora_request, priority, None, prompt_of=prompt_of
@@ -361,7 +362,8 @@ class LLM(Closing):
         """
         self._check_open()
         pairs = paired(queries, documents)
-        scored = ScorePairs.of(self.input_processor, pairs, request_id=self._next_id(), instruction=instruction)
+        make = partial(ScorePairs.of, self.input_processor, pairs, request_id=self._next_id(), instruction=instruction)
+        scored = self._loop.run(in_thread, make)
         return scored.outputs(self._complete(scored.requests, use_tqdm))
 
     @together
@@ -397,17 +399,24 @@ class LLM(Closing):
         nothing has changed.  Returns the ``weight_version``, by default the number of the update; what the prefix cache
         has of other weights is not found any more, and ``flush_cache`` frees it.
         """
-        if self.team is not None and not self.team.leads:
+        if self.team is None:
+            return self._take_weights(tensors, weight_version, flush_cache)
+
+        def take() -> None:
             for _ in tensors:  # they may be gathered from all ranks
                 pass
-        return self._take_weights(tensors, weight_version, flush_cache)
 
-    @together
+        version: str = self.team.do(
+            "update_weights", lambda: self._take_weights(tensors, weight_version, flush_cache), meanwhile=take
+        )
+        return version
+
     def _take_weights(self, tensors: NamedTensors, weight_version: str | None, flush_cache: bool) -> str:
         from tp_engine.engine.staged_tensors import StagedTensors  # torch, which the caller has if it has tensors
+        from tp_engine.worker.memory.host_memory import host_memory
 
         self._check_open()
-        with StagedTensors(tensors) as staged:
+        with StagedTensors(tensors, memory=lambda: self._loop.run(in_thread, host_memory)) as staged:
             return self._ask(
                 self._async.update_weights_from,
                 weight_version=weight_version,
@@ -505,16 +514,18 @@ class LLM(Closing):
         options, arrival_s = tokenization_options(tokenization_kwargs), time.monotonic()
 
         def make(item: Any, params: Sampling, first: int, lora: LoRARequest | None) -> tuple[EngineRequest, str | None]:
-            prompt = prompt_of(item)
-            request = self.input_processor.process(
-                prompt,
-                SamplingParams.of(params, self._default_params),
-                request_id=self._next_id(),
-                priority=first,
-                arrival_s=arrival_s,
-                adapter=self._adapter(lora, adapters),
+            prompt, params = prompt_of(item), SamplingParams.of(params, self._default_params)
+            fields: dict[str, Any] = {
+                "request_id": self._next_id(),
+                "priority": first,
+                "arrival_s": arrival_s,
+                "adapter": self._adapter(lora, adapters),
                 **options,
-            )
+            }
+            if waits_for_others(prompt, params):
+                request = self._loop.run(self._async.prepared, prompt, params, **fields)
+            else:
+                request = self.input_processor.process(prompt, params, **fields)
             return request, prompt_text(prompt)
 
         adapters: dict[str, LoRARequest] = {}
@@ -569,18 +580,24 @@ class LLM(Closing):
         return name
 
     def _sample(self) -> None:
-        if self.allocation_monitor.is_due(now_s := time.monotonic()):
-            self._loop.spawn(self._observe(now_s))
+        is_over = self._observing is None or self._observing.done()
+        if is_over and self.allocation_monitor.is_due(now_s := time.monotonic()):
+            self._observing = asyncio.ensure_future(self._observe(now_s))
 
     async def _observe(self, now_s: float) -> None:
-        report = await self._async.report()
-        self.allocation_monitor.observe(report.stats, now_s)
+        with suppress(TimeoutError, EngineDeadError):
+            report = await self._async.report()
+            self.allocation_monitor.observe(report.stats, now_s)
 
     def _next_id(self) -> str:
         return f"request-{next(self._num_requests)}"
 
 
-def _launch_for(config: EngineConfig) -> Callable[[EngineConfig], Service]:
+async def _nothing_to_close() -> None:
+    """For a loop without an engine."""
+
+
+def _launch_for(config: EngineConfig) -> Launch:
     """What starts rank 0.  On another rank of a torchrun job this serves rank 0's engine, and ends the process."""
     launched = env.launched_rank()
     if launched is None or launched.world_size == 1:
@@ -590,13 +607,11 @@ def _launch_for(config: EngineConfig) -> Callable[[EngineConfig], Service]:
 
     if launched.rank > 0:
         start.leave_after_engine()
-        started(
-            start.serve_rank, config
-        ).result()  # a thread of its own, as rank 0 has: it meets no settings of this one
+        started(start.serve_rank, config).result()  # as rank 0 in a thread, which meets no settings of this one
         raise SystemExit(0)
     start.check_ranks_stay()
     start.let_ranks_go()
-    return start_service_thread
+    return lambda config, _is_over: start_service_thread(config)
 
 
 def _end(ending: Ending, loop: LoopThread, llm: AsyncLLM) -> None:

@@ -1,18 +1,14 @@
-"""Neighbouring ranks of a torch.distributed job that is not the engine's: what one of them says, all of them hear."""
+"""Neighbouring ranks of a torch.distributed job that is not the engine's: each says a text, which all of them hear."""
 
 from __future__ import annotations
-
-from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tp_engine.distributed.groups import make_group
-from tp_engine.distributed.store import store_of_job
+from tp_engine.distributed.store import WatchedStore, store_of_job
 from tp_engine.system import env
 
-_LONGEST_CALL = timedelta(days=7)
+_MEET_S = 1800.0  # as torch.distributed waits for a rank
 
 
 def place_in_job() -> tuple[int, int]:
@@ -28,24 +24,8 @@ def own_gpu() -> str:
     return str(torch.cuda.current_device()) if torch.cuda.is_available() else ""
 
 
-class Neighbours:
-    """``num_ranks`` neighbours of the job, of which this is the one at ``place``; ``number`` is that of the engine, in
-    the order in which all ranks make engines."""
-
-    def __init__(self, num_ranks: int, number: int) -> None:
-        index, self.place = divmod(place_in_job()[0], num_ranks)
-        self._num_ranks, name = num_ranks, f"tp_engine team {index} of engine {number}"
-        store = dist.PrefixStore(name, store_of_job())
-        self._group: dist.ProcessGroup | None = make_group("gloo", store, name, self.place, num_ranks, _LONGEST_CALL)
-
-    def tell(self, said: Any) -> list[Any]:
-        """Return what every rank says, in their order; all of them call this."""
-        heard: list[Any] = [None] * self._num_ranks
-        dist.all_gather_object(heard, said, group=self._group)
-        return heard
-
-    def close(self) -> None:
-        """Leave; the other ranks need not be there any more."""
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = None  # the last reference: torch's threads end with the object
+def hear(place: int, num_ranks: int, name: str, said: str) -> list[str]:
+    """Return what every one of ``num_ranks`` neighbours says, in their order; ``name`` is that of the occasion."""
+    store = WatchedStore(dist.PrefixStore(f"tp_engine {name}", store_of_job()), lambda: None, timeout_s=_MEET_S)
+    store.set(str(place), said)
+    return [store.get(str(other)).decode() for other in range(num_ranks)]

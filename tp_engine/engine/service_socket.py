@@ -30,12 +30,17 @@ def new_address() -> str:
     return _SCHEME + path
 
 
+def path_of(address: str) -> str:
+    """Return the path of the socket's file."""
+    return address.removeprefix(_SCHEME)
+
+
 def connect(address: str) -> MessageSocket:
     """Connect to a ``ServiceSocket``; ``OSError`` while nobody waits there."""
     connected = socket.socket(socket.AF_UNIX)
     try:
         connected.setblocking(False)
-        connected.connect(address.removeprefix(_SCHEME))
+        connected.connect(path_of(address))
     except BaseException:
         connected.close()
         raise
@@ -44,7 +49,7 @@ def connect(address: str) -> MessageSocket:
 
 def remove_address(address: str) -> None:
     """Remove the socket's file and folder; established connections stay.  Safe to call twice."""
-    path = address.removeprefix(_SCHEME)
+    path = path_of(address)
     with contextlib.suppress(OSError):
         os.unlink(path)
     with contextlib.suppress(OSError):
@@ -67,7 +72,7 @@ class ServiceSocket:
         self._poller.register(self._woken, select.POLLIN)
         self.peer_gone = False
         try:
-            self._listener.bind(address.removeprefix(_SCHEME))
+            self._listener.bind(path_of(address))
             self._listener.listen(1)
         except OSError:
             self.close()

@@ -12,7 +12,7 @@ So a generator may make each tensor as it is asked for.  The files take the memo
 import json
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
@@ -20,7 +20,7 @@ import torch
 
 from tp_engine.errors import RequestError
 from tp_engine.weights.checkpoint import DTYPES
-from tp_engine.worker.memory.host_memory import host_memory
+from tp_engine.worker.memory.host_memory import HostMemory, host_memory
 
 NamedTensors: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 """The tensors of a checkpoint by their names in it, such as ``module.named_parameters()`` of a transformers model."""
@@ -31,9 +31,17 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class StagedTensors(AbstractContextManager["StagedTensors"]):
-    """Copies all ``tensors``; a context manager.  ``RequestError`` for what no checkpoint can hold, or without room."""
+    """Copies all ``tensors``; a context manager.  ``RequestError`` for what no checkpoint can hold, or without room:
+    ``memory`` tells what the host has."""
 
-    def __init__(self, tensors: NamedTensors, *, file_bytes: int = _FILE_BYTES) -> None:
+    def __init__(
+        self,
+        tensors: NamedTensors,
+        *,
+        file_bytes: int = _FILE_BYTES,
+        memory: Callable[[], HostMemory] = host_memory,
+    ) -> None:
+        self._memory = memory
         self._descriptors: list[int] = []
         names: set[str] = set()
         waiting: list[tuple[str, torch.Tensor]] = []
@@ -82,7 +90,7 @@ class StagedTensors(AbstractContextManager["StagedTensors"]):
         packed = json.dumps(header).encode()
         packed += b" " * (-len(packed) % _HEADER_ALIGNMENT)
         first = 8 + len(packed)
-        if first + end > (free := host_memory().free):
+        if first + end > (free := self._memory().free):
             raise RequestError(
                 f"{first + end} bytes of tensors are to be handed over, and {free} are free on this host"
             )

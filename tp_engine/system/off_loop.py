@@ -3,14 +3,20 @@
 ``asyncio.to_thread`` is refused while the interpreter ends, which is when forgotten engines are closed.
 """
 
+import _thread
 import asyncio
 import queue
+import socket
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
+
+from tp_engine.system.isolation.cancellation import Cancellation, cancelled_by
 
 _Result = TypeVar("_Result")
 _Arguments = ParamSpec("_Arguments")
@@ -24,44 +30,68 @@ def started(
     function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **named: _Arguments.kwargs
 ) -> Future[_Result]:
     """Call ``function`` in a new thread, and return its result to come."""
-    future: Future[_Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function(*arguments, **named))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=getattr(function, "__name__", "work"), daemon=True).start()
-    return future
+    return _start(partial(function, *arguments, **named), _name(function))[1]
 
 
 async def in_thread(
     function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **named: _Arguments.kwargs
 ) -> _Result:
-    """Call ``function`` in a new thread and return its result; a cancelled caller does not wait for it."""
-    waiting = asyncio.shield(asyncio.wrap_future(started(function, *arguments, **named)))
+    """Call ``function`` in a new thread and return its result once the thread has ended.  A cancelled caller does not
+    wait: isolated calls of ``function`` are cancelled, and its result is dropped."""
+    cancellation, work = Cancellation(), partial(function, *arguments, **named)
+
+    def run() -> _Result:
+        with cancelled_by(cancellation):
+            return work()
+
+    thread, future = _start(run, _name(function))
+    waiting = asyncio.shield(asyncio.wrap_future(future))
     waiting.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved, if nobody waits any more
-    return await waiting
+    try:
+        return await waiting
+    except asyncio.CancelledError:
+        cancellation.cancel()
+        raise
+    finally:
+        if future.done():
+            thread.join(_END_S)
+
+
+def _start(work: Callable[[], _Result], name: str) -> tuple[threading.Thread, Future[_Result]]:
+    future: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread, future
+
+
+def _name(function: Callable[..., object]) -> str:
+    return getattr(function, "__name__", "work")
 
 
 class LoopThread:
     """An event loop in a thread of its own, which other threads ask; the program's own loops and signals are not
-    touched.
+    touched.  It ends with ``finish``, and when nobody has this object any more.
 
     An exception from outside, such as Ctrl-C or a timeout, may strike a thread that waits here at any moment.  So it
     waits in C, and for no lock that is taken in Python, such as a ``Future``'s: struck there, it would leave the lock
     taken, and the loop would wait for it for ever.  Nor does it ask ``Thread.is_alive``, which, struck, takes the
-    thread for ended from then on.
+    thread for ended from then on.  Whatever catches errors (a ``TimeoutError`` is an ``OSError``) runs in the loop's
+    thread, or in others that the loop starts (``in_thread``): nothing from outside strikes them.
     """
 
     def __init__(self, name: str) -> None:
-        self._loop = asyncio.SelectorEventLoop()
+        self._posts, self._end = _Posts(), _End()
         self._last: asyncio.Task[None] | None = None
-        self._has_ended = False
-        self._told_end: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = threading.Thread(target=_serve, args=(self._posts, self._end), name=name, daemon=True)
+        weakref.finalize(self, self._posts.put, _stop, ()).atexit = False  # its maker may be struck
+        _begin(self._thread)
 
     @property
     def is_here(self) -> bool:
@@ -70,12 +100,7 @@ class LoopThread:
 
     def post(self, function: Callable[..., object], *arguments: object) -> None:
         """Let the loop call ``function`` soon; does nothing once the loop has ended."""
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(function, *arguments)
-
-    def spawn(self, coroutine: Coroutine[Any, Any, _Result]) -> Future[_Result]:
-        """Let the loop run ``coroutine``."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        self._posts.put(function, arguments)
 
     def run(
         self,
@@ -95,20 +120,12 @@ class LoopThread:
         """Let the loop run ``function`` as its last work, and wait for the end of both; raises what it raised.  Safe to
         call again, such as after an exception that has struck the waiting thread: the loop ends all the same."""
         self.post(self._begin_last, function)
-        while not self._has_ended:
+        while not self._end.has_come:
             with suppress(queue.Empty):
-                self._told_end.get(timeout=_NAP_S)
+                self._end.told.get(timeout=_NAP_S)
         self._thread.join(_END_S)
         if self._last is not None:
             self._last.result()
-
-    def _run(self) -> None:
-        try:
-            self._loop.run_forever()
-        finally:
-            self._loop.close()
-            self._has_ended = True
-            self._told_end.put(None)
 
     def _result(self, function: Callable[[], Coroutine[Any, Any, _Result]], tasks: list[asyncio.Task[None]]) -> _Result:
         """What ``function`` returns in the loop, in a task that is in ``tasks`` until it ends."""
@@ -124,9 +141,9 @@ class LoopThread:
             finally:
                 tasks.clear()
 
-        self.post(lambda: tasks.append(self._loop.create_task(work())))
+        self.post(lambda: tasks.append(asyncio.ensure_future(work())))
         while True:
-            had_ended = self._has_ended
+            had_ended = self._end.has_come
             with suppress(queue.Empty):
                 results, error = ended.get(timeout=_NAP_S)
                 break
@@ -141,7 +158,7 @@ class LoopThread:
 
     def _begin_last(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
         if self._last is None:
-            self._last = self._loop.create_task(self._finish(function))
+            self._last = asyncio.ensure_future(self._finish(function))
 
     async def _finish(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
@@ -152,4 +169,85 @@ class LoopThread:
                 task.cancel()
             if others:
                 await asyncio.wait(others, timeout=_END_S)
-            self._loop.stop()
+            _stop()
+
+
+class _End:
+    """Whether a loop has ended; ``told`` gets an entry then."""
+
+    def __init__(self) -> None:
+        self.has_come = False
+        self.told: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+
+class _Posts:
+    """What other threads let a loop call.  ``call_soon_threadsafe`` of asyncio takes a ``TimeoutError`` that strikes
+    the calling thread for one of its socket's, and drops it; this costs less, too."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+
+    def put(self, function: Callable[..., object], arguments: tuple[object, ...]) -> None:
+        """Let the loop call ``function`` soon, from any thread; does nothing once the loop has ended."""
+        self._waiting.append((function, arguments))
+        try:
+            self._waker.send(b"\0")
+        except OSError as error:  # it is full, so that the loop is woken already, or closed
+            if error.errno is None:  # not the socket's: something struck this thread
+                raise
+
+    def serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Run ``loop``, and what is put here, until it stops."""
+        loop.add_reader(self._woken, self._call, loop)
+        try:
+            loop.run_forever()
+        finally:
+            loop.remove_reader(self._woken)
+            self._woken.close()
+            self._waker.close()
+
+    def _call(self, loop: asyncio.AbstractEventLoop) -> None:
+        with suppress(BlockingIOError):
+            self._woken.recv(4096)
+        while self._waiting:
+            function, arguments = self._waiting.popleft()
+            try:
+                function(*arguments)
+            except Exception as error:
+                words = f"a call from another thread failed: {function!r}"
+                loop.call_exception_handler({"message": words, "exception": error})
+
+
+def _begin(thread: threading.Thread) -> None:
+    """Start a thread.  ``Thread.start`` waits for a lock that is taken in Python, so another thread does it: one of
+    which Python keeps no account."""
+    begun: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+    def begin() -> None:
+        try:
+            thread.start()
+        except Exception as error:  # there may be no room for a thread
+            begun.put(error)
+        else:
+            begun.put(None)
+
+    _thread.start_new_thread(begin, ())
+    if (error := begun.get()) is not None:
+        raise error
+
+
+def _stop() -> None:
+    asyncio.get_running_loop().stop()
+
+
+def _serve(posts: _Posts, end: _End) -> None:
+    loop = asyncio.SelectorEventLoop()
+    try:
+        posts.serve(loop)
+    finally:
+        loop.close()
+        end.has_come = True
+        end.told.put(None)
