@@ -36,8 +36,8 @@ from tp_engine.models.vision_tower import VisionTower, build_tower
 class CausalLM(nn.Module):
     """The decoder that ``spec`` describes; ``backends`` has one attention backend for each of its KV groups.
 
-    A draft head reads the inputs of ``state_layers``; one without such layers, as the model's own (``mtp``), if it has
-    one, the normalised outputs of the last layer.  ``vision`` is its tower, if it sees images: a step's own come by
+    A draft head reads the inputs of ``state_layers``, or without such layers, like the model's own (``mtp``), the
+    normalised outputs of the last layer.  ``vision`` is its tower, if it sees images; those of a step come through
     ``layers/image_rows.py``.
 
     Weights are allocated but not set: load them, then call ``finish_loading``, then bind the KV cache.

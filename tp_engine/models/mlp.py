@@ -48,7 +48,7 @@ class GatedMLP(Layer):
 class ExpertsMLP(Layer):
     """The sum of the chosen experts' outputs, and of the shared MLP's, this rank's part of it.
 
-    The way back from latents has no bias, so each rank goes it with its own part.
+    The projection back from latents has no bias, so each rank applies it to its own part.
     """
 
     def __init__(self, spec: ExpertsSpec, hidden_size: int, *, context: LayerContext) -> None:

@@ -1,4 +1,4 @@
-"""What an operator does with adapters, and what rank 0's engine has of them: their slots, and those of the start."""
+"""What an operator does with adapters, and what rank 0's engine does with those of the start."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class AdaptersOfEngine(EngineFeature):
 
 
 def load_lora_adapter(engine: EngineAdmin, name: str, path: str, *, replaces: bool = False) -> dict[str, Any]:
-    """Load the adapter in the folder ``path`` under ``name``; ``replaces`` one that has the name.  Requests that came
-    before keep what they had.  The ``num_bytes`` that rank 0 keeps of it on the host."""
+    """Load the adapter in the folder ``path`` under ``name``; with ``replaces``, in place of one that has the name.
+    Earlier requests keep what they had.  Returns the ``num_bytes`` that rank 0 keeps of it on the host."""
     adapters = _adapters(engine)
     if name in adapters and not replaces:
         raise RequestError(
@@ -55,7 +55,7 @@ def load_lora_adapter(engine: EngineAdmin, name: str, path: str, *, replaces: bo
 
 
 def unload_lora_adapter(engine: EngineAdmin, name: str) -> dict[str, Any]:
-    """Forget the adapter ``name``; requests that have it still end with it."""
+    """Forget the adapter ``name``; requests that have it finish with it."""
     adapters = _adapters(engine)
     adapters.check_loaded(name)
     adapters.retire(name)

@@ -58,7 +58,7 @@ class DraftTally:
     num_accepted_tokens: int = 0
 
     def enter(self, delta: SequenceDelta) -> None:
-        """Tell it with a record of the sequence."""
+        """Put both counts into a record of the sequence."""
         delta.num_draft_tokens, delta.num_accepted_tokens = self.num_draft_tokens, self.num_accepted_tokens
 
 

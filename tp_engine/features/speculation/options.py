@@ -44,7 +44,7 @@ class SpeculativeConfig:
     decodes, draft tokens included; where more requests decode, none are drafted.  None is at most ``MOST_STEP_ROWS``,
     and the times of decode steps, measured at the start, say how many draft tokens pay.
 
-    Raises ``ConfigError`` for what cannot be.
+    Raises ``ConfigError`` for a value, or two together, that cannot be.
     """
 
     method: str = key("ngram", choices=METHODS, told=True)

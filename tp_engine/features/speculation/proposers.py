@@ -7,7 +7,7 @@
     eagle3, mtp      the ranks' draft head                                                  proposer.py
     grammar          what a request's grammar forces; with every method                     proposer.py
 
-Of all proposals for a row the one is verified of which most is likely to be kept.  What a grammar forces comes first,
+Of all proposals for a row, the one likely to be kept longest is verified.  What a grammar forces comes first,
 and the others draft what follows it.
 
 *A new source* is a ``Proposer`` in a file of its own, and its method in ``_SOURCES`` and in
@@ -36,7 +36,7 @@ _LEAST_LIKELIHOOD = 0.15
 """A draft token that is right less often pays in no step; ``StepCosts`` decides about the others."""
 
 _PRIOR_RIGHT, _PRIOR_TRIED = 2.0, 2.5
-_KEPT = 1 - 1 / 64  # of what was measured, when a draft token of the kind is considered again
+_KEPT = 1 - 1 / 64  # of both counts, each time a draft token of the kind is considered
 
 _SOURCES: Mapping[str, Callable[[SpeculativeConfig], Proposer]] = MappingProxyType(
     {"ngram": SuffixProposer, "suffix": SuffixProposer, "eagle3": DraftHeadProposer, "mtp": DraftHeadProposer}
@@ -117,8 +117,8 @@ class Proposers:
         return self._head is not None
 
     def propose(self, sequence: Sequence, tokens: IntArray, count: int) -> Candidate:
-        """Up to ``count`` tokens for ``sequence``, which has ``tokens`` (n,), n >= 1.  Of the sources' draft tokens it
-        is the one that is likely to give most tokens, of equal ones the first source's."""
+        """Up to ``count`` tokens for ``sequence``, which has ``tokens`` (n,), n >= 1.  The source that is
+        likely to give the most tokens drafts; of equal ones, the first."""
         if constraint_of(sequence) is None:
             return self._best(self.sources, sequence, tokens, count, 1.0)
         forced = self._best([self._forced], sequence, tokens, count, 1.0)

@@ -40,7 +40,7 @@ class StepCosts:
     @property
     def most_decodes(self) -> int:
         """Most rows that get draft tokens, because one for each of them pays; at least 1.  A step of fewer rows may
-        have more draft tokens than rows, where they are likely: ``num_paying`` tells."""
+        have more draft tokens than rows, where they are likely (``num_paying``)."""
         decodes = np.arange(1, len(self._seconds) // 2 + len(self._seconds) % 2)
         pays = (1 + _LEAST_LIKELY) * self._seconds[decodes] >= self._seconds[2 * decodes] + self._drafting[decodes]
         return int(max(decodes[pays], default=1))

@@ -81,7 +81,7 @@ class DiskTierManager:
         self._read_of = np.zeros(tiers.num_host_slots, dtype=np.int64)  # number of the last read into each slot
         self._to_read: list[IntArray] = []
         self._is_stuck = False
-        self._num_lost, self._next_word_s = 0, 0.0  # that the log has not told yet
+        self._num_lost, self._next_word_s = 0, 0.0  # not in the log yet
         self._num_void = 0  # writes whose content has been forgotten since
         restored = restore(contents.nodes, cache, self.first, limits.kv_windows.is_full.tolist())
         self._slots.restore(restored.slots)

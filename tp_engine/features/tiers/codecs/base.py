@@ -30,8 +30,8 @@ class Codec(ABC):
     def encode(self, pool: torch.Tensor, blobs: torch.Tensor, pairs: IntArray) -> torch.Tensor | None:
         """Write blobs of blocks; ``pairs`` are blocks and places in ``blobs``.
 
-        (n,) bool on the pool's device: the blocks that it refuses, whose blobs must not be used; None: it refuses none,
-        ever.
+        Returns (n,) bool on the pool's device, the blocks that it refuses, whose blobs must not be used; None if it
+        never refuses any.
         """
 
     @abstractmethod
