@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,6 +13,7 @@ import torch
 
 from tests.repeating_recorder import RepeatingRecorder
 from tp_engine import LLM, SamplingParams
+from tp_engine.attention.base import AttentionBackend, AttentionNeeds
 from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.plan import IntArray, StepPlan
 from tp_engine.sampling.device_sampler import SamplerVariant
@@ -68,6 +69,7 @@ class CountedSteps(CapturedSteps[Any]):
 
     steps: ClassVar[set[tuple[SamplerVariant | None, bool, bool]]] = set()
     ends: ClassVar[list[str]] = []
+    num_runs: ClassVar[int] = 0
 
     def close(self) -> None:
         super().close()
@@ -83,19 +85,38 @@ class CountedSteps(CapturedSteps[Any]):
             patch.object(self.shape, "advance", side_effect=self.shape.advance) as advanced,
         ):
             result = super().run(plan, size, num_computed)
+        CountedSteps.num_runs += 1
         self.steps.add((kind, not launched.called, not advanced.called))
         return result
 
 
 @contextmanager
-def gpu_path() -> Iterator[None]:
-    """Inside, products, attention and sampling are those of a GPU."""
-    formats = "tp_engine.layers.quantization"
-    with (
-        patch(f"{formats}.dense.runs_triton", lambda device_type: True),
-        patch(f"{formats}.quantised_products.runs_triton", lambda device_type: True),
-        patch(f"{formats}.quantised_products.native_library", lambda: None),
-        patch("tp_engine.worker.runner_maker.SamplingState", partial(SamplingState, has_tables=True)),
-        patch("tp_engine.worker.start.select_backend", lambda *_: TritonBackend()),
-    ):
+def gpu_path(
+    plan: GraphPlan | Callable[..., GraphPlan] | None = None,
+    *,
+    backend: Callable[[AttentionNeeds], AttentionBackend] = lambda needs: TritonBackend(),
+    steps: type[CapturedSteps[Any]] = CapturedSteps,
+    warms_up: bool | None = None,
+    products: bool = True,
+) -> Iterator[None]:
+    """Inside, attention and sampling are those of a GPU, and products unless they are left to C; steps of ``plan`` are
+    recorded, by ``steps``.  The start warms up as on a GPU if it records, or as ``warms_up`` says."""
+    stand_ins: dict[str, Any] = {
+        "worker.runner_maker.SamplingState": partial(SamplingState, has_tables=True),
+        "worker.start.select_backend": lambda _, needs: backend(needs),
+        "worker.graphs.step_runner.CapturedSteps": steps,
+    }
+    if products:
+        stand_ins |= {
+            "layers.quantization.dense.runs_triton": lambda device_type: True,
+            "layers.quantization.quantised_products.runs_triton": lambda device_type: True,
+            "layers.quantization.quantised_products.native_library": lambda: None,
+        }
+    if plan is not None:
+        stand_ins["worker.start.graph_plan"] = plan if callable(plan) else lambda *_: plan
+    if warms_up if warms_up is not None else plan is not None:
+        stand_ins["worker.start.warms_up"] = lambda device_type: True
+    with ExitStack() as stack:
+        for name, stand_in in stand_ins.items():
+            stack.enter_context(patch(f"tp_engine.{name}", stand_in))
         yield

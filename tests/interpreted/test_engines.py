@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,8 +23,6 @@ from tp_engine.attention.triton_mla import TritonMLABackend
 from tp_engine.distributed.groups import RankGroups
 from tp_engine.layers.quantization.dense import TreeLinear
 from tp_engine.model_config.tp_invariant import NUM_SHARDS
-from tp_engine.sampling.state import SamplingState
-from tp_engine.worker.graphs.captured_steps import CapturedSteps
 from tp_engine.worker.graphs.step_runner import GraphPlan
 
 
@@ -34,6 +31,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> type[CountedSteps]:
     """``CountedSteps`` that have seen no step."""
     monkeypatch.setattr(CountedSteps, "steps", set())
     monkeypatch.setattr(CountedSteps, "ends", [])
+    monkeypatch.setattr(CountedSteps, "num_runs", 0)
     return CountedSteps
 
 
@@ -41,14 +39,11 @@ def test_engine(checkpoint: Callable[..., Path], counted: type[CountedSteps]) ->
     """Oracle: the tokens of the same engine on plain PyTorch, greedy and sampled; with recorded steps, too."""
     folder = checkpoint("qwen3", **MODEL)
     expected = generate(folder)
-    with triton_ops_on_cpus() as used, gpu_path():
-        found = generate(folder)
-        with (
-            patch("tp_engine.worker.start.graph_plan", lambda *_: RECORDED),
-            patch("tp_engine.worker.start.warms_up", lambda device_type: True),
-            patch("tp_engine.worker.graphs.step_runner.CapturedSteps", counted),
-            patch.object(RankGroups, "close", lambda groups: counted.ends.append("process groups")),
-        ):
+    with triton_ops_on_cpus() as used:
+        with gpu_path():
+            found = generate(folder)
+        ending = patch.object(RankGroups, "close", lambda groups: counted.ends.append("process groups"))
+        with gpu_path(RECORDED, steps=counted), ending:
             recorded = generate(folder)
     assert {"embed", "norm", "add_norm", "gate", "qk_norm_rope_store", "prepare_decodes", "advance_decodes"} <= used, (
         f"the engine took {used} from the table"
@@ -77,9 +72,8 @@ def test_tp_invariant(checkpoint: Callable[..., Path]) -> None:
     expected = generate(folder)
     with (
         triton_ops_on_cpus(),
-        gpu_path(),
+        gpu_path(backend=lambda needs: TritonBackend(is_invariant=True)),
         patch("tp_engine.worker.effective_config.check_tp_invariant"),
-        patch("tp_engine.worker.start.select_backend", lambda *_: TritonBackend(is_invariant=True)),
         patch.object(TreeLinear, "__call__", autospec=True, side_effect=TreeLinear.__call__) as multiplied,
     ):
         found = generate(folder, tp_invariant=True)
@@ -107,12 +101,7 @@ def test_recurrent_states(
     """Oracle: the tokens of the same engine on C; one of its two layers has a recurrent state."""
     folder = checkpoint(family, num_layers=2, vocab_size=101, intermediate_size=64, **changes)
     expected = generate(folder)
-    with (
-        triton_ops_on_cpus() as used,
-        gpu_path(),
-        patch("tp_engine.worker.start.graph_plan", lambda *_: RECORDED),
-        patch("tp_engine.worker.start.warms_up", lambda device_type: True),
-    ):
+    with triton_ops_on_cpus() as used, gpu_path(RECORDED):
         found = generate(folder)
     assert operations <= used, used
     assert found == expected
@@ -126,11 +115,7 @@ def test_latents(checkpoint: Callable[..., Path], counted: type[CountedSteps]) -
     expected = generate(folder)
     with (
         triton_ops_on_cpus() as used,
-        gpu_path(),
-        patch("tp_engine.worker.start.select_backend", lambda *_: MLABackend(TritonMLABackend())),
-        patch("tp_engine.worker.start.graph_plan", lambda *_: RECORDED),
-        patch("tp_engine.worker.start.warms_up", lambda device_type: True),
-        patch("tp_engine.worker.graphs.step_runner.CapturedSteps", counted),
+        gpu_path(RECORDED, backend=lambda needs: MLABackend(TritonMLABackend()), steps=counted),
         patch.object(mla, "MIN_EXPANDED_QUERIES", 12),
     ):
         found = generate(folder)
@@ -146,16 +131,8 @@ def test_sparse_attention(family: str, checkpoint: Callable[..., Path], counted:
     shorter and longer than the chosen keys, in chunks beside decodes, which are recorded."""
     folder = checkpoint(family, num_layers=2, vocab_size=101, index_topk=16, index_n_heads=8)
     expected = generate(folder)
-    with (
-        triton_ops_on_cpus() as used,
-        gpu_path(),
-        patch(
-            "tp_engine.worker.start.select_backend", lambda _, needs: MLABackend(TritonMLABackend(), needs.index_topk)
-        ),
-        patch("tp_engine.worker.start.graph_plan", lambda *_: RECORDED),
-        patch("tp_engine.worker.start.warms_up", lambda device_type: True),
-        patch("tp_engine.worker.graphs.step_runner.CapturedSteps", counted),
-    ):
+    path = gpu_path(RECORDED, backend=lambda needs: MLABackend(TritonMLABackend(), needs.index_topk), steps=counted)
+    with triton_ops_on_cpus() as used, path:
         found = generate(folder)
     assert {"prepare_index", "choose_keys"} <= used, used
     assert found == expected
@@ -178,7 +155,7 @@ def test_groups_of_layers(checkpoint: Callable[..., Path]) -> None:
 
 
 @pytest.mark.slow
-def test_masks(tmp_path: Path) -> None:
+def test_masks(tmp_path: Path, counted: type[CountedSteps]) -> None:
     """Oracle: the tokens of the same engine on plain PyTorch; one row follows a grammar, and a recording holds no
     masks."""
     folder = make_checkpoint(
@@ -203,14 +180,9 @@ def test_masks(tmp_path: Path) -> None:
 
     expected = tokens()
     plan = GraphPlan(sizes=(1, 2), make_recorder=RepeatingRecorder)
-    with (
-        patch("tp_engine.worker.runner_maker.SamplingState", partial(SamplingState, has_tables=True)),
-        patch("tp_engine.worker.start.select_backend", lambda *_: TritonBackend()),
-        patch("tp_engine.worker.start.graph_plan", lambda *_: plan),
-        patch.object(CapturedSteps, "run", autospec=True, side_effect=CapturedSteps.run) as run,
-    ):
+    with gpu_path(plan, steps=counted, warms_up=False, products=False):
         recorded = tokens()
-    assert run.call_count >= 4, run.call_count
+    assert counted.num_runs >= 4, counted.num_runs
     assert recorded == expected
     text = byte_level_tokenizer().decode(expected[0])
     assert len(text) == 4 and text.isdigit(), text

@@ -6,7 +6,7 @@ The launches of a recording are those of its first run, whatever is in the step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -98,7 +98,7 @@ def seen(argument: Any) -> Any:
 
 @contextmanager
 def recorded_prompts(seen_of_steps: set[SeenStep], is_measured: bool) -> Iterator[None]:
-    """Inside, steps with prompts are recorded; ``seen_of_steps`` gets what was seen of each.
+    """Inside, the path is a GPU's, and steps with prompts are recorded; ``seen_of_steps`` gets what was seen of each.
 
     If it ``is_measured``, the start also warms up, which takes long, and measures what recordings take.
     """
@@ -110,12 +110,12 @@ def recorded_prompts(seen_of_steps: set[SeenStep], is_measured: bool) -> Iterato
         return replay(self, found, plan)
 
     plan = GraphPlan(sizes=(1, 2, 4), prompts=SIZES, make_recorder=StrictRecorder)
-    with ExitStack() as stack:
-        stack.enter_context(patch("tp_engine.worker.start.graph_plan", lambda *_: plan))
-        stack.enter_context(patch("tp_engine.worker.batch.padded_batch.MAX_CHUNKS", 4))  # less to interpret
-        stack.enter_context(patch("tp_engine.worker.start.warms_up", lambda device_type: is_measured))
-        stack.enter_context(patch.object(StepRunner, "replay", replay_and_note))
-        stack.enter_context(patch.object(SuffixProposer, "proposals", propose_the_last))
+    with (
+        gpu_path(plan, warms_up=is_measured),
+        patch("tp_engine.worker.batch.padded_batch.MAX_CHUNKS", 4),  # less to interpret
+        patch.object(StepRunner, "replay", replay_and_note),
+        patch.object(SuffixProposer, "proposals", propose_the_last),
+    ):
         yield
 
 
@@ -147,7 +147,7 @@ def check(folder: Path, is_measured: bool, **options: Any) -> set[SeenStep]:
     """The tokens are equal with and without recordings, and ``options``; returns the recordings that were used."""
     used: set[SeenStep] = set()
     expected = serve(folder)
-    with triton_ops_on_cpus() as operations, gpu_path(), recorded_prompts(used, is_measured):
+    with triton_ops_on_cpus() as operations, recorded_prompts(used, is_measured):
         found = serve(folder, **options)
     assert found == expected, (found, expected)
     assert {"prepare_steps", "advance_steps"} <= operations

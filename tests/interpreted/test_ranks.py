@@ -96,9 +96,8 @@ def run_rank(model: Path, folder: Path) -> None:
 
     with (
         triton_ops_on_cpus(),
-        gpu_path(),
+        gpu_path(graph_plan, warms_up=False),
         patch("tp_engine.distributed.all_reduce.set_up", share_memory),
-        patch("tp_engine.worker.start.graph_plan", graph_plan),
         patch.object(CapturedSteps, "run", note_and_replay),
         patch.object(library, "all_reduce", outside(library.all_reduce)),
         patch.object(library, "all_gather", outside(library.all_gather)),

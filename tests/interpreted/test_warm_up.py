@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,11 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
+from tests.interpreted.engines import gpu_path
 from tests.lora_adapters import ADAPTERS, make_adapter, needs_peft
 from tests.unit.kernels.kernel_harness import triton_ops_on_cpus
 from tp_engine import LLM, LoRARequest, SamplingParams
-from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.layers.quantization import quantised_products
-from tp_engine.sampling.state import SamplingState
 
 Specialisation = tuple[Any, ...]
 OPTIONS = {"max_model_len": 64, "num_gpu_blocks_override": 40, "max_num_batched_tokens": 16, "max_num_seqs": 5}
@@ -36,21 +34,6 @@ MIXTURES: tuple[tuple[dict[str, Any], ...], ...] = (
     ({"temperature": 1.0, "top_p": 0.5, "logprobs": 2}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 0}),
     ({"temperature": 1.0, "top_k": 9, "repetition_penalty": 1.2}, {"temperature": 0.5, "logit_bias": {7: 3.0}}),
 )
-
-
-@contextmanager
-def gpu_path() -> Iterator[None]:
-    """An engine on CPU tensors takes the GPU's path, and warms up."""
-    with ExitStack() as stack:
-        for name, stand_in in (
-            ("worker.runner_maker.SamplingState", partial(SamplingState, has_tables=True)),
-            ("worker.start.select_backend", lambda *_: TritonBackend()),
-            ("worker.start.warms_up", lambda device_type: True),
-            ("sampling.filters.draws_by_kernel", lambda device_type: True),
-        ):
-            stack.enter_context(patch(f"tp_engine.{name}", stand_in))
-        stack.enter_context(triton_ops_on_cpus())
-        yield
 
 
 @contextmanager
@@ -101,7 +84,8 @@ def check(make_llm: Callable[[], LLM], *adapters: LoRARequest) -> None:
     """Serving launches only what the start has launched, without an adapter and with those given."""
     started: set[Specialisation] = set()
     served: set[Specialisation] = set()
-    with gpu_path():
+    by_kernel = patch("tp_engine.sampling.filters.draws_by_kernel", lambda device_type: True)
+    with gpu_path(warms_up=True, products=False), by_kernel, triton_ops_on_cpus():
         with recorded(started):
             llm = make_llm()
         with llm, recorded(served):

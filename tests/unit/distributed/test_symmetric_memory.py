@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import re
 import time
@@ -13,6 +12,7 @@ import msgspec
 import pytest
 import torch
 
+from tests.fake_gpus import FakeGpus
 from tests.simulated_ranks import run_ranks
 from tp_engine.config import EngineConfig
 from tp_engine.distributed import symmetric_memory
@@ -153,32 +153,11 @@ def test_what_keeps_ranks_from_it(change: dict[str, Any], dtype: str, message: s
     assert found is None if message is None else found is not None and re.search(message, found)
 
 
-class FakeDriver:
-    """The CUDA driver of two GPUs: 1 can change words of 0, not the other way round.  ``status``: what calls return."""
-
-    def __init__(self, status: int = 0) -> None:
-        self._status = status
-
-    def cuInit(self, flags: int) -> int:
-        return self._status
-
-    def cuDeviceGet(self, device: Any, index: int) -> int:
-        device._obj.value = index + 10
-        return self._status
-
-    def cuDeviceGetP2PAttribute(self, value: Any, attribute: int, source: Any, target: Any) -> int:
-        assert attribute == 3
-        value._obj.value = int((source.value, target.value) == (11, 10))
-        return self._status
-
-
 def test_atomics_between_gpus_are_the_driver_s_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: a stand-in for the driver.  Without a driver, or if a call fails, there are none; one direction is not
-    enough, and a GPU of several ranks has no link."""
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeDriver())
+    """Oracle: two GPUs by hand.  Without a driver, or if a call fails, there are none; one direction is not enough, and
+    a GPU of several ranks has no link."""
+    gpus = FakeGpus(2, atomics=frozenset({(1, 0)})).install(monkeypatch)
     assert has_native_atomics(1, 0) and not has_native_atomics(0, 1)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: (9, 0))
-    monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda a, b: True)
     found = probe_machine((0, 1))
     assert found.has_peer_access and not found.has_peer_atomics
     for name, value in (("NCCL_P2P_DISABLE", "1"), ("NCCL_P2P_LEVEL", "LOC")):
@@ -186,12 +165,12 @@ def test_atomics_between_gpus_are_the_driver_s_answer(monkeypatch: pytest.Monkey
             changed.setenv(name, value)
             assert not probe_machine((0, 1)).has_peer_access
     assert probe_machine((0, 0)).has_peer_atomics
-    monkeypatch.setattr(symmetric_memory, "has_native_atomics", lambda a, b: True)
+    gpus.atomics |= {(0, 1)}
     assert probe_machine((0, 1)).has_peer_atomics
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeDriver(status=100))
+    gpus.status = 100
     assert not has_native_atomics(1, 0)
-    monkeypatch.undo()
-    assert not torch.cuda.is_available() and not has_native_atomics(1, 0)
+    gpus.driver, gpus.status = None, 0
+    assert not has_native_atomics(1, 0)
 
 
 @pytest.mark.parametrize("chosen", ["CUDA", "NVSHMEM", None])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.fake_gpus import FakeGpus
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
 from tp_engine.job.device_map import DeviceMap, map_devices, parse_devices
@@ -70,8 +71,7 @@ def test_a_launcher_may_show_each_rank_one_gpu(
     monkeypatch: pytest.MonkeyPatch, rank: str, num_found: int, asked: str | None, expected: DeviceMap
 ) -> None:
     """Oracle: the map by hand, for torchrun's variables; ranks that the engine starts itself see what it sees."""
-    monkeypatch.setattr("torch.cuda.device_count", lambda: num_found)
-    monkeypatch.setattr("tp_engine.worker.gpu_host.why_no_gpus", lambda: None)
+    FakeGpus(num_found).install(monkeypatch)
     config = EngineConfig(device_ids=asked, tensor_parallel_size=2, device="cuda")
     if num_found == 1 and asked is None:
         with pytest.raises(ConfigError, match="one rank needs one device"):
@@ -83,12 +83,11 @@ def test_a_launcher_may_show_each_rank_one_gpu(
 
 def test_devices_need_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the remedies in the errors, on a host without GPUs and on one with two."""
+    gpus = FakeGpus(0).install(monkeypatch)
     for device in ("cpu", "auto"):
         with pytest.raises(ConfigError, match="device_ids is '0', which names GPUs, but the ranks run on the CPU"):
-            monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
             resolve(EngineConfig(device_ids="0", device=device))
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("tp_engine.worker.gpu_host.why_no_gpus", lambda: None)
+    gpus.count = 2
     effective = resolve(EngineConfig(device_ids="1,1,1,1", tensor_parallel_size=4))
     assert effective.config.device == "cuda" and effective.device_map == DeviceMap((1, 1, 1, 1))
     with pytest.raises(ConfigError, match="names 4 GPUs for 2 ranks"):

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from tests.fake_gpus import FakeGpus
 from tp_engine.attention import flash_attn, triton_backend
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
@@ -23,16 +23,10 @@ TURING, AMPERE, ADA, HOPPER = (7, 5), (8, 6), (8, 9), (9, 0)
 def resolved(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EffectiveConfig]:
     """``resolved(capability, packages, **options)`` on a host with one such GPU and these packages."""
 
-    def untouched(*_: Any, **__: Any) -> None:
-        raise AssertionError("a device is touched")
-
     def resolve_there(
         capability: tuple[int, int], packages: tuple[str, ...] = ("triton",), **options: Any
     ) -> EffectiveConfig:
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-        monkeypatch.setattr(torch.cuda, "_lazy_init", untouched)
+        FakeGpus(capability=capability).install(monkeypatch)
         monkeypatch.setattr(flash_attn, "find_spec", lambda name: ModuleSpec(name, None) if name in packages else None)
         monkeypatch.setattr(triton_backend, "has_triton", lambda: "triton" in packages)
         return resolve(EngineConfig(model=str(checkpoint("qwen3", dtype="bfloat16", max_position=64)), **options))

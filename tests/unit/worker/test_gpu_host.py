@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ast
-import ctypes
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 
+from tests.fake_gpus import FakeGpus
 from tp_engine.apps.doctor import machine
 from tp_engine.apps.doctor.findings import Status
 from tp_engine.distributed import device_threads, groups
@@ -25,24 +24,25 @@ from tp_engine.worker.gpu_host import choose_device_type, why_no_gpus
 PACKAGE = Path(__file__).parents[3] / "tp_engine"
 
 
+TOO_OLD = "The NVIDIA driver on your system is too old"
+
+
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
+def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeGpus:
     """A GPU host with driver 535 (CUDA 12.2) and a torch built for CUDA 13.2 that counts 8 GPUs."""
     (tmp_path / "version").write_text(
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.08  Mon Feb 26 2024\nGCC version:  gcc 12.3.0\n"
     )
-    monkeypatch.setattr(gpu_host, "_DRIVER_FILE", tmp_path / "version")
-    monkeypatch.setattr(gpu_host, "cuda_of_driver", lambda: (12, 2))
+    gpus = FakeGpus(count=8, driver=(12, 2), error=TOO_OLD).install(monkeypatch)
+    gpus.has_files(monkeypatch, tmp_path / "version", tmp_path)
     monkeypatch.setattr(torch.version, "cuda", "13.2")
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("tp_engine.system.log._said", set())
-    yield monkeypatch
+    return gpus
 
 
-def test_a_driver_that_is_too_old_is_refused_with_both_versions(host: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_is_too_old_is_refused_with_both_versions(host: FakeGpus) -> None:
     """Oracle: NVIDIA's table (CUDA 13 needs 580), the kernel's file and the driver's answer, in one error; the CPU
     stays usable."""
     for asked in ("auto", "cuda"):
@@ -51,25 +51,20 @@ def test_a_driver_that_is_too_old_is_refused_with_both_versions(host: pytest.Mon
     assert choose_device_type("cpu") == "cpu"
 
 
-def test_another_error_of_cuda_is_told(host: pytest.MonkeyPatch) -> None:
+def test_another_error_of_cuda_is_told(host: FakeGpus) -> None:
     """Oracle: torch's own first line, where the driver is new enough."""
-
-    def init() -> None:
-        raise RuntimeError("Error 802: system not yet initialized\nmore")
-
-    host.setattr(gpu_host, "cuda_of_driver", lambda: (13, 0))
-    host.setattr(torch.cuda, "init", init)
+    host.driver, host.error = (13, 0), "Error 802: system not yet initialized\nmore"
     with pytest.raises(ConfigError, match=r"counts 8 GPUs and can use none.*Error 802: system not yet initialized\. L"):
         choose_device_type("auto")
 
 
-def test_rocm_is_refused_with_both_versions(host: pytest.MonkeyPatch) -> None:
+def test_rocm_is_refused_with_both_versions(host: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: torch's version and HIP's in the error, also where torch says that its GPUs are available."""
-    host.setattr(torch.version, "hip", "7.1.2")
-    host.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", "7.1.2")
+    host.error = ""
     with pytest.raises(ConfigError, match=rf"torch {torch.__version__.split('+')[0]}.*HIP 7\.1\.2.*NVIDIA GPUs"):
         choose_device_type("auto")
-    host.setattr(torch.cuda, "device_count", lambda: 0)
+    host.count = 0
     assert why_no_gpus() is None
 
 
@@ -84,19 +79,24 @@ def test_rocm_is_refused_with_both_versions(host: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_gpu_host_without_a_visible_gpu_warns(
-    host: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cuda: str | None, visible: str | None, told: str | None
+    host: FakeGpus,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    cuda: str | None,
+    visible: str | None,
+    told: str | None,
 ) -> None:
     """Oracle: one warning with the reason, an error under torchrun, and neither where the user hides the GPUs."""
-    host.setattr(torch.cuda, "device_count", lambda: 0)
-    host.setattr(torch.version, "cuda", cuda)
+    host.count = 0
+    monkeypatch.setattr(torch.version, "cuda", cuda)
     if visible is not None:
-        host.setenv("CUDA_VISIBLE_DEVICES", visible)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with caplog.at_level(logging.WARNING):
         assert [choose_device_type("auto") for _ in range(2)] == ["cpu", "cpu"]
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == (told is not None)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
-        host.setenv(name, value)
+        monkeypatch.setenv(name, value)
     if told is None:
         assert choose_device_type("auto") == "cpu"
         return
@@ -106,45 +106,32 @@ def test_a_gpu_host_without_a_visible_gpu_warns(
     assert choose_device_type("cpu") == "cpu" and not caplog.records
 
 
-def test_a_host_without_gpus_says_nothing(host: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_host_without_gpus_says_nothing(
+    host: FakeGpus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Oracle: no warning."""
-    host.setattr(torch.cuda, "device_count", lambda: 0)
-    host.setattr(gpu_host, "_DRIVER_FILE", Path("/no/such/file"))
-    host.setattr(gpu_host, "_DEVICE_FOLDER", Path("/no/such/folder"))
+    host.count = 0
+    host.has_files(monkeypatch, Path("/no/such/file"), Path("/no/such/folder"))
     assert choose_device_type("auto") == "cpu" and not caplog.records
 
 
-def test_the_driver_tells_its_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: a stand-in for the driver; without a driver there is no answer."""
-
-    class Driver:
-        def cuDriverGetVersion(self, version: Any) -> int:
-            version._obj.value = 12080
-            return 0
-
-    def none(name: str) -> None:
-        raise OSError(name)
-
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
+def test_the_driver_tells_its_cuda(host: FakeGpus) -> None:
+    """Oracle: the driver's number, 12080; without a driver there is no answer."""
+    host.driver = (12, 8)
     assert gpu_host.cuda_of_driver() == (12, 8)
-    monkeypatch.setattr(ctypes, "CDLL", none)
+    host.driver = None
     assert gpu_host.cuda_of_driver() is None
 
 
-def test_the_doctor_goes_on_where_cuda_does_not(host: pytest.MonkeyPatch) -> None:
+def test_the_doctor_goes_on_where_cuda_does_not(host: FakeGpus) -> None:
     """Oracle: one missing thing, with both versions, and the engine would not run on these GPUs."""
     (finding,) = machine.check_devices()
     assert finding.status is Status.MISSING and "535.161.08" in finding.detail and not machine.has_gpu()
 
 
-def test_the_doctor_asks_for_access_and_atomics(host: pytest.MonkeyPatch) -> None:
-    """Oracle: a stand-in for two GPUs with access to each other and atomics in one direction."""
-    host.setattr(torch.cuda, "device_count", lambda: 2)
-    host.setattr(torch.cuda, "is_available", lambda: True)
-    properties = type("Properties", (), {"name": "GPU", "total_memory": 1 << 30, "major": 9, "minor": 0})()
-    host.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    host.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
-    host.setattr(machine, "has_native_atomics", lambda one, other: one < other)
+def test_the_doctor_asks_for_access_and_atomics(host: FakeGpus) -> None:
+    """Oracle: two GPUs with access to each other and atomics in one direction, by hand."""
+    host.count, host.error, host.atomics = 2, "", frozenset({(0, 1)})
     found = {finding.topic: finding for finding in machine.check_devices()}
     assert found["peer access"].status is Status.OK
     assert found["peer atomics"].status is Status.NOTE and "none between 1-0:" in found["peer atomics"].detail

@@ -5,12 +5,11 @@ from __future__ import annotations
 import mmap
 import os
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
+from tests.fake_gpus import FakeGpus
 from tests.unit.worker.memory_cases import FakeDevice
 from tp_engine.errors import ConfigError
 from tp_engine.job.device_map import DeviceMap
@@ -148,22 +147,6 @@ def test_a_driver_that_says_nothing() -> None:
     assert device.process_bytes("GPU-00000000-0000-0000-0000-000000000000") is None
 
 
-class FakeDriver:
-    """NVML with one GPU, on which this process and another one run."""
-
-    def __init__(self, processes: list[tuple[int, int]]) -> None:
-        self._processes = processes
-
-    def nvmlDeviceGetHandleByUUID(self, name: bytes, handle: Any) -> int:
-        return 0 if name == b"GPU-1234" else 6
-
-    def nvmlDeviceGetComputeRunningProcesses_v3(self, handle: Any, count: Any, found: Any) -> int:
-        count._obj.value = len(self._processes)
-        for place, (pid, used) in enumerate(self._processes):
-            found[place].pid, found[place].used_bytes = pid, used
-        return 0
-
-
 @pytest.mark.parametrize(
     ("processes", "expected"),
     [
@@ -177,8 +160,8 @@ class FakeDriver:
 def test_own_bytes_from_the_driver(
     monkeypatch: pytest.MonkeyPatch, processes: list[tuple[int, int]], expected: int | None
 ) -> None:
-    """Oracle: the fake driver's list; None if the driver does not list this process, or has no figure."""
-    monkeypatch.setattr(device, "_library", lambda: FakeDriver(processes))
+    """Oracle: the driver's list; None if it does not list this process, or has no figure."""
+    FakeGpus(processes=processes).install(monkeypatch)
     assert device.process_bytes("1234") == device.process_bytes("GPU-1234") == expected
     assert device.process_bytes("5678") is None
 
@@ -194,18 +177,8 @@ def test_cuda_snapshot(monkeypatch: pytest.MonkeyPatch, own: int | None, num_sha
 
     Two ranks on one GPU have half of it each; without the driver's report also half of its 30 GiB in use.
     """
-    figures = {
-        "synchronize": None,
-        "mem_get_info": (50 * GB, 80 * GB),
-        "memory_reserved": 10 * GB,
-        "memory_allocated": 8 * GB,
-        "max_memory_allocated": 9 * GB,
-        "get_device_properties": SimpleNamespace(uuid="1234", is_integrated=False),
-    }
-    for name, value in figures.items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    monkeypatch.setattr(device, "record_event", lambda: SimpleNamespace(query=lambda: True))
-    monkeypatch.setattr(device, "process_bytes", lambda uuid: None if own is None else own * GB)
+    processes = None if own is None else [(os.getpid(), own * GB)]
+    FakeGpus(processes=processes, reserved=10 * GB, allocated=8 * GB, peak=9 * GB).install(monkeypatch)
     assert CudaDevice(0, 2, num_sharing).snapshot() == MemorySnapshot(
         total=80 * GB // num_sharing,
         free=50 * GB // num_sharing,
@@ -221,13 +194,7 @@ def test_page_cache_of_a_gpu_without_own_memory_is_free(
     monkeypatch: pytest.MonkeyPatch, available: int, free: int
 ) -> None:
     """Oracle: the kernel's MemAvailable where it is more than the driver's figure, up to the GPU's total of 80 GiB."""
-    figures = {
-        "synchronize": None, "mem_get_info": (50 * GB, 80 * GB), "memory_reserved": 0, "memory_allocated": 0,
-        "max_memory_allocated": 0, "get_device_properties": SimpleNamespace(uuid="1234", is_integrated=True),
-    }  # fmt: skip
-    for name, value in figures.items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    monkeypatch.setattr(device, "record_event", lambda: SimpleNamespace(query=lambda: True))
+    FakeGpus(is_integrated=True).install(monkeypatch)
     monkeypatch.setattr(device, "host_memory", lambda: HostMemory(total=128 * GB, free=available * GB))
     found = CudaDevice(0, 1).snapshot()
     assert found.free == free * GB and found.non_torch == (80 - free) * GB
@@ -235,12 +202,11 @@ def test_page_cache_of_a_gpu_without_own_memory_is_free(
 
 def test_idle_memory_of_graphs_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: 50 GiB of the device, and 3 that torch holds for anybody; not graphs' pools, nor other GPUs."""
-    monkeypatch.setattr(CudaDevice, "snapshot", lambda self: SimpleNamespace(free=50 * GB))
     segments = [
         {"device": where, "segment_pool_id": pool, "total_size": 8 * GB, "allocated_size": 5 * GB}
         for where, pool in [(0, (0, 0)), (0, (0, 1)), (1, (0, 0))]
     ]
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    FakeGpus(segments=segments).install(monkeypatch)
     assert CudaDevice(0, 1).free_bytes() == 53 * GB
 
 
@@ -275,7 +241,7 @@ def test_ranks_of_one_host_share_its_cores(
     monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(8)))
     monkeypatch.setattr("tp_engine.system.cpus.cpu_quota", lambda _root: None)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("torch.cuda.set_device", lambda _device: None)
+    FakeGpus(local_world_size).install(monkeypatch)
     torch.set_num_threads(7)
     devices = DeviceMap(tuple(range(local_world_size)))
     make_device(device_type, devices, local_rank=0, local_world_size=local_world_size).set_current()
