@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -11,7 +13,7 @@ from tp_engine.cpu.library import native_library
 from tp_engine.kernels import ops
 from tp_engine.kernels.ops import OPS, Op, has_triton, implementation, is_recordable, op
 
-WITHOUT_C = ["prepare_steps", "advance_steps", "quantise_rows", "norm_codes", "store_kv"]
+WITHOUT_C = [name for name, entry in OPS.items() if entry.native is None]
 needs_native = pytest.mark.skipif(native_library() is None, reason="the native kernels cannot be built here")
 
 
@@ -34,6 +36,12 @@ def test_every_implementation_can_be_had(name: str) -> None:
         assert callable(implementation(name, "native"))
     if entry.triton is not None and has_triton():
         assert callable(implementation(name, "triton"))
+
+
+def test_every_operation_has_a_test() -> None:
+    """Oracle: the words of the unit tests and of the kernels' cases."""
+    texts = (path.read_text(encoding="utf-8") for path in Path(__file__).parents[1].rglob("*.py"))
+    assert sorted(OPS.keys() - set(re.findall(r"\w+", " ".join(texts)))) == []
 
 
 @pytest.mark.skipif(not has_triton(), reason="triton is not installed")

@@ -18,37 +18,43 @@ from tp_engine.server.app import create_app
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.state import ServerState
 
-PAGE = Path(__file__).parents[3] / "docs" / "keys.md"
+PAGE = Path(__file__).parents[3] / "docs" / "http_api.md"
 CLIENT, OTHER, OPERATOR = ({"Authorization": f"Bearer {name}"} for name in ("client", "other", "operator"))
 KEYS: dict[str, Any] = {"api_key": ("client", "other"), "admin_api_key": ("operator",)}
 
 
 def table_of_keys() -> dict[str, str]:
-    """The routes of the table in docs/keys.md: which key each needs."""
-    text = PAGE.read_text(encoding="utf-8").split("\n## ", 1)[0]
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    return {route: key for key, routes in rows for route in re.findall(r"`([A-Z]+ /[^`]*)`", routes)}
+    """The routes of docs/http_api.md: which key each needs, by the line above its table."""
+    text = PAGE.read_text(encoding="utf-8").split("\n## Endpoints\n", 1)[1].split("\n## ", 1)[0]
+    found, needed = dict[str, str](), ""
+    for line in text.splitlines():
+        if title := re.match(r"(Without a|With any|With an operator's) key.*:$", line):
+            needed = {"Without a": "none", "With any": "any"}.get(title[1], "an operator's")
+        if line.startswith("| "):
+            found |= dict.fromkeys(re.findall(r"`([A-Z]+ /[^`]*)`", line.split(" | ")[0]), needed)
+    return found
 
 
 def routes() -> list[tuple[str, str]]:
     paths = create_app(ServerState(ServerConfig(), ("demo",))).openapi()["paths"]
-    return [(method.upper(), path) for path, operations in paths.items() for method in operations]
+    described = [(method.upper(), path) for path, operations in paths.items() for method in operations]
+    return [*described, ("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/redoc")]
 
 
 def test_the_table_of_keys_has_every_route() -> None:
-    """Oracle: the server's own schema, in both directions: a new route needs a decision."""
+    """Oracle: the server's own schema, and its pages, in both directions: a new route needs a decision."""
     documented = set(table_of_keys())
-    assert {f"{method} {path}" for method, path in routes()} == documented, "docs/keys.md"
+    assert {f"{method} {path}" for method, path in routes()} == documented, "docs/http_api.md, Endpoints"
 
 
 def test_every_route_needs_the_key_of_the_table() -> None:
-    """Oracle: docs/keys.md: 401 without a needed key, 403 with a client's where an operator's is needed."""
+    """Oracle: docs/http_api.md: 401 without a needed key, 403 with a client's where an operator's is needed."""
     table = table_of_keys()
     assert set(table.values()) == {"none", "any", "an operator's"}
 
     async def scenario(app: App) -> None:
         for method, path in routes():
-            assert f"{method} {path}" in table, "docs/keys.md lacks it"
+            assert f"{method} {path}" in table, "docs/http_api.md lacks it"
             needed, where = table[f"{method} {path}"], path.replace("{", "").replace("}", "")
             statuses = [(await app.start(method, where, **key).reply()).status for key in ({}, CLIENT, OPERATOR)]
             assert (statuses[0] == 401) == (needed != "none"), (method, path, statuses)
