@@ -133,7 +133,7 @@ def test_a_wrong_answer_is_a_failure_of_its_request(name: str, monkeypatch: pyte
         async with await asyncio.start_server(handle, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             target = Target(base_url=f"http://127.0.0.1:{port}", endpoint="/v1/completions", model="m", timeout_s=60)
-            with pytest.raises(ServerError, match="/v1/models can not be read"):
+            with pytest.raises(ServerError, match="/v1/models cannot be read"):
                 await first_model(target)
             return await ask(target, Request(prompt=[1, 2], max_tokens=2))
 

@@ -129,7 +129,7 @@ async def first_model(target: Target) -> str:
             raise ServerError(f"HTTP {status} for {path}: {text[:200].decode(errors='replace')}", status)
         cards = msgspec.json.decode(text, type=ModelCards).data
     except _WRONG_ANSWERS as error:
-        raise ServerError(f"{target.base_url}{path} can not be read: {error or type(error).__name__}") from error
+        raise ServerError(f"{target.base_url}{path} cannot be read: {error or type(error).__name__}") from error
     if not cards:
         raise ServerError(f"{target.base_url} has no model")
     return cards[0].id
