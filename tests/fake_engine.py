@@ -275,7 +275,7 @@ class FakeEngine:
     def abort(self, request_ids: Iterable[str]) -> list[SequenceDelta]:
         ids = set(request_ids)
         ended = [sequence for sequence in self._sequences if sequence.request.request_id in ids]
-        self._sequences = [sequence for sequence in self._sequences if sequence not in ended]
+        self._sequences = [sequence for sequence in self._sequences if sequence.request.request_id not in ids]
         self.aborted += sorted({sequence.request.request_id for sequence in ended})
         return [
             SequenceDelta(

@@ -274,7 +274,7 @@ class Outputs:
 
     def _abort(self, request_ids: list[str]) -> None:
         if request_ids:
-            self._client.abort(request_ids)
+            self._client.abort(request_ids, forgotten=True)
             self._left |= dict.fromkeys(request_ids)
             while len(self._left) > _MAX_LEFT:
                 del self._left[next(iter(self._left))]

@@ -89,9 +89,10 @@ class EngineClient:
             raise again(self.error)
         self._send(messages.AddCall(requests=requests, together=together))
 
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests; ignores unknown ids, and does nothing if the engine has ended."""
-        self._send(messages.AbortRequests(request_ids=list(request_ids)))
+    def abort(self, request_ids: Sequence[str], *, forgotten: bool = False) -> None:
+        """End requests; ignores unknown ids, and does nothing if the engine has ended.  Of those ``forgotten`` nothing
+        more is told."""
+        self._send(messages.AbortRequests(request_ids=list(request_ids), forgotten=forgotten))
 
     def prefetch_session(self, session: str, salt: str) -> None:
         """Announce that a session will continue soon; does nothing if the engine has ended."""

@@ -84,9 +84,11 @@ class AddCall(_Message, frozen=True, kw_only=True):
 
 
 class AbortRequests(_Message, frozen=True, kw_only=True):
-    """End requests now; unknown ids are ignored."""
+    """End requests soon, many of them between several steps; unknown ids are ignored.  ``forgotten``: nobody wants
+    their last records."""
 
     request_ids: list[str]
+    forgotten: bool = False
 
 
 class ExpectSession(_Message, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ logger = get_logger(__name__)
 
 _IDLE_SLICE_S = 1.0
 _IDLE_WORK_SLICE_S = 0.001
+_ABORTED_AT_ONCE = 1024  # sequences, between two steps; about 2 ms
 
 
 class EngineService:
@@ -50,6 +52,7 @@ class EngineService:
         self._deadline_s: float | None = None
         self._has_idle_work = True  # until the engine says otherwise
         self._held = HeldTokens()
+        self._aborting: dict[str, bool] = {}  # requests that end soon, and whether nobody wants their last records
         self._unfinished: dict[str, int] = {}  # request id -> number of its sequences that still run
 
     def drain(self, timeout_s: float) -> None:
@@ -87,11 +90,12 @@ class EngineService:
         return self._stop_requested or (self._deadline_s is not None and time.monotonic() >= self._deadline_s)
 
     def _turn(self) -> None:
-        """One round: handle all messages that have arrived, then run one step."""
+        """One round: handle all messages that have arrived, abort what they asked for in part, then run one step."""
         try:
             idle_s = _IDLE_WORK_SLICE_S if self._has_idle_work else _IDLE_SLICE_S
-            for data in self._socket.receive(0.0 if self._engine.has_unfinished else idle_s):
+            for data in self._socket.receive(0.0 if self._engine.has_unfinished or self._aborting else idle_s):
                 self._handle(data)
+            self._abort_some()
             if self._drain_s is not None and self._deadline_s is None:
                 self._deadline_s = time.monotonic() + self._drain_s
                 if num_running := len(self._unfinished):
@@ -117,8 +121,8 @@ class EngineService:
                 self._add(request)
             case messages.AddCall(requests=requests, together=together):
                 self._add_call(requests, together=together)
-            case messages.AbortRequests(request_ids=request_ids):
-                self._abort(request_ids)
+            case messages.AbortRequests(request_ids=request_ids, forgotten=forgotten):
+                self._aborting |= dict.fromkeys(request_ids, forgotten)
             case messages.ExpectSession(session=session, salt=salt):
                 self._engine.prefetch_session(session, salt)
             case messages.GetReport(view=view):
@@ -148,6 +152,8 @@ class EngineService:
 
     def _add(self, request: EngineRequest, *, waits: bool = True) -> bool:
         """Queue a request; False if it was refused.  ``waits``: a paused engine takes it."""
+        if request.request_id in self._aborting:  # its namesake ends first
+            self._end({request.request_id: self._aborting.pop(request.request_id)})
         try:
             if self._stop_requested:
                 raise RequestError("the engine is shutting down; send the request elsewhere", code=CODE_UNAVAILABLE)
@@ -162,7 +168,9 @@ class EngineService:
         return True
 
     def _act(self, action: str, arguments: dict[str, Any]) -> None:
-        """Do ``action`` before anything else; the output of steps in flight is sent first."""
+        """Do ``action`` before anything else; what was aborted before, and the output of steps in flight, is sent
+        first."""
+        self._abort_some(math.inf)
         try:
             done = messages.CommandDone(result=act(self._engine.operator, action, arguments))
         except RequestError as error:
@@ -190,6 +198,24 @@ class EngineService:
                     self._handle(msgspec.msgpack.encode(["AddCall", [request], together]))
             case _:
                 raise error
+
+    def _abort_some(self, most: float = _ABORTED_AT_ONCE) -> None:
+        """End requests of about ``most`` sequences in the order in which that was asked for: the others run on between
+        the parts of many."""
+        part: dict[str, bool] = {}
+        num_sequences = 0
+        while self._aborting and num_sequences < most:
+            request_id = next(iter(self._aborting))
+            part[request_id] = self._aborting.pop(request_id)
+            num_sequences += self._unfinished.get(request_id, 1)
+        self._end(part)
+
+    def _end(self, forgotten: dict[str, bool]) -> None:
+        """End these requests, and tell of those that are not forgotten."""
+        if not forgotten:
+            return
+        self._forget([request_id for request_id, is_forgotten in forgotten.items() if is_forgotten])
+        self._abort([request_id for request_id, is_forgotten in forgotten.items() if not is_forgotten])
 
     def _abort(self, request_ids: list[str]) -> None:
         self._publish(StepOutput(deltas=self._engine.abort(request_ids)))

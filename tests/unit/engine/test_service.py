@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -194,6 +195,43 @@ def test_abort_ends_only_the_named_request() -> None:
 
     with fake_service(FakeEngine(arith, step_delay_s=0.002)) as service:
         asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_many_sequences_are_aborted_between_several_steps(forgotten: bool) -> None:
+    """Oracle: counts.  No part has more sequences than a turn takes, steps run between the parts, each sequence has one
+    last record, or none where nobody wants it; a namesake that comes next finds the id free."""
+    parts: list[tuple[int, int]] = []
+
+    class Counted(FakeEngine):
+        def abort(self, request_ids: Iterable[str]) -> list[SequenceDelta]:
+            ended = super().abort(request_ids)
+            parts.append((len(ended), self.num_steps))
+            return ended
+
+    async def scenario() -> None:
+        client, recorder = await connected(service.address)
+        client.add_request(request("stays", max_tokens=10_000))
+        names = [f"many {number}" for number in range(24)]
+        for name in names:
+            client.add_request(request(name, max_tokens=10_000, n=128))
+        await recorder.until(lambda: len(recorder.tokens("stays")) > 2)
+        client.abort(names, forgotten=forgotten)
+        client.add_request(request(names[-1], max_tokens=1))
+        await recorder.until(lambda: recorder.finish_reasons().get(names[-1]) == "length")
+        ends = [delta for delta in recorder.deltas if delta.finish_reason is FinishReason.ABORT]
+        assert len(ends) == (0 if forgotten else 24 * 128)
+        client.abort(["stays"])
+        await recorder.until(lambda: recorder.finish_reasons().get("stays") == "abort")
+        client.stop()
+        await client.wait_ended(timeout_s=DEADLINE_S)
+        await client.close()
+
+    with fake_service(Counted(arith, max_running=2)) as service:
+        asyncio.run(scenario())
+    counts = [count for count, _ in parts if count > 1]
+    assert sum(counts) == 24 * 128 and max(counts) <= 1024
+    assert len({step for count, step in parts if count > 1}) >= 3
 
 
 def test_a_failing_step_is_told_and_raised() -> None:
