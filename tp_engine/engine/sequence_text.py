@@ -151,33 +151,28 @@ class StopStrings:
 
 
 class _Pattern:
-    """One stop string and how much of it the text ends with (Knuth, Morris and Pratt's automaton: O(1) a character)."""
+    """One stop string and how much of it the text ends with (Knuth, Morris and Pratt's automaton: O(1) a character).
+
+    Its table is made as far as the text has ever matched: each sequence has one for each of its stop strings, which may
+    be long.
+    """
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.num_matched = 0
-        self._fallback = _fallback_table(text)
+        self._fallback = [0]  # for each prefix, the length of its longest proper suffix that is a prefix too
 
     def advance(self, character: str) -> bool:
         """Read the next character of the text; return whether the stop string ends with it."""
-        matched = self.num_matched
-        while matched and self.text[matched] != character:
-            matched = self._fallback[matched - 1]
-        if self.text[matched] == character:
-            matched += 1
+        matched = self._extended(self.num_matched, character)
+        if matched > len(self._fallback):
+            self._fallback.append(self._extended(self._fallback[-1], character))
         ended = matched == len(self.text)
         self.num_matched = self._fallback[-1] if ended else matched
         return ended
 
-
-def _fallback_table(text: str) -> list[int]:
-    """For each prefix, the length of its longest proper suffix that is a prefix too."""
-    table = [0] * len(text)
-    length = 0
-    for index in range(1, len(text)):
-        while length and text[index] != text[length]:
-            length = table[length - 1]
-        if text[index] == text[length]:
-            length += 1
-        table[index] = length
-    return table
+    def _extended(self, matched: int, character: str) -> int:
+        """How much a text ends with that ended with the first ``matched`` characters, and goes on with one more."""
+        while matched and self.text[matched] != character:
+            matched = self._fallback[matched - 1]
+        return matched + (self.text[matched] == character)

@@ -77,3 +77,12 @@ def test_long_stop_strings_cost_linear_time() -> None:
     shown = sum(len(search.push("a" * 1000)) for _ in range(400))
     assert shown == 200_000
     assert search.push("c") == "a" * 200_000 + "c"
+
+
+def test_a_stop_string_costs_what_the_text_matches_of_it() -> None:
+    """1,024 sequences of a request each search for its 64 stop strings of 4,096 characters.  Oracle: a count of the
+    table's entries, before and behind a match of 100 characters."""
+    search = StopStrings(["ab" * 2048] * 64, include_in_output=False)
+    assert {len(pattern._fallback) for pattern in search._patterns} == {1}
+    assert search.push("ab" * 50 + "c") == "ab" * 50 + "c"
+    assert {len(pattern._fallback) for pattern in search._patterns} == {100}
