@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 _PART = 2048  # values; some 50 KiB
+_NESTED = (dict, list, tuple)
+_NESTED_TYPES = frozenset(_NESTED)
 _encode = msgspec.json.Encoder().encode
 
 
 def json_parts(value: Any) -> Iterator[bytes]:
     """Yield the JSON text of ``value`` in parts of some 50 KiB, for a thread beside others; texts are not divided."""
-    if _count(value) < _PART or not isinstance(value, (Mapping, list, tuple)):
+    if _count(value) < _PART or not isinstance(value, _NESTED):
         yield _encode(value)
-    elif isinstance(value, Mapping):
+    elif isinstance(value, dict):
         yield from _mapping_parts(value)
     else:
         yield from _list_parts(value)
 
 
-def _mapping_parts(value: Mapping[Any, Any]) -> Iterator[bytes]:
+def _mapping_parts(value: dict[Any, Any]) -> Iterator[bytes]:
     begin = b"{"
     group: dict[Any, Any] = {}
     size = 0
@@ -61,13 +63,13 @@ def _count(value: Any) -> int:
     count, open_ones = 1, [value]
     while open_ones and count < _PART:
         one = open_ones.pop()
-        if isinstance(one, Mapping):
+        if isinstance(one, dict):
             inner = one.values()
         elif isinstance(one, (list, tuple)):
             inner = one  # type: ignore[assignment]
         else:
             continue
         count += len(inner)
-        if count < _PART:
-            open_ones += [each for each in inner if isinstance(each, (Mapping, list, tuple))]
+        if count < _PART and not _NESTED_TYPES.isdisjoint(map(type, inner)):
+            open_ones += [each for each in inner if isinstance(each, _NESTED)]
     return count

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, overload
 
+from tp_engine.api.scored_tokens import PromptLogprobs, ScoredRun, ScoredTokens
 from tp_engine.engine.sequence_text import SequenceText, hidden_ids
 from tp_engine.engine.token_texts import TokenTexts
 from tp_engine.engine.tokenizer import TokenDecoder
@@ -30,6 +29,7 @@ class SequenceUpdate(CompletionOutput):
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
+    logprobs: ScoredTokens | None = None
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
     error: str | None = None
     error_code: str | None = None
@@ -41,8 +41,10 @@ class SequenceUpdate(CompletionOutput):
         self.token_ids += later.token_ids
         self.num_output_tokens = later.num_output_tokens
         self.num_cached_tokens = later.num_cached_tokens
-        if later.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + later.logprobs
+        if self.logprobs is None:
+            self.logprobs = later.logprobs
+        elif later.logprobs is not None:
+            self.logprobs.append(later.logprobs)
         if later.prompt_logprobs is not None:
             self.prompt_logprobs = later.prompt_logprobs
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
@@ -74,16 +76,20 @@ class SequenceUpdate(CompletionOutput):
 
 
 class _SequenceState:
-    """One of the ``n`` sequences."""
+    """One of the ``n`` sequences, from its first record on."""
 
     def __init__(self, index: int, request: EngineRequest, decoder: TokenDecoder | None) -> None:
-        self._num_alternatives = request.params.logprobs
         self._text = None if decoder is None else SequenceText(decoder, request.params)
-        self._token_texts = None if decoder is None else TokenTexts(decoder, hidden_ids(decoder, request.params))
         self._pieces: list[str] = []
+        self._scored: ScoredRun | None = None
+        self._token_texts: TokenTexts | None = None
         self.output = CompletionOutput(index=index, text="", token_ids=[])
-        if self._num_alternatives is not None:
-            self.output.logprobs, self.output.cumulative_logprob = [], 0.0
+        if (num_alternatives := request.params.logprobs) is not None:
+            self._num_alternatives = num_alternatives
+            if decoder is not None:
+                self._token_texts = TokenTexts(decoder, hidden_ids(decoder, request.params))
+            self._scored = self._new_run()
+            self.output.logprobs, self.output.cumulative_logprob = ScoredTokens(self._scored), 0.0
 
     def add(self, token_ids: list[int], delta: SequenceDelta | None) -> tuple[str, int]:
         """Return the new text and the number of new tokens; further ``token_ids`` lie behind a stop string."""
@@ -104,22 +110,29 @@ class _SequenceState:
             output.num_draft_tokens, output.num_accepted_tokens = delta.num_draft_tokens, delta.num_accepted_tokens
         return text, num_tokens
 
-    def add_logprobs(self, logprobs: TokenLogprobs, num_tokens: int) -> list[dict[int, Logprob]] | None:
+    def add_logprobs(self, logprobs: TokenLogprobs, num_tokens: int) -> ScoredTokens | None:
         """Keep and return those of the new tokens; None if the request asked for none."""
-        if self._num_alternatives is None:
+        if self._scored is None:
             return None
-        new = positions(logprobs, num_tokens, self._num_alternatives, self._token_texts)
-        assert self.output.logprobs is not None and self.output.cumulative_logprob is not None
-        self.output.logprobs += new
+        assert self.output.cumulative_logprob is not None
+        self._scored.add(logprobs, num_tokens)
+        self.output.logprobs = ScoredTokens(self._scored)
+        new = self._new_run()
+        new.add(logprobs, num_tokens)
+        if self._token_texts is not None:
+            for token_id in logprobs.token_ids[:num_tokens, 0].tolist():
+                self._token_texts.take(token_id)
         for logprob in logprobs.logprobs[:num_tokens, 0].tolist():  # one by one: the sum's bits depend on the order
             self.output.cumulative_logprob += logprob
-        return new
+        return ScoredTokens(new)
 
     def so_far(self) -> CompletionOutput:
         """Return a copy with all text and tokens until now."""
-        now = self.output
-        logprobs = None if now.logprobs is None else list(now.logprobs)
-        return replace(now, text="".join(self._pieces), token_ids=list(now.token_ids), logprobs=logprobs)
+        return replace(self.output, text="".join(self._pieces), token_ids=list(self.output.token_ids))
+
+    def _new_run(self) -> ScoredRun:
+        """A run of the tokens from here on."""
+        return ScoredRun(self._num_alternatives, None if self._token_texts is None else self._token_texts.copy())
 
 
 @dataclass(slots=True)
@@ -153,7 +166,7 @@ class RequestState:
         self.request = request
         self.prompt = prompt
         self.decoder = decoder if request.params.detokenize else None
-        self._sequences = [_SequenceState(index, request, self.decoder) for index in range(request.params.n)]
+        self._sequences: dict[int, _SequenceState] = {}  # those that have begun
         self._num_unfinished = self._num_running = request.params.n
         self._num_cached_tokens = 0
         self._prompt_logprobs: PromptLogprobs | None = None
@@ -182,7 +195,7 @@ class RequestState:
         if delta.pooled is not None:
             self._pooled = delta.pooled
         if delta.logprobs is not None:
-            update.logprobs = self._sequences[delta.index].add_logprobs(delta.logprobs, len(update.token_ids))
+            update.logprobs = self._sequence(delta.index).add_logprobs(delta.logprobs, len(update.token_ids))
         update.prompt_logprobs = self._new_prompt_logprobs(delta)
         update.error, update.error_code = delta.error, delta.error_code
         return update
@@ -191,7 +204,7 @@ class RequestState:
         self, index: int, token_ids: list[int], now_s: float, delta: SequenceDelta | None = None
     ) -> SequenceUpdate | None:
         """Return what ``token_ids`` add to a sequence, which may be only a part of ``delta``; None if it had ended."""
-        sequence, times = self._sequences[index], self._times
+        sequence, times = self._sequence(index), self._times
         output = sequence.output
         if output.finish_reason is not None:
             return None
@@ -214,6 +227,12 @@ class RequestState:
             num_accepted_tokens=output.num_accepted_tokens,
         )
 
+    def _sequence(self, index: int) -> _SequenceState:
+        sequence = self._sequences.get(index)
+        if sequence is None:
+            sequence = self._sequences[index] = _SequenceState(index, self.request, self.decoder)
+        return sequence
+
     def _new_prompt_logprobs(self, delta: SequenceDelta) -> PromptLogprobs | None:
         """Keep and return those of the prompt, which come with the first delta of sequence 0."""
         num_alternatives, token_ids = self.request.params.prompt_logprobs, self.request.prompt_token_ids
@@ -225,7 +244,7 @@ class RequestState:
 
     def output(self, now_s: float) -> RequestOutput:
         """Return the request as it stands."""
-        completions = [sequence.so_far() for sequence in self._sequences]
+        completions = [self._sequence(index).so_far() for index in range(self.request.params.n)]
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self.prompt,
@@ -237,93 +256,3 @@ class RequestState:
             metrics=self._times.metrics(self.request.arrival_s, max(len(one.token_ids) for one in completions), now_s),
             pooled=self._pooled,
         )
-
-
-def positions(
-    logprobs: TokenLogprobs, num_positions: int, num_alternatives: int, texts: TokenTexts | None
-) -> list[dict[int, Logprob]]:
-    """Return for each of the first ``num_positions``: token id -> ``Logprob``, the chosen token first, then the
-    likeliest.
-
-    ``texts`` is at the first position, and then behind the last one.
-    """
-    columns = slice(1 + num_alternatives)
-    return [
-        _position(token_ids, values, rank, texts)
-        for token_ids, values, rank in zip(
-            logprobs.token_ids[:num_positions, columns].tolist(),
-            logprobs.logprobs[:num_positions, columns].tolist(),
-            logprobs.ranks[:num_positions].tolist(),
-            strict=True,
-        )
-    ]
-
-
-class PromptLogprobs(Sequence["dict[int, Logprob] | None"]):
-    """What ``prompt_positions`` returns, made when it is first read, and by whom: that of a long prompt takes seconds,
-    in which the thread of all requests' outputs would stand still."""
-
-    def __init__(
-        self,
-        parts: Sequence[TokenLogprobs],
-        prompt_token_ids: Sequence[int],
-        num_alternatives: int,
-        decoder: TokenDecoder | None,
-    ) -> None:
-        self._source = (parts, prompt_token_ids, num_alternatives, decoder)
-        self._length = len(prompt_token_ids)
-
-    @cached_property
-    def _positions(self) -> list[dict[int, Logprob] | None]:
-        return prompt_positions(*self._source)
-
-    def __len__(self) -> int:
-        return self._length
-
-    @overload
-    def __getitem__(self, place: int) -> dict[int, Logprob] | None: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[dict[int, Logprob] | None]: ...
-    def __getitem__(self, place: int | slice) -> dict[int, Logprob] | list[dict[int, Logprob] | None] | None:
-        return self._positions[place]
-
-    def __iter__(self) -> Iterator[dict[int, Logprob] | None]:
-        return iter(self._positions)
-
-    def __eq__(self, other: object) -> bool:
-        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]  # like a list
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return list, (self._positions,)
-
-    def __repr__(self) -> str:
-        return repr(self._positions)
-
-
-def prompt_positions(
-    parts: Sequence[TokenLogprobs], prompt_token_ids: Sequence[int], num_alternatives: int, decoder: TokenDecoder | None
-) -> list[dict[int, Logprob] | None]:
-    """Return one entry per prompt token; the first token has no log-probability, only None."""
-    found: list[dict[int, Logprob] | None] = [None]
-    texts = None if decoder is None else TokenTexts(decoder)
-    if texts is not None:
-        texts.take(prompt_token_ids[0])
-    for part in parts:
-        found += positions(part, len(prompt_token_ids) - len(found), num_alternatives, texts)
-    return found
-
-
-def _position(
-    token_ids: Sequence[int], values: Sequence[float], rank: int, texts: TokenTexts | None
-) -> dict[int, Logprob]:
-    found: dict[int, Logprob] = {}
-    ranks = (rank, *range(1, len(token_ids)))
-    for token_id, value, place in zip(token_ids, values, ranks, strict=True):
-        if token_id not in found:
-            text, data = (None, None) if texts is None else texts.of(token_id)
-            found[token_id] = Logprob(logprob=value, rank=place, decoded_token=text, token_bytes=data)
-    if texts is not None:
-        texts.take(token_ids[0])
-    return found

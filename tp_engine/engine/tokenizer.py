@@ -236,6 +236,7 @@ class TokenDecoder:
         self._tokenizer = tokenizer
         self._letter: list[int] = tokenizer.encode("a", add_special_tokens=False)
         self._token_bytes: dict[tuple[int, bool], bytes] = {}
+        self.shared_texts: dict[bool, Any] = {}  # what ``TokenTexts`` keep for each other, by ``begins_text``
 
     def token_bytes(self, token_id: int, *, begins_text: bool = False) -> bytes:
         """Return the bytes that one token adds to a text, which may be part of a character.  Some decoders drop a space

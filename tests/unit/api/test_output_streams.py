@@ -11,6 +11,7 @@ from tests.fake_engine import FakeEngine, says
 from tests.text_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
 from tp_engine.api.output_streams import Outputs, Processed
 from tp_engine.api.request_state import SequenceUpdate
+from tp_engine.engine.sequence_text import SequenceText
 from tp_engine.requests.outputs import Logprob, RequestOutput
 from tp_engine.requests.request import EngineRequest, FinishReason, SequenceDelta
 from tp_engine.requests.sampling_params import SamplingParams
@@ -250,3 +251,31 @@ def test_so_far_is_a_copy() -> None:
     outputs.forget("r")
     outputs.forget("r")
     assert outputs.so_far("r") is None
+
+
+def test_a_sequence_costs_nothing_before_its_first_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body may ask for 200,000 sequences, of which 256 run.  Oracle: a count; those that never began are there in the
+    end, with what an aborted one has."""
+    made = []
+
+    class Counted(SequenceText):
+        def __init__(self, *arguments: Any) -> None:
+            made.append(1)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr("tp_engine.api.request_state.SequenceText", Counted)
+    outputs = Outputs(TOKENIZER)
+    outputs.add(make_request(n=1000, logprobs=1))
+    assert not made
+    outputs.process([SequenceDelta(request_id="r", index=7, new_token_ids=ids_of("the"))])
+    assert len(made) == 1
+    ends = [
+        SequenceDelta(request_id="r", index=index, new_token_ids=[], finish_reason=FinishReason.ABORT)
+        for index in range(1000)
+    ]
+    (output,) = outputs.process(ends).finished
+    assert [one.index for one in output.outputs] == list(range(1000))
+    assert {(one.text, one.finish_reason, one.cumulative_logprob) for one in output.outputs} == {
+        ("", "abort", 0.0), ("the", "abort", 0.0),
+    }  # fmt: skip
+    assert all(one.logprobs == [] for one in output.outputs)

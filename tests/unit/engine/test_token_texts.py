@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.engine.test_detokenizer import HARD_TEXTS, MAKERS, decoder_of, expected
-from tp_engine.engine.token_texts import TokenTexts
+from tp_engine.engine.token_texts import TokenTexts, name_of
 
 
 def texts_of(name: str, ids: list[int], *, skip: bool) -> tuple[list[str], bytes]:
@@ -49,6 +49,20 @@ def test_offsets_are_those_of_the_text(name: str, skip: bool, data: st.DataObjec
     assert len("".join(shown)) == len(whole)
     if name != "byte fallback":  # which shows a whole run of bytes as broken, as soon as one of its bytes is
         assert "".join(shown) == whole
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_many_tokens_have_the_texts_of_each(name: str, data: st.DataObject) -> None:
+    """Oracle: ``of`` each token, wherever random ids have led, within broken characters and runs of bytes too."""
+    decoder, some = decoder_of(name), st.lists(st.integers(0, len(MAKERS[name]()) - 1), max_size=8)
+    texts = TokenTexts(decoder, decoder.special_ids)
+    for token_id in data.draw(some):
+        texts.take(token_id)
+        asked = data.draw(some)
+        assert texts.texts(asked) == texts.copy().texts(asked) == [texts.of(other)[0] for other in asked]
+        assert texts.names(asked) == [name_of(texts.of(other)[1]) for other in asked]
 
 
 @pytest.mark.parametrize("name", ["byte level", "byte fallback", "slow"])

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
@@ -13,9 +14,11 @@ from openai.types.responses import Response
 from tests.asgi import App, Reply, run_served
 from tests.fake_engine import MODEL_INFO, FakeEngine
 from tests.text_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer, metaspace_tokenizer
-from tp_engine.api.openai.logprobs import completion_logprobs
+from tp_engine.api import scored_tokens
+from tp_engine.api.openai.logprobs import chat_logprobs, completion_logprobs
 from tp_engine.engine.token_texts import TokenTexts
 from tp_engine.engine.tokenizer import TokenDecoder
+from tp_engine.plan import TokenLogprobs
 from tp_engine.requests.outputs import Logprob
 from tp_engine.requests.request import EngineRequest
 
@@ -147,3 +150,55 @@ def test_a_streamed_echo_has_the_log_probabilities_of_the_whole_answer() -> None
             assert columns == choice["logprobs"]
 
     serve("byte level", scenario)
+
+
+def test_no_object_is_made_for_each_alternative(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers are made from the engine's arrays: an object for each of a prompt's 20,000 alternatives took longer than
+    the prompt.  Oracle: a count."""
+    made = []
+
+    def counted(**given: Any) -> Logprob:
+        made.append(given)
+        return Logprob(**given)
+
+    monkeypatch.setattr(scored_tokens, "Logprob", counted)
+    prompt = {"prompt": "a 世 the 😀.", "max_tokens": 3}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {**prompt, "prompt_logprobs": 4}),
+        ("/v1/completions", {**prompt, "echo": True, "logprobs": 4}),
+        ("/v1/completions", {**prompt, "echo": True, "logprobs": 4, "stream": True}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 4}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 4, "stream": True}),
+        ("/v1/responses", {"input": "a", "top_logprobs": 3}),
+    ]
+
+    async def scenario(app: App) -> None:
+        for path, body in bodies:
+            reply = await app.post(path, body)
+            assert reply.status == 200 and b"logprob" in reply.content and made == [], path
+
+    serve("byte level", scenario)
+
+
+def test_the_order_of_alternatives() -> None:
+    """Oracle: a stable sort of the mapping that ``LLM`` returns, chosen token first, by falling log-probability; ties,
+    and a chosen token among the likeliest, behind them and impossible."""
+    scores = np.array([[-1.0, -1.0, -2.0, -3.0, -np.inf, -0.5]], dtype=np.float32)
+    for chosen in range(6):
+        order = np.argsort(-scores[0], kind="stable")[:4]
+        ids = np.array([[chosen, *order]], dtype=np.int32)
+        rank = np.array([1 + (scores[0] > scores[0, chosen]).sum()], dtype=np.int32)
+        run = scored_tokens.ScoredRun(4, None)
+        run.add(TokenLogprobs(token_ids=ids, logprobs=scores[0][ids], ranks=rank), 1)
+        (mapping,), tokens = scored_tokens.ScoredTokens(run), [chosen]
+        assert list(mapping) == [chosen, *(one for one in order if one != chosen)]
+        assert [(mapping[one].logprob, mapping[one].rank) for one in mapping if one != chosen] == [
+            (scores[0, one], 1 + place) for place, one in enumerate(order) if one != chosen
+        ]
+        assert mapping[chosen].rank == rank[0]
+        for positions in (scored_tokens.ScoredTokens(run), [mapping]):
+            columns = completion_logprobs(tokens, positions, is_hidden=lambda *_: False)
+            wanted = sorted(mapping, key=lambda one: -mapping[one].logprob)
+            assert [*columns["top_logprobs"][0]] == [f"token_id:{one}" for one in wanted]
+            (content,) = chat_logprobs(tokens, positions, 2)["content"]
+            assert [one["token"] for one in content["top_logprobs"]] == [f"token_id:{one}" for one in wanted[:2]]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from tp_engine.api.openai.chat.parser import ChatParsing, ParsedMessage
-from tp_engine.api.openai.logprobs import Position, chat_logprobs, completion_logprobs, prompt_logprobs_json, token_text
+from tp_engine.api.openai.logprobs import Positions, chat_logprobs, completion_logprobs, own_texts, prompt_logprobs_json
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody
 from tp_engine.api.openai.sampling import num_top_logprobs
 from tp_engine.api.openai.tools.events import CallArguments, CallStarted, ChatEvent, ContentText, ReasoningText
@@ -184,9 +184,7 @@ class AnswerShape:
             return None
         return self._choice(number, empty, {"text": echo}, 0) | {"logprobs": echoed_logprobs}
 
-    def echoed_logprobs(
-        self, number: int, token_ids: Sequence[int], positions: Sequence[Position | None], echo: str
-    ) -> JsonObject:
+    def echoed_logprobs(self, number: int, token_ids: Sequence[int], positions: Positions, echo: str) -> JsonObject:
         """Return the log-probabilities of a prompt repeated as ``echo``, which lacks the special tokens that the
         tokenizer added."""
         return completion_logprobs(
@@ -199,10 +197,12 @@ class AnswerShape:
 
     def num_characters(self, part: CompletionOutput) -> int:
         """Return how far the tokens of ``part``, which have log-probabilities, move the offset of the next token."""
-        texts = zip(part.token_ids, part.logprobs or (), strict=False)
+        if not part.logprobs:
+            return 0
+        texts = own_texts(part.token_ids, part.logprobs)
         return sum(
-            len(token_text(token_id, position[token_id]))
-            for token_id, position in texts
+            len(text)
+            for token_id, text in zip(part.token_ids, texts, strict=True)
             if not (self.hides_specials and token_id in self.special_ids)
         )
 
@@ -243,7 +243,7 @@ class AnswerShape:
     def _prompt_logprobs(self, output: RequestOutput) -> JsonObject:
         if output.prompt_logprobs is None or not self.shows_prompt_logprobs:
             return {}
-        return {"prompt_logprobs": prompt_logprobs_json(output.prompt_logprobs)}
+        return {"prompt_logprobs": prompt_logprobs_json(output.prompt_token_ids, output.prompt_logprobs)}
 
     def _choice(self, number: int, part: CompletionOutput, content: JsonObject, text_offset: int) -> JsonObject:
         choice = {

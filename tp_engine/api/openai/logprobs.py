@@ -1,21 +1,26 @@
 """Log-probabilities in three shapes: of completions, of chats, and vLLM's of prompts."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import repeat
+from typing import Any, TypeAlias
 
+import msgspec
+
+from tp_engine.api.scored_tokens import ScoredPosition, id_text, scored_positions
 from tp_engine.requests.outputs import Logprob
 
 # JSON has no minus infinity; the OpenAI API writes this number for a token that cannot be sampled.
 IMPOSSIBLE = -9999.0
 
-Position = Mapping[int, Logprob]
+Positions: TypeAlias = Sequence[Mapping[int, Logprob] | None]
 IsHidden = Callable[[int, str, int], bool]
 """Whether a text lacks a token, by the token's id, its text, and the number of characters before it."""
+_encode = msgspec.json.Encoder().encode
 
 
 def completion_logprobs(
     token_ids: Sequence[int],
-    positions: Sequence[Position | None],
+    positions: Positions,
     text_offset: int = 0,
     *,
     is_hidden: IsHidden,
@@ -30,85 +35,90 @@ def completion_logprobs(
     chosen: list[float | None] = []
     tops: list[dict[str, float] | None] = []
     offsets: list[int] = []
-    for token_id, position in zip(token_ids, positions, strict=True):
-        text = first_text if position is None else token_text(token_id, position[token_id])
-        names = {token_id: _id_text(token_id) if as_ids else text} if position is None else _names(position, as_ids)
-        tokens.append(names[token_id])
-        chosen.append(None if position is None else _finite(position[token_id]))
-        tops.append(None if position is None else {names[other]: _finite(position[other]) for other in names})
+    for token_id, position in zip(token_ids, scored_positions(token_ids, positions), strict=True):
         offsets.append(text_offset)
+        if position is None:
+            text = first_text
+            tokens.append(id_text(token_id) if as_ids else text)
+            chosen.append(None)
+            tops.append(None)
+        else:
+            text, names, values = _own_text(position), _names(position, as_ids), _finite(position.logprobs)
+            tokens.append(names[position.chosen])
+            chosen.append(values[position.chosen])
+            tops.append(dict(zip(names, values, strict=False)))
         text_offset += 0 if is_hidden(token_id, text, text_offset) else len(text)
     return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": offsets}
 
 
 def chat_logprobs(
-    token_ids: Sequence[int], positions: Sequence[Position], num_top: int, *, as_ids: bool = False
+    token_ids: Sequence[int], positions: Positions, num_top: int, *, as_ids: bool = False
 ) -> dict[str, list[dict[str, Any]]]:
     """Return the shape of ``/v1/chat/completions`` with ``num_top`` alternatives per token; -1 for all."""
     content = []
-    for token_id, position in zip(token_ids, positions, strict=True):
-        tops = _likeliest_first(position)[: None if num_top == -1 else num_top]
-        alternatives = [_chat_entry(other, entry, as_ids) for other, entry in tops]
-        content.append(_chat_entry(token_id, position[token_id], as_ids) | {"top_logprobs": alternatives})
+    for position in scored_positions(token_ids, positions):
+        assert position is not None, "generated tokens have log-probabilities"
+        values = _finite(position.logprobs)
+        num_shown = len(values) if num_top == -1 else min(num_top, len(values))
+        tops = [_chat_entry(position, values, place, as_ids) for place in range(num_shown)]
+        content.append(_chat_entry(position, values, position.chosen, as_ids) | {"top_logprobs": tops})
     return {"content": content}
 
 
-def prompt_logprobs_json(positions: Sequence[Position | None]) -> list[dict[str, Any] | None]:
+def prompt_logprobs_json(token_ids: Sequence[int], positions: Positions) -> list[msgspec.Raw | None]:
     """vLLM's ``prompt_logprobs``: per prompt token a mapping from token id; null for the first."""
     return [
-        None
-        if position is None
-        else {
-            str(token_id): {"logprob": _finite(entry), "rank": entry.rank, "decoded_token": entry.decoded_token}
-            for token_id, entry in position.items()
-        }
-        for position in positions
+        None if position is None else _prompt_entry(position) for position in scored_positions(token_ids, positions)
     ]
 
 
-def token_text(token_id: int, entry: Logprob) -> str:
-    """Return what the token adds to the text, or its id if it was not decoded."""
-    return _id_text(token_id) if entry.decoded_token is None else entry.decoded_token
+def own_texts(token_ids: Sequence[int], positions: Positions) -> Iterator[str]:
+    """Return what each token adds to the text, or its id if it was not decoded."""
+    return (_own_text(position) for position in scored_positions(token_ids, positions) if position is not None)
 
 
-def _names(position: Position, as_ids: bool) -> dict[int, str]:
-    """A name of its own for each token of a position, the likeliest first.
+class _PromptEntry(msgspec.Struct, gc=False):
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
 
-    A name is the token's text.  A token that is part of a character is named by its bytes, as in OpenAI's API, and a
-    second one with the same text by its id.
-    """
-    names: dict[int, str] = {}
-    taken = set()
-    for token_id, entry in _likeliest_first(position):
-        name = _id_text(token_id) if as_ids else _own_text(token_id, entry)
-        names[token_id] = name if name not in taken else _id_text(token_id)
-        taken.add(names[token_id])
+
+def _prompt_entry(position: ScoredPosition) -> msgspec.Raw:
+    """The actual token first, as in vLLM, then the likeliest; as JSON, because objects for all alternatives of a long
+    prompt would take ten times as much memory."""
+    token_ids, logprobs, ranks, chosen, texts = position
+    decoded = repeat(None) if texts is None else texts.texts(token_ids)
+    entries = dict(zip(token_ids, map(_PromptEntry, _finite(logprobs), ranks, decoded), strict=False))
+    return msgspec.Raw(_encode({token_ids[chosen]: entries.pop(token_ids[chosen]), **entries}))
+
+
+def _own_text(position: ScoredPosition) -> str:
+    token_id = position.token_ids[position.chosen]
+    return id_text(token_id) if position.texts is None else position.texts.of(token_id)[0]
+
+
+def _names(position: ScoredPosition, as_ids: bool) -> list[str]:
+    """A name for each token of a position; a second one of the same name is named by its id."""
+    token_ids = position.token_ids
+    if as_ids or position.texts is None:
+        return list(map(id_text, token_ids))
+    names = position.texts.names(token_ids)
+    if len(set(names)) < len(names):
+        taken: set[str] = set()
+        for place, token_id in enumerate(token_ids):
+            if names[place] in taken:
+                names[place] = id_text(token_id)
+            taken.add(names[place])
     return names
 
 
-def _own_text(token_id: int, entry: Logprob) -> str:
-    if entry.token_bytes is None:
-        return token_text(token_id, entry)
-    try:
-        return entry.token_bytes.decode()
-    except UnicodeDecodeError:
-        written = (chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in entry.token_bytes)
-        return "bytes:" + "".join(written)
+def _chat_entry(position: ScoredPosition, values: Sequence[float], place: int, as_ids: bool) -> dict[str, Any]:
+    token_id = position.token_ids[place]
+    text, data = (id_text(token_id), None) if position.texts is None else position.texts.of(token_id)
+    octets = list(text.encode() if data is None else data)
+    return {"token": id_text(token_id) if as_ids else text, "logprob": values[place], "bytes": octets}
 
 
-def _id_text(token_id: int) -> str:
-    return f"token_id:{token_id}"
-
-
-def _chat_entry(token_id: int, entry: Logprob, as_ids: bool) -> dict[str, Any]:
-    text = token_text(token_id, entry)
-    data = text.encode() if entry.token_bytes is None else entry.token_bytes
-    return {"token": _id_text(token_id) if as_ids else text, "logprob": _finite(entry), "bytes": list(data)}
-
-
-def _likeliest_first(position: Position) -> list[tuple[int, Logprob]]:
-    return sorted(position.items(), key=lambda item: -item[1].logprob)
-
-
-def _finite(entry: Logprob) -> float:
-    return max(entry.logprob, IMPOSSIBLE)
+def _finite(logprobs: list[float]) -> list[float]:
+    """``logprobs``, which fall."""
+    return logprobs if logprobs[-1] >= IMPOSSIBLE else [max(one, IMPOSSIBLE) for one in logprobs]

@@ -29,7 +29,7 @@ from tp_engine.requests.outputs import RequestOutput
 from tp_engine.requests.request import EngineRequest
 from tp_engine.requests.sampling_params import SamplingParams
 
-# Log-probabilities of prompts that one answer may have; one takes some 70 bytes in it, and 500 while it is made.
+# Log-probabilities of prompts that one answer may have; one takes some 70 bytes in it, and 150 while it is made.
 MAX_PROMPT_LOGPROBS = 1 << 20
 # In an answer, about: of a log-probability, of a number in a vector, of a token's text or id.
 _BYTES_PER_LOGPROB, _BYTES_PER_NUMBER, _BYTES_PER_TOKEN = 64, 20, 8

@@ -1,0 +1,252 @@
+"""Log-probabilities of tokens that follow each other, kept as the arrays that the engine gives.
+
+A prompt of 1,000 tokens with 20 alternatives has 21,000 of them: an object for each takes longer to make than the
+prompt takes to compute.  So nothing is made before somebody reads it, and answers are made from ``ScoredPosition``,
+which has a list for each position::
+
+    TokenLogprobs, arrays (n, 1 + k) --+-- scored() ----> ScoredPosition, likeliest first -----> JSON
+                                       +-- [i], iter ---> {token id: Logprob}, chosen first ---> who reads the output
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import islice
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, overload
+
+from tp_engine.engine.token_texts import TokenTexts, name_of
+from tp_engine.engine.tokenizer import TokenDecoder
+from tp_engine.plan import TokenLogprobs
+from tp_engine.requests.outputs import Logprob
+
+Position: TypeAlias = dict[int, Logprob]
+"""Of one token: the chosen one first, then the likeliest."""
+_Entry = TypeVar("_Entry", Position, "Position | None")
+
+
+class Texts(Protocol):
+    """The texts of the tokens of one position."""
+
+    def of(self, token_id: int) -> tuple[str, bytes]:
+        """Return what a token adds to the text, and its own bytes."""
+
+    def texts(self, token_ids: Sequence[int]) -> Sequence[str | None]:
+        """Return what each adds to the text; None if it was not decoded."""
+
+    def names(self, token_ids: Sequence[int]) -> list[str]:
+        """Return names that differ from those of most other tokens."""
+
+
+class ScoredPosition(NamedTuple):
+    """The scored tokens of one position, the likeliest first, each once; the actual one is at place ``chosen``.
+    ``texts`` is None if tokens are not decoded; it moves on with the next position."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    ranks: Sequence[int | None]
+    chosen: int
+    texts: Texts | None
+
+
+class _MadeWhenRead(Sequence[_Entry]):
+    """A list whose entries are made when they are first read."""
+
+    @abstractmethod
+    def _entries(self) -> list[_Entry]:
+        """Make them, or return those made before; there may be more behind this list's own."""
+
+    @overload
+    def __getitem__(self, place: int) -> _Entry: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[_Entry]: ...
+    def __getitem__(self, place: int | slice) -> _Entry | list[_Entry]:
+        return self._entries()[: len(self)][place]
+
+    def __iter__(self) -> Iterator[_Entry]:
+        return iter(self._entries()[: len(self)])
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # like a list
+
+    def __add__(self, other: Sequence[Any]) -> list[Any]:
+        return [*self, *other]
+
+    def __radd__(self, other: Sequence[Any]) -> list[Any]:
+        return [*other, *self]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+
+class ScoredRun:
+    """The scored tokens of one sequence, which grow; ``texts`` is at the first."""
+
+    def __init__(self, num_alternatives: int, texts: TokenTexts | None) -> None:
+        self._columns, self._begin = slice(1 + num_alternatives), texts
+        self._parts: list[tuple[TokenLogprobs, int]] = []
+        self._made: list[Position] = []
+        self._making, self._lock = self.scored(), threading.Lock()
+        self.length = 0
+
+    def add(self, part: TokenLogprobs, num_positions: int) -> None:
+        """Add the first ``num_positions`` of ``part`` behind what is there."""
+        self._parts.append((part, num_positions))
+        self.length += num_positions
+
+    def extend(self, later: ScoredRun) -> None:
+        """Add what follows in the same sequence."""
+        self._parts += later._parts
+        self.length += later.length
+
+    def scored(self) -> Iterator[ScoredPosition]:
+        """Make one position after the other, those too that are added meanwhile."""
+        texts = None if self._begin is None else self._begin.copy()
+        for part, num_positions in self._parts:
+            for token_ids, logprobs, rank in zip(
+                part.token_ids[:num_positions, self._columns].tolist(),
+                part.logprobs[:num_positions, self._columns].tolist(),
+                part.ranks[:num_positions].tolist(),
+                strict=True,
+            ):
+                yield _in_order(token_ids, logprobs, rank, texts)
+                if texts is not None:
+                    texts.take(token_ids[0])
+
+    def positions(self, count: int) -> list[Position]:
+        """Return at least the first ``count``; they are made once."""
+        with self._lock:
+            while len(self._made) < count:
+                self._made.append(_as_mapping(next(self._making)))
+        return self._made
+
+
+class ScoredTokens(_MadeWhenRead[Position]):
+    """The first ``length`` positions of a run, as a list of mappings."""
+
+    def __init__(self, run: ScoredRun) -> None:
+        self.run, self._length = run, run.length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, later: ScoredTokens) -> None:
+        """Add what follows; both have their runs for themselves."""
+        self.run.extend(later.run)
+        self._length = self.run.length
+
+    def scored(self) -> Iterator[ScoredPosition]:
+        return islice(self.run.scored(), self._length)
+
+    def _entries(self) -> list[Position]:
+        return self.run.positions(self._length)
+
+
+class PromptLogprobs(_MadeWhenRead["Position | None"]):
+    """Those of a prompt, whose first token has none, only None."""
+
+    def __init__(
+        self,
+        parts: Iterable[TokenLogprobs],
+        prompt_token_ids: Sequence[int],
+        num_alternatives: int,
+        decoder: TokenDecoder | None,
+    ) -> None:
+        self._length = len(prompt_token_ids)
+        texts = None if decoder is None else TokenTexts(decoder)
+        if texts is not None:
+            texts.take(prompt_token_ids[0])
+        self._run = ScoredRun(num_alternatives, texts)
+        for part in parts:
+            self._run.add(part, min(len(part.ranks), self._length - 1 - self._run.length))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def scored(self) -> Iterator[ScoredPosition | None]:
+        yield None
+        yield from self._run.scored()
+
+    @cached_property
+    def _made(self) -> list[Position | None]:
+        return [None, *self._run.positions(self._run.length)]
+
+    def _entries(self) -> list[Position | None]:
+        return self._made
+
+
+def scored_positions(
+    token_ids: Sequence[int], positions: Sequence[Mapping[int, Logprob] | None]
+) -> Iterator[ScoredPosition | None]:
+    """Go through the positions of ``token_ids``, whichever form they have; None for a token without one."""
+    if isinstance(positions, (ScoredTokens, PromptLogprobs)):
+        return iter(positions.scored())
+    return (_of_mapping(*pair) for pair in zip(token_ids, positions, strict=True))
+
+
+def _in_order(token_ids: list[int], logprobs: list[float], rank: int, texts: TokenTexts | None) -> ScoredPosition:
+    """Move the chosen token from the first place to its own among the others, which are in order; of equal ones it is
+    the first.  It may be one of them, too."""
+    chosen, logprob = token_ids[0], logprobs[0]
+    place = min(rank, len(token_ids))
+    behind = token_ids[place:]
+    ranks = [*range(1, place), rank, *range(place, len(token_ids))]
+    token_ids = [*token_ids[1:place], chosen, *behind]
+    logprobs = [*logprobs[1:place], logprob, *logprobs[place:]]
+    if chosen in behind:
+        twin = place + behind.index(chosen)
+        del token_ids[twin], logprobs[twin], ranks[twin]
+    return ScoredPosition(token_ids, logprobs, ranks, place - 1, texts)
+
+
+def _as_mapping(position: ScoredPosition) -> Position:
+    token_ids, logprobs, ranks, chosen, texts = position
+    made: Position = {token_ids[chosen]: None}  # type: ignore[dict-item]  # it comes first
+    for token_id, logprob, rank in zip(token_ids, logprobs, ranks, strict=True):
+        text, data = (None, None) if texts is None else texts.of(token_id)
+        made[token_id] = Logprob(logprob=logprob, rank=rank, decoded_token=text, token_bytes=data)
+    return made
+
+
+def _of_mapping(token_id: int, position: Mapping[int, Logprob] | None) -> ScoredPosition | None:
+    if position is None:
+        return None
+    token_ids = sorted(position, key=lambda other: -position[other].logprob)
+    entries = [position[other] for other in token_ids]
+    return ScoredPosition(
+        token_ids,
+        [entry.logprob for entry in entries],
+        [entry.rank for entry in entries],
+        token_ids.index(token_id),
+        _KnownTexts(position),
+    )
+
+
+class _KnownTexts:
+    """Those that a position's entries have; a token without one is named by its id."""
+
+    def __init__(self, position: Mapping[int, Logprob]) -> None:
+        self._position = position
+
+    def of(self, token_id: int) -> tuple[str, bytes]:
+        entry = self._position[token_id]
+        text = id_text(token_id) if entry.decoded_token is None else entry.decoded_token
+        return text, text.encode() if entry.token_bytes is None else entry.token_bytes
+
+    def texts(self, token_ids: Sequence[int]) -> list[str | None]:
+        return [self._position[token_id].decoded_token for token_id in token_ids]
+
+    def names(self, token_ids: Sequence[int]) -> list[str]:
+        return [name_of(self.of(token_id)[1]) for token_id in token_ids]
+
+
+def id_text(token_id: int) -> str:
+    """Return how a token is named whose text is not known, or not wanted."""
+    return f"token_id:{token_id}"
