@@ -11,6 +11,7 @@ from torch import nn
 
 from tp_engine.attention.base import Backends
 from tp_engine.distributed.collectives import Communicator
+from tp_engine.kernels.candidates import DEFAULTS, Choices
 from tp_engine.layers.attention import Attention, only
 from tp_engine.layers.context import AdapterLimits, Layer, LayerContext
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -249,7 +250,7 @@ def make_joins(layers: Sequence[DecoderLayer | OneBlockLayer], final_norm: Norm,
     return joins
 
 
-def build_model(
+def build_model(  # noqa: PLR0913 (one keyword per part)
     spec: ModelSpec,
     *,
     communicator: Communicator,
@@ -262,16 +263,18 @@ def build_model(
     tp_invariant: bool = False,
     state_layers: Sequence[int] = (),
     adapters: AdapterLimits | None = None,
+    choices: Choices = DEFAULTS,
 ) -> CausalLM:
     """Return this rank's part of the model, its weights allocated on ``device`` but not yet set.  ``adapters``: if any.
 
-    ``quantization`` and the two after it are ``EngineConfig``'s; the model's ``finish_loading`` quantises.
+    ``quantization`` and the two after it are ``EngineConfig``'s; the model's ``finish_loading`` quantises.  ``choices``
+    of kernels are those of the device.
     """
     context = LayerContext(
         communicator=communicator,
         dtype=dtype,
         device=device,
-        format_of=choose_formats(quantization, spec, tp_invariant=tp_invariant),
+        format_of=choose_formats(quantization, spec, tp_invariant=tp_invariant, choices=choices),
         splits_experts=not enable_expert_parallel,
         tp_invariant=tp_invariant,
         adapters=adapters,

@@ -15,10 +15,17 @@ from tp_engine.config import EngineConfig
 from tp_engine.distributed.collectives import Communicator
 from tp_engine.errors import ConfigError
 from tp_engine.kernels.ops import int8_rows
+from tp_engine.kernels.quantization import int8_products
+from tp_engine.kernels.quantization.int8_products import (
+    Int8ByRows,
+    Int8Linear,
+    check_int8,
+    make_int8_linear,
+    quantise_weight,
+)
 from tp_engine.kernels.quantization.int8_rows import TorchInt8Rows
-from tp_engine.layers.quantization import int8
 from tp_engine.layers.quantization.base import Product
-from tp_engine.layers.quantization.int8 import Int8Linear, check_int8, make_int8_linear, quantise_weight
+from tp_engine.layers.quantization.int8 import choose_int8_product
 from tp_engine.model_config import load_model_config
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.models.causal_lm import CausalLM, build_model
@@ -77,6 +84,19 @@ def test_product_is_exact_but_for_the_codes(dtype: torch.dtype, shape: tuple[int
         assert torch.equal(method(x[row : row + 1], bias)[0], found[row])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_few_rows_are_not_rounded(dtype: torch.dtype) -> None:
+    """Oracle: float64 of the int8 weight.  The code's own choice is C up to four rows, whose error is the type's own,
+    and oneDNN above, whose rows have 8 bits."""
+    weight, x = quantise_weight(torch.randn(96, 688) / 26), torch.randn(5, 688).to(dtype)
+    product = choose_int8_product(weight, dtype)
+    exact = x.double() @ (weight.codes.double() * weight.scales.double().unsqueeze(1)).T
+    for rows in (1, 4):
+        assert relative_rms(product(x[:rows], None), exact[:rows]) <= max(torch.finfo(dtype).eps, 1e-6)
+    assert torch.equal(product(x, None), make_int8_linear(*weight)(x, None))
+    assert not product.is_recordable
+
+
 def test_what_can_not_be_trusted_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: value, rule and remedy, for a product that is missing or wrong; PyTorch never silently replaces it."""
 
@@ -89,14 +109,14 @@ def test_what_can_not_be_trusted_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
             return super().products(codes) * 1.001
 
     for broken in (Missing, Wrong):
-        monkeypatch.setattr(int8, "Int8Linear", broken)
-        monkeypatch.setattr(int8, "_trusted", {})
-        int8._problem.cache_clear()
+        monkeypatch.setattr(int8_products, "Int8Linear", broken)
+        monkeypatch.setattr(int8_products, "_trusted", {})
+        int8_products._problem.cache_clear()
         with pytest.raises(ConfigError, match=r"quantization is int8, but .*shape.*; leave quantization out"):
             make_int8_linear(*quantise_weight(torch.randn(31, 17)))
         with pytest.raises(ConfigError, match=r"quantization is int8, but .*; leave quantization out"):
             check_int8("cpu")
-    int8._problem.cache_clear()
+    int8_products._problem.cache_clear()
 
 
 def test_values_and_devices_are_refused() -> None:
@@ -156,7 +176,7 @@ def test_output_head_keeps_its_type(checkpoint: Callable[..., Path]) -> None:
         return model.lm_head.loaded, model.compute_local_logits(hidden), hidden @ matrix.T
 
     method, found, expected = run_ranks(1, body)[0]
-    assert not isinstance(method, Int8Linear)
+    assert not isinstance(method, Int8ByRows)
     torch.testing.assert_close(found[:, : config.vocab_size], expected[:, : config.vocab_size])
 
 

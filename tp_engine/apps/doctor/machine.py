@@ -19,8 +19,8 @@ from tp_engine.distributed.first_collective import nccl_version
 from tp_engine.distributed.symmetric_memory import has_native_atomics
 from tp_engine.errors import ConfigError
 from tp_engine.ipc.segment import SHM_FOLDER, needed_bytes, shm_option
+from tp_engine.kernels.quantization.int8_products import takes_int8_products
 from tp_engine.kernels.quantization.weights import Codes, QuantisedWeight, values_per_byte
-from tp_engine.layers.quantization.int8 import takes_int8_products
 from tp_engine.layers.quantization.quantised_products import choose_quantised_product
 from tp_engine.system import env
 from tp_engine.system.cpus import cpu_quota, threads_of_rank
@@ -116,7 +116,7 @@ def check_quantised_products(device: str) -> Finding:
         )
         maker = getattr(product, "made_by", type(product).__name__)
         if quantises and kind == "int8" and takes_int8_products(device):
-            maker = "oneDNN"
+            maker = "C, oneDNN above 4 rows"
         made_by.setdefault(maker, []).append(name)
     detail = "; ".join(f"{', '.join(names)}: {maker}" for maker, names in made_by.items())
     return Finding("quantised weights", Status.OK, detail)

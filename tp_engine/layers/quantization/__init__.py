@@ -7,9 +7,11 @@ option ``quantization`` does: ``QUANTIZATIONS`` are its values.
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 
+from tp_engine.kernels.candidates import DEFAULTS, Choices
+from tp_engine.kernels.quantization.int8_products import check_int8
 from tp_engine.layers.quantization.base import LinearFormat
 from tp_engine.layers.quantization.dense import Dense
-from tp_engine.layers.quantization.int8 import Int8, check_int8
+from tp_engine.layers.quantization.int8 import Int8
 from tp_engine.layers.quantization.online import Online, quantise_e4m3, quantise_int4, quantise_int8
 from tp_engine.layers.quantization.ordered import Ordered
 from tp_engine.layers.quantization.quantised import Quantised
@@ -20,7 +22,7 @@ HEAD = "lm_head"
 
 
 # Each name: the format of linear layers, and that of the output head.
-QUANTIZATIONS: dict[str, tuple[Callable[[], LinearFormat], Callable[[], LinearFormat]]] = {
+QUANTIZATIONS: dict[str, tuple[Callable[..., LinearFormat], Callable[..., LinearFormat]]] = {
     "int8": (Int8, Dense),
     "fp8": (partial(Online, quantise_e4m3, quantises_activations=True), Dense),
     "int4": (partial(Online, quantise_int4), partial(Online, quantise_int8)),
@@ -35,25 +37,30 @@ def check_quantization(name: str | None, device_type: str) -> None:
 
 
 def choose_formats(
-    quantization: str | None, spec: ModelSpec | None = None, *, tp_invariant: bool = False
+    quantization: str | None,
+    spec: ModelSpec | None = None,
+    *,
+    tp_invariant: bool = False,
+    choices: Choices = DEFAULTS,
 ) -> Callable[[Sequence[str]], LinearFormat]:
-    """Return the format of each linear layer, by the names of the stored modules that it is made of."""
+    """Return the format of each linear layer, by the names of the stored modules that it is made of; ``choices`` are
+    those of the device."""
     if spec is not None and spec.quantization is not None:
-        return _formats_of_checkpoint(spec)
+        return _formats_of_checkpoint(spec, choices)
     if quantization is None:
-        dense = Dense(is_invariant=tp_invariant)
+        dense = Dense(is_invariant=tp_invariant, choices=choices)
         return lambda names: dense
     make, make_head = QUANTIZATIONS[quantization]
-    body, head = make(), make_head()
+    body, head = make(choices=choices), make_head(choices=choices)
     return lambda names: head if list(names) == [HEAD] else body
 
 
-def _format_of_scheme(scheme: WeightScheme) -> LinearFormat:
-    return Ordered(scheme) if scheme.order_name else Quantised(scheme)
+def _format_of_scheme(scheme: WeightScheme, choices: Choices) -> LinearFormat:
+    return Ordered(scheme, choices) if scheme.order_name else Quantised(scheme, choices)
 
 
-def _formats_of_checkpoint(spec: ModelSpec) -> Callable[[Sequence[str]], LinearFormat]:
-    dense, of_scheme = Dense(), cache(_format_of_scheme)
+def _formats_of_checkpoint(spec: ModelSpec, choices: Choices) -> Callable[[Sequence[str]], LinearFormat]:
+    dense, of_scheme = Dense(choices=choices), cache(partial(_format_of_scheme, choices=choices))
 
     def format_of(names: Sequence[str]) -> LinearFormat:
         scheme = None if spec.is_tied and list(names) == [HEAD] else spec.scheme_of(*names)

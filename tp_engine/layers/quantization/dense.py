@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tp_engine.cpu import NativeExperts, PackedWeight, fits_panels, native_library, takes_experts
+from tp_engine.kernels.candidates import DEFAULTS, Choices
 from tp_engine.kernels.experts.experts import ExpertWeights, Weights, mix_experts
 from tp_engine.kernels.experts.grouped import grouped_experts
 from tp_engine.kernels.experts.pairs import ExpertRun, multiply_runs
@@ -51,12 +52,13 @@ class Dense:
     """One parameter, ``weight`` (out, in); of experts two, and their biases.
 
     If it ``is_invariant``, a row's result does not depend on the number of rows or on the number of ranks.
+    ``choices`` are those of this device.
     """
 
     experts_block = 1
 
-    def __init__(self, *, is_invariant: bool = False) -> None:
-        self._is_invariant = is_invariant
+    def __init__(self, *, is_invariant: bool = False, choices: Choices = DEFAULTS) -> None:
+        self._is_invariant, self.choices = is_invariant, choices
 
     def create(self, context: ParameterFactory, shape: LinearShape) -> Mapping[str, nn.Parameter]:
         return {"weight": context.parameter((shape.num_rows, shape.columns.size), shape.sources())}

@@ -14,6 +14,7 @@ from functools import cache
 
 import torch
 
+from tp_engine.kernels.candidates import DEFAULTS, Choices
 from tp_engine.kernels.experts.experts import ExpertWeights
 from tp_engine.kernels.quantization.weights import INT4_OFFSET, INT4_ZERO_PARTS, QuantisedWeight
 from tp_engine.layers.quantization.base import ExpertsProduct, Product
@@ -36,8 +37,13 @@ class Online(Dense):
     """Weights that are loaded as dense, then quantised by ``quantise``."""
 
     def __init__(
-        self, quantise: Callable[[torch.Tensor], QuantisedWeight], *, quantises_activations: bool = False
+        self,
+        quantise: Callable[[torch.Tensor], QuantisedWeight],
+        *,
+        quantises_activations: bool = False,
+        choices: Choices = DEFAULTS,
     ) -> None:
+        super().__init__(choices=choices)
         self._quantise, self._quantises_activations = quantise, quantises_activations
 
     def finish(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype) -> Product:

@@ -18,12 +18,14 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from tp_engine.kernels.candidates import DEFAULTS, Choices
 from tp_engine.kernels.experts.experts import ExpertWeights
+from tp_engine.kernels.quantization.int8_products import Int8Weight, takes_int8_products
 from tp_engine.kernels.quantization.weights import Codes, QuantisedWeight
 from tp_engine.layers.quantization.base import ExpertsProduct, ParameterFactory, Product
 from tp_engine.layers.quantization.dense import ThenGate, choose_experts, expert_biases
 from tp_engine.layers.quantization.experts import ExpertsShape
-from tp_engine.layers.quantization.int8 import make_int8_linear, takes_int8_products
+from tp_engine.layers.quantization.int8 import choose_int8_product
 from tp_engine.layers.quantization.packings import Scalar, Tensors, pack_codes, pack_zeros, tensors_of
 from tp_engine.layers.quantization.quantised_products import choose_quantised_product
 from tp_engine.layers.quantization.stored import LinearShape, StoredTensor, Unit
@@ -53,8 +55,8 @@ class WeightLayout(NamedTuple):
 class Quantised:
     """Weights of one scheme."""
 
-    def __init__(self, scheme: WeightScheme) -> None:
-        self.scheme = scheme
+    def __init__(self, scheme: WeightScheme, choices: Choices = DEFAULTS) -> None:
+        self.scheme, self.choices = scheme, choices
         self.experts_block = scheme.experts_block
 
     def create(self, context: ParameterFactory, shape: LinearShape) -> Mapping[str, nn.Parameter]:
@@ -71,7 +73,8 @@ class Quantised:
         weight, activation = self.weight(parameters, shape), shape.activation
         if self._is_of_integers(weight):
             assert weight.factors is not None
-            product = make_int8_linear(weight.codes.view(torch.int8), weight.factors)
+            integers = Int8Weight(weight.codes.view(torch.int8), weight.factors)
+            product = choose_int8_product(integers, dtype, self.choices)
             return product if activation is None else ThenGate(product, activation, "cpu")
         input_scale = parameters.get("input_scale")
         return choose_quantised_product(

@@ -1,0 +1,132 @@
+"""Candidates: several implementations of one operation, of which a device gets the fastest that is right on it.
+
+::
+
+    operation    its twin, its candidates in the order of a table, the code's own choice, inputs to try them with
+    shape        what a candidate is made for: sizes, types, formats, of one weight of a rank
+    choice       ((4, "panels"), (MANY, "onednn")): the first up to 4 rows, the second above
+
+An operation with candidates is a module below ``tp_engine.kernels`` that names an ``OPERATION``, and a line of
+``CANDIDATES``.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, TypeAlias
+
+import torch
+
+MANY = 1 << 30  # of rows: more than a step has
+
+# By operation: the module below ``tp_engine.kernels``, or a whole name with a colon in front.
+CANDIDATES: dict[str, str] = {
+    "int8_linear": "quantization.int8_products",
+}
+
+Shape: TypeAlias = Mapping[str, int | str]
+"""What a product of one kind is made for: JSON's numbers and words alone, because it is a key in files."""
+
+Inputs: TypeAlias = tuple[Any, ...]
+"""What a candidate is called with; the first is a tensor (rows, ...)."""
+
+Run: TypeAlias = Callable[..., torch.Tensor]
+
+Choice: TypeAlias = tuple[tuple[int, str], ...]
+"""The most rows, and the candidate for them, in rising order; the last line is for ``MANY``."""
+
+
+def always(shape: Shape, device: torch.device) -> str | None:
+    """A candidate that needs nothing."""
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One implementation.  ``build`` makes it of weights and their shape; what it returns is called with ``Inputs``.
+
+    ``why_not`` is the reason, in words, why a shape or a device can not have it.  It takes ``least_rows`` to
+    ``most_rows`` rows.
+    """
+
+    name: str
+    build: Callable[[Any, Shape], Run]
+    why_not: Callable[[Shape, torch.device], str | None] = always
+    least_rows: int = 1
+    most_rows: int = MANY
+
+    def takes(self, num_rows: int) -> bool:
+        """Return whether it takes so many rows."""
+        return self.least_rows <= num_rows <= self.most_rows
+
+
+Twin: TypeAlias = Callable[[Any, Shape, Inputs], tuple[torch.Tensor, torch.Tensor]]
+"""The oracle, of weights, a shape and inputs: the result in float64, and that of plain PyTorch in the model's own type,
+whose rounding a candidate may have too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """An operation and its ``candidates``; of equal ones the first is taken.
+
+    ``weights`` are random ones of a shape, ``inputs`` random rows for them, and ``rows_of`` cuts inputs to some of
+    their rows, so that a twin need not compute all.  ``num_bytes`` is what a call reads at least.  ``sources`` are
+    files of the package (globs) that candidates are made of: times and proofs of others say nothing.
+    """
+
+    candidates: Sequence[Candidate]
+    default: Callable[[Shape, torch.device], Choice]
+    weights: Callable[[Shape, torch.device, torch.Generator], Any]
+    inputs: Callable[[Shape, int, torch.device, torch.Generator], Inputs]
+    twin: Twin
+    num_bytes: Callable[[Shape], int]
+    sources: Sequence[str]
+    rows_of: Callable[[Inputs, torch.Tensor], Inputs] = lambda inputs, rows: (inputs[0][rows], *inputs[1:])
+
+    def named(self, name: str) -> Candidate | None:
+        """Return the candidate ``name``; None if there is none, such as one of an older version."""
+        return next((one for one in self.candidates if one.name == name), None)
+
+
+def operation(name: str, places: Mapping[str, str] | None = None) -> Operation:
+    """Return the operation ``name``, of ``CANDIDATES`` or of other ``places``."""
+    place = (CANDIDATES if places is None else places)[name]
+    found = import_module(place[1:] if place.startswith(":") else f"tp_engine.kernels.{place}").OPERATION
+    assert isinstance(found, Operation)
+    return found
+
+
+def key_of(name: str, shape: Shape) -> str:
+    """Return the operation and its shape as one line, such as ``int8_linear in=576 out=960``."""
+    return " ".join((name, *(f"{key}={value}" for key, value in shape.items())))
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What was chosen on this device, by ``key_of``; everything else is the code's own choice."""
+
+    found: Mapping[str, Choice] = field(default_factory=dict)
+
+    def of(self, name: str, shape: Shape, device: torch.device) -> Choice:
+        """Return the choice for a product of ``shape`` on ``device``."""
+        chosen = self.found.get(key_of(name, shape))
+        return operation(name).default(shape, device) if chosen is None else chosen
+
+
+DEFAULTS = Choices()
+
+
+def build(name: str, weights: Any, shape: Shape, choice: Choice) -> list[tuple[int, Run]]:
+    """Return what ``choice`` names, made of ``weights``, with the most rows of each."""
+    table, made = operation(name), dict[str, Run]()
+    for _, candidate in choice:
+        if candidate not in made:
+            found = table.named(candidate)
+            assert found is not None, f"{name} has no candidate {candidate}: the choices were checked when they came"
+            made[candidate] = found.build(weights, shape)
+    return [(most, made[candidate]) for most, candidate in choice]
+
+
+def pick(parts: Sequence[tuple[int, Run]], num_rows: int) -> Run:
+    """Return the one of ``build``'s that is for ``num_rows``."""
+    return next(run for most, run in parts if num_rows <= most)
