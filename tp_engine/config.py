@@ -37,6 +37,7 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 MEASURED_LOGPROBS = 20
 """What the memory profile has room for where there is no limit; the default limit."""
 ATTENTION_BACKENDS = ("auto", "torch", "native", "triton", "flash_attn")
+TUNES = ("auto", "off", "quick", "full")
 ALL_REDUCES = ("auto", "nccl", "symm_mem", "gloo", "shm")
 _DEFAULT_NUM_SEQS, _DEFAULT_BATCHED_TOKENS = 256, 2048
 DEMO_MODEL = Path(__file__).resolve().parent / "models" / "demo_model"
@@ -132,6 +133,17 @@ class EngineConfig:
         "attention implementation; auto takes triton on GPUs, native on CPUs, and another one if these cannot be used",
         choices=ATTENTION_BACKENDS,
         section="Kernels",
+    )
+    tune: str = option(
+        "auto",
+        "whether kernels are proven and timed on this device at a first start: quick (20 s at most), full, or off (the "
+        "code's own choice); auto: quick on GPUs, off on CPUs",
+        choices=TUNES,
+    )
+    tuned: str | None = option(
+        None,
+        "file of choices that tp-engine tune --to wrote on such a device; they are taken as they are",
+        is_of_host=True,
     )
     enforce_eager: bool = option(
         False, "launch every kernel of every step: no CUDA graphs, no tapes on CPUs", flags=("--disable-cuda-graph",)
@@ -327,6 +339,7 @@ class EngineConfig:
             check_devices(self.device_ids)
         self._check_adapters()
         self._check_ranges()
+        self._check_tuning()
 
     @property
     def num_spare_rows(self) -> int:
@@ -347,6 +360,18 @@ class EngineConfig:
             )
         if self.lora_experts and not self.enable_lora:
             raise ConfigError("lora_experts is set, and enable_lora is off: set enable_lora, or leave lora_experts out")
+
+    def _check_tuning(self) -> None:
+        if self.tuned is not None and self.tune in ("quick", "full"):
+            raise ConfigError(
+                f"tuned is {self.tuned!r}, whose choices are taken as they are, and tune is {self.tune}; leave one out"
+            )
+        name = "tuned" if self.tuned is not None else "tune"
+        if self.tp_invariant and (self.tuned is not None or self.tune in ("quick", "full")):
+            raise ConfigError(
+                f"tp_invariant is set, and {name} is {getattr(self, name)}; with tp_invariant the code's own choice of "
+                f"kernels gives the same bits everywhere: leave {name} out"
+            )
 
     def _check_ranges(self) -> None:
         if self.block_size < 1 or self.block_size & (self.block_size - 1):

@@ -28,6 +28,8 @@ class EngineOptions(TypedDict, total=False):
     enable_expert_parallel: bool
     tp_invariant: bool
     attention_backend: str
+    tune: str
+    tuned: str | None
     enforce_eager: bool
     cudagraph_capture_sizes: Sequence[int] | str | None
     cudagraph_prefill_capture_sizes: Sequence[int] | str

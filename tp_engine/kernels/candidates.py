@@ -45,7 +45,7 @@ def always(shape: Shape, device: torch.device) -> str | None:
 class Candidate:
     """One implementation.  ``build`` makes it of weights and their shape; what it returns is called with ``Inputs``.
 
-    ``why_not`` is the reason, in words, why a shape or a device can not have it.  It takes ``least_rows`` to
+    ``why_not`` is the reason, in words, why a shape or a device cannot have it.  It takes ``least_rows`` to
     ``most_rows`` rows.
     """
 

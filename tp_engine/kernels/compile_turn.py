@@ -76,8 +76,7 @@ def _wait(path: Path, is_there: Callable[[], bool], what: str) -> int | None:
             seen, seen_s = holder, now_s
         if now_s > seen_s + STALL_S:
             logger.warning(
-                "not waiting any longer for %s, compiled by %s, without progress for %g s; end that process if it "
-                "hangs",
+                "not waiting any longer for %s, made by %s, without progress for %g s; end that process if it hangs",
                 what,
                 seen or "another process",
                 STALL_S,
@@ -85,8 +84,8 @@ def _wait(path: Path, is_there: Callable[[], bool], what: str) -> int | None:
             return None
         if seen and now_s > said_s + _SAY_S:
             said_s = now_s
-            logger.info("waiting for %s, compiled by %s", what, seen)
-            tell_progress(f"waiting for another process, which compiles {what}: {seen.rpartition(', ')[2]}")
+            logger.info("waiting for %s, made by %s", what, seen)
+            tell_progress(f"waiting for another process, which makes {what}: {seen.rpartition(', ')[2]}")
         time.sleep(_LOOK_S)
     return descriptor
 

@@ -46,7 +46,7 @@ def local_weight_bytes(
     return sizes.active_bytes if active_only else sizes.num_bytes
 
 
-class _FirstOf(SingleRank):
+class RankAlone(SingleRank):
     """The first of ``world_size`` ranks, without the others."""
 
     def __init__(self, world_size: int) -> None:
@@ -70,7 +70,7 @@ def _sizes(
     """``vision`` is that of ``spec``: equal specifications may have different ones."""
     model = build_model(
         replace(spec, vision=vision),
-        communicator=_FirstOf(world_size),
+        communicator=RankAlone(world_size),
         dtype=getattr(torch, dtype),
         device=torch.device("meta"),
         backends=[TorchBackend()] * len(spec.kv_layout_on(world_size).groups),

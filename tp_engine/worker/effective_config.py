@@ -17,6 +17,7 @@ from tp_engine.features.registry import check_features
 from tp_engine.images.rules import PROCESSOR_FILES, has_processor
 from tp_engine.images.settings import image_settings
 from tp_engine.job.device_map import DeviceMap, map_devices, parse_devices
+from tp_engine.kernels.candidates import DEFAULTS, Choices
 from tp_engine.layers.context import AdapterLimits
 from tp_engine.layers.quantization import check_quantization
 from tp_engine.model_config import (
@@ -36,6 +37,7 @@ from tp_engine.worker.gpu_host import choose_device_type, devices_of_ranks
 from tp_engine.worker.graphs.graph_plan import capture_sizes, prefill_sizes
 from tp_engine.worker.memory.kv_cache import KvCacheShape
 from tp_engine.worker.profiling import parse_steps
+from tp_engine.worker.tuning.table import read_pinned
 
 _DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.3}
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -46,7 +48,10 @@ _MIN_FP8_CAPABILITY = (8, 9)
 
 @dataclass(frozen=True, kw_only=True)
 class EffectiveConfig:
-    """``config`` without any ``auto``, the parsed ``model`` and the local folder it came from, its ``draft_head``."""
+    """``config`` without any ``auto``, the parsed ``model`` and the local folder it came from, its ``draft_head``.
+
+    ``choices`` of kernels are those of the ranks' devices, once these are open.
+    """
 
     config: EngineConfig
     model: ModelSpec
@@ -54,6 +59,7 @@ class EffectiveConfig:
     pooling: PoolingSpec = TEXT
     num_hosts: int = 1
     draft_head: LocalHead | None = None
+    choices: Choices = DEFAULTS
 
     @property
     def max_model_len(self) -> int:
@@ -171,6 +177,7 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
         device=device,
         dtype=dtype,
         quantization=None if model.quantization is not None else config.quantization,
+        tune=_resolve_tune(config, device, num_hosts),
         kv_cache_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         gpu_memory_utilization=config.gpu_memory_utilization or _DEFAULT_UTILIZATION[device],
         max_model_len=resolve_max_model_len(model, config.max_model_len),
@@ -307,6 +314,16 @@ def _check_dtypes(dtype: str, kv_cache_dtype: str, capability: tuple[int, int] |
             f"kv_cache_dtype is fp8, which GPUs before compute capability 8.9 do not have, and this one is of {own}; "
             "set kv_cache_dtype=int8"
         )
+
+
+def _resolve_tune(config: EngineConfig, device: str, num_hosts: int) -> str:
+    """Whether kernels are tried at the start.  On CPUs only where somebody asks: their fixed choices were the fastest
+    in nearly all measured cases.  Reads the pinned file where this host must have it."""
+    if config.tuned is not None and num_hosts == 1:
+        read_pinned(config.tuned)
+    if config.tune != "auto":
+        return config.tune
+    return "off" if device == "cpu" or config.tp_invariant or config.tuned is not None else "quick"
 
 
 def _resolve_device(config: EngineConfig, local_world_size: int) -> tuple[str, EngineConfig]:

@@ -7,7 +7,6 @@ from typing import Any
 from tp_engine.attention.base import Backends
 from tp_engine.distributed.groups import RankGroups
 from tp_engine.job.topology import RankInfo
-from tp_engine.kernels.candidates import DEFAULTS, Choices
 from tp_engine.layers.context import LayerContext
 from tp_engine.layers.quantization import choose_formats
 from tp_engine.model_config.assistant import AssistantSpec
@@ -36,12 +35,11 @@ def load_model(
     *,
     source: Path | Sequence[Path] | None = None,
     note_read: Callable[[], None] = lambda: None,
-    choices: Choices = DEFAULTS,
 ) -> CausalLM:
     """Return the model with the weights of the checkpoint ``source``, by default the configured one; no collective.
 
     ``finish_loading`` comes next.  ``source`` and ``note_read`` are those of ``load_weights``, which says what it
-    raises; ``choices`` of kernels are those of the device.
+    raises.
     """
     config = effective.config
     model = build_model(
@@ -56,7 +54,7 @@ def load_model(
         tp_invariant=config.tp_invariant,
         adapters=effective.adapters,
         state_layers=() if effective.draft_head is None else effective.draft_head.spec.state_layers,
-        choices=choices,
+        choices=effective.choices,
     )
     load_format = config.load_format if source is None else "auto"
     files = effective.model_path if source is None else source

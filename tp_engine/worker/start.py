@@ -2,7 +2,7 @@
 
 ::
 
-    device      first snapshot, ways to all-reduce
+    device      choice of kernels, first snapshot, ways to all-reduce
     RankParts   the model with its weights, a draft head, the form of the cache
     features    the rank's halves, made of the parts;  RunnerMaker: runners, made of both
     ledger      first steps on a GPU, second snapshot, largest steps, third snapshot
@@ -14,6 +14,7 @@ Each line needs those above it and no other, so nothing is called that is half m
 together: where one fails, all fail.
 """
 
+import dataclasses
 import gc
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -50,6 +51,7 @@ from tp_engine.worker.trial_steps import (
     warm_up,
     warms_up,
 )
+from tp_engine.worker.tuning.start import choose_kernels
 from tp_engine.worker.worker import StartedRank
 
 
@@ -76,7 +78,10 @@ def start_rank(
     if profiler is not None:
         closing.callback(profiler.close)
     with _kernels_compiled_once(config.device, groups.progress.done):
-        device, meter = _open_device(effective, groups, start_up, closing)
+        device = _open_device(effective, groups, start_up, closing)
+        effective = _choose_kernels(effective, groups, start_up, device)
+        utilization = effective.gpu_memory_utilization
+        meter = start_up.run_agreed_phase("first snapshot", lambda: MemoryMeter(device, utilization=utilization))
         if owns_process:
             closing.callback(gc.unfreeze)
             gc.freeze()  # garbage collections skip the libraries' objects from now on
@@ -135,10 +140,8 @@ def _kernels_compiled_once(device_type: str, note: Callable[[], None]) -> Abstra
     return compiling_once(note)
 
 
-def _open_device(
-    effective: EffectiveConfig, groups: RankGroups, start_up: StartUp, closing: ExitStack
-) -> tuple[Device, MemoryMeter]:
-    """The rank's device, and what measures its memory from now on."""
+def _open_device(effective: EffectiveConfig, groups: RankGroups, start_up: StartUp, closing: ExitStack) -> Device:
+    """The rank's device, of the same kind as those of the others."""
     info = groups.info
 
     def open_own() -> Device:
@@ -157,9 +160,17 @@ def _open_device(
 
     device = start_up.run_agreed_phase("opening the device", open_own)
     check_devices(groups.host, device.torch_device, may_share=effective.device_map.is_shared)
-    utilization = effective.gpu_memory_utilization
-    meter = start_up.run_agreed_phase("first snapshot", lambda: MemoryMeter(device, utilization=utilization))
-    return device, meter
+    return device
+
+
+def _choose_kernels(
+    effective: EffectiveConfig, groups: RankGroups, start_up: StartUp, device: Device
+) -> EffectiveConfig:
+    """``effective`` with the choices of kernels on all ranks' devices: before the first snapshot, so that no memory of
+    the search is counted."""
+    config, run = effective.config, start_up.run_agreed_phase
+    choices = choose_kernels(config, effective.model, effective.dtype, groups.host, device.torch_device, run)
+    return dataclasses.replace(effective, choices=choices)
 
 
 def _load(

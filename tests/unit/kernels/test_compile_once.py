@@ -63,7 +63,7 @@ def test_one_compiles_and_the_other_waits(
         first.store("A")
         assert list(waiting.result(timeout=100)) == [NAME] == list(first.find("A"))
     assert (first.num_ready, second.num_ready) == (2, 1)
-    assert any("waiting for the kernel kernel, compiled by process" in text for text in caplog.messages)
+    assert any("waiting for the kernel kernel, made by process" in text for text in caplog.messages)
     assert not list(tmp_path.rglob("*.lock*"))
 
 

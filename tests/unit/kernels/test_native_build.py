@@ -129,8 +129,8 @@ def test_a_process_that_hangs_is_named_and_left_behind(
     with caplog.at_level(logging.INFO):
         assert built_library(Path("/some/libgomp.so.1")) == path and is_intact(path)
     text = caplog.text
-    assert "waiting for the CPU kernels, compiled by process 77 on beta, since 12:03:10, 3 of 17 files" in text
-    assert "not waiting any longer for the CPU kernels, compiled by process 77" in text
+    assert "waiting for the CPU kernels, made by process 77 on beta, since 12:03:10, 3 of 17 files" in text
+    assert "not waiting any longer for the CPU kernels, made by process 77" in text
     path.unlink()
     holders.append(hold(Path(f"{path}.lock-2"), "process 78 on beta, since 12:05:10, has begun"))
     with pytest.raises(BuildError, match="two other processes seem to hang"):

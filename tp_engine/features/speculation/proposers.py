@@ -79,7 +79,7 @@ class DraftPart(NamedTuple):
     num_tokens: int
 
 
-class Candidate(NamedTuple):
+class DraftCandidate(NamedTuple):
     """``tokens`` (n,) that may follow a row's, by the ``parts`` of several sources, cut where they do not pay any more;
     the ``likelihoods`` (n) that a token and all before it are right fall from token to token."""
 
@@ -88,7 +88,7 @@ class Candidate(NamedTuple):
     likelihoods: list[float]
 
 
-NO_CANDIDATE = Candidate(NO_IDS, [], [])
+NO_CANDIDATE = DraftCandidate(NO_IDS, [], [])
 
 
 class Proposers:
@@ -116,7 +116,7 @@ class Proposers:
         """Whether a head on the ranks drafts tokens."""
         return self._head is not None
 
-    def propose(self, sequence: Sequence, tokens: IntArray, count: int) -> Candidate:
+    def propose(self, sequence: Sequence, tokens: IntArray, count: int) -> DraftCandidate:
         """Up to ``count`` tokens for ``sequence``, which has ``tokens`` (n,), n >= 1.  The source that is
         likely to give the most tokens drafts; of equal ones, the first."""
         if constraint_of(sequence) is None:
@@ -126,7 +126,7 @@ class Proposers:
             return forced
         behind = np.concatenate((tokens, forced.tokens))
         others = self._best(self.sources, sequence, behind, left, forced.likelihoods[-1] if forced.parts else 1.0)
-        return Candidate(
+        return DraftCandidate(
             np.concatenate((forced.tokens, others.tokens)),
             forced.parts + others.parts,
             forced.likelihoods + others.likelihoods,
@@ -134,7 +134,7 @@ class Proposers:
 
     def _best(
         self, sources: Iterable[Proposer], sequence: Sequence, tokens: IntArray, count: int, likelihood: float
-    ) -> Candidate:
+    ) -> DraftCandidate:
         """That of ``sources``, behind tokens that are right with ``likelihood``."""
         best, most = NO_CANDIDATE, 0.0
         for source in sources:
@@ -144,7 +144,7 @@ class Proposers:
                 paying: list[float] = found[(found >= _LEAST_LIKELIHOOD) & are_tokens].tolist()
                 if (expected := sum(paying)) > most:
                     part = DraftPart(name, matched, len(paying))
-                    best, most = Candidate(drafted[: len(paying)], [part], paying), expected
+                    best, most = DraftCandidate(drafted[: len(paying)], [part], paying), expected
         return best
 
     def note(self, parts: list[DraftPart], num_tokens: int, num_right: int) -> None:

@@ -59,7 +59,7 @@ def quantise_weight(weight: torch.Tensor) -> Int8Weight:
 class Int8Linear:
     """A weight (out, in) as int8 in oneDNN's blocked order; the original is no longer needed.
 
-    Raises ``AttributeError`` or ``RuntimeError`` if oneDNN can not take it.
+    Raises ``AttributeError`` or ``RuntimeError`` if oneDNN cannot take it.
     """
 
     is_recordable = False
@@ -178,7 +178,7 @@ def _panels(weight: Int8Weight, shape: Shape) -> Run:
 
 
 def _why_no_panels(shape: Shape, device: torch.device) -> str | None:
-    return "the C kernels can not be had here" if native_library() is None else None
+    return "the C kernels cannot be had here" if native_library() is None else None
 
 
 def _default(shape: Shape, device: torch.device) -> Choice:

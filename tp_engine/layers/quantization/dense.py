@@ -17,7 +17,8 @@ Gate and up are one weight, and the result is the activation of both, or of up w
 applies it to its sums, which are never stored; for the others it is a separate operation.
 
 The choice is fixed: it follows from times measured side by side (docs/benchmarks.md), not from times
-taken at each start, so that a model's tokens are the same in every run on a machine.  A weight in panels or packed is a
+taken at each start, so that a model's tokens are the same in every run on a machine; candidates (docs/tuning.md) are
+timed once per machine, and the choice is kept.  A weight in panels or packed is a
 copy in another order; the original is then freed.
 
 oneDNN's functions belong to torch's private interface, so they are tried, and their result is compared before it is

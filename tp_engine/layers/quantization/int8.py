@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
-from tp_engine.kernels.candidates import DEFAULTS, Choices, build
+from tp_engine.kernels.candidates import DEFAULTS, Choices, Shape, build
 from tp_engine.kernels.quantization.int8_products import NAME, Int8ByRows, Int8Weight, quantise_weight, shape_of
 from tp_engine.layers.quantization.base import Product
 from tp_engine.layers.quantization.dense import Dense, ThenGate
@@ -26,6 +26,11 @@ class Int8(Dense):
         if name != "weight":
             return super().kept_bytes(name, weight)
         return _ORDERS * len(weight) * sum(one.nbytes for one in quantise_weight(weight.detach()[:1]))
+
+    def tuned(
+        self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype, device_type: str
+    ) -> tuple[str, Shape] | None:
+        return NAME, shape_of(parameters["weight"], dtype)
 
 
 def choose_int8_product(weight: Int8Weight, dtype: torch.dtype, choices: Choices = DEFAULTS) -> Int8ByRows:

@@ -18,9 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from tp_engine.kernels.candidates import DEFAULTS, Choices
+from tp_engine.kernels.candidates import DEFAULTS, Choices, Shape
 from tp_engine.kernels.experts.experts import ExpertWeights
-from tp_engine.kernels.quantization.int8_products import Int8Weight, takes_int8_products
+from tp_engine.kernels.quantization.int8_products import NAME as INT8
+from tp_engine.kernels.quantization.int8_products import Int8Weight, shape_of, takes_int8_products
 from tp_engine.kernels.quantization.weights import Codes, QuantisedWeight
 from tp_engine.layers.quantization.base import ExpertsProduct, ParameterFactory, Product
 from tp_engine.layers.quantization.dense import ThenGate, choose_experts, expert_biases
@@ -71,7 +72,7 @@ class Quantised:
 
     def finish(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype) -> Product:
         weight, activation = self.weight(parameters, shape), shape.activation
-        if self._is_of_integers(weight):
+        if self._is_of_integers(weight, weight.codes.device.type):
             assert weight.factors is not None
             integers = Int8Weight(weight.codes.view(torch.int8), weight.factors)
             product = choose_int8_product(integers, dtype, self.choices)
@@ -86,10 +87,16 @@ class Quantised:
             quantises_activations=self.scheme.activations is not None,
         )
 
-    def _is_of_integers(self, weight: QuantisedWeight) -> bool:
-        """Whether weight and activations are integers of 8 bits, whose products are exact here."""
+    def tuned(
+        self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype, device_type: str
+    ) -> tuple[str, Shape] | None:
+        weight = self.weight(parameters, shape)
+        return (INT8, shape_of(weight.codes, dtype)) if self._is_of_integers(weight, device_type) else None
+
+    def _is_of_integers(self, weight: QuantisedWeight, device_type: str) -> bool:
+        """Whether weight and activations are integers of 8 bits, whose products are exact there."""
         is_whole = weight.kind == "int8" and weight.scales is None and self.scheme.activations is not None
-        return is_whole and takes_int8_products(weight.codes.device.type)
+        return is_whole and takes_int8_products(device_type)
 
     def create_experts(self, context: ParameterFactory, shape: ExpertsShape) -> Mapping[str, nn.Parameter]:
         found: dict[str, nn.Parameter] = dict(expert_biases(context, shape))

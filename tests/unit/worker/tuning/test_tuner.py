@@ -1,0 +1,96 @@
+"""Candidates in a process that may die: wrong, crashing, hanging and slow ones are named, and a right one is taken."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.worker.tuning.planted import SHAPE, make_place
+from tp_engine.kernels.candidates import MANY, key_of
+from tp_engine.worker.tuning.table import NOT_REACHED, RIGHT, TunedShape
+from tp_engine.worker.tuning.tuner import NoRightKernelError, Tuner, WantedShape
+
+CPU = torch.device("cpu")
+
+
+def tune(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    faults: str,
+    *,
+    own: str = "plain",
+    silence_s: float = 60.0,
+    budget_s: float = 120.0,
+) -> TunedShape:
+    """The choice for one shape among planted candidates."""
+    monkeypatch.syspath_prepend(folder)
+    tuner = Tuner(
+        device=CPU,
+        places={"planted": make_place(folder, faults, own=own)},
+        rows=(1, 8),
+        silence_s=silence_s,
+        budget_s=budget_s,
+    )
+    return tuner.tune([WantedShape(operation="planted", shape=SHAPE)])[0]
+
+
+def verdicts(found: TunedShape) -> dict[str, str]:
+    return {one.candidate: one.verdict for one in found.tried}
+
+
+def test_a_slow_default_is_left_for_a_fast_candidate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Oracle: "slow" computes the same twelve times; wrong candidates are named with their error, and not timed."""
+    wrong = ("off by 0.002", "nan", "from seven rows", "right once", "raises", "half")
+    with caplog.at_level(logging.INFO):
+        found = tune(tmp_path, monkeypatch, ",".join(wrong), own="slow")
+    assert found.choice == ((MANY, "plain"),) and found.default == ((MANY, "slow"),)
+    said = verdicts(found)
+    assert said["plain"] == said["slow"] == RIGHT
+    assert said["raises"] == "it failed: RuntimeError: no such instruction"
+    assert said["half"] == "it failed: ValueError: its result has the shape (1, 48) instead of (1, 96)"
+    assert all("it is wrong" in said[name] for name in wrong[:-2]), said
+    assert "at 7 rows" in said["from seven rows"] and "finite" in said["nan"]
+    timed = {one.candidate for one in found.tried if one.microseconds}
+    assert timed == {"plain", "slow"}
+    ratios = next(one.ratios for one in found.tried if one.candidate == "plain")
+    assert set(ratios) == {1, 8} and max(ratios.values()) < 0.5
+    for name in wrong:
+        assert f"{key_of('planted', SHAPE)}: the candidate {name} is not used: it" in caplog.text
+    assert "plain; the code's own choice is slow" in caplog.text
+
+
+def test_candidates_that_crash_end_or_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Oracle: signals and exit codes by hand, and a sleep of a quarter of an hour; each is met once, and the search
+    goes on without it."""
+    found = tune(tmp_path, monkeypatch, "segfault,exit,hang", silence_s=4.0)
+    assert verdicts(found) == {
+        "segfault": "it ended its process, code -11",
+        "exit": "it ended its process, code 0",
+        "hang": "it gave no answer for 4 s",
+        "slow": RIGHT,
+        "plain": RIGHT,
+    }
+    assert found.choice == ((MANY, "plain"),)
+    assert "the candidate segfault is not used" in caplog.text
+
+
+def test_none_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the rule; the message names the product, the candidates with their faults, and the remedy."""
+    with pytest.raises(
+        NoRightKernelError, match=r"planted in=256 out=96 is right .*nan: it is wrong.*raises: it failed.*--tune off"
+    ):
+        tune(tmp_path, monkeypatch, "nan,raises", own="none")
+
+
+def test_the_time_ends_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: a budget that a process cannot begin in; the code's own choice stays, and is marked."""
+    found = tune(tmp_path, monkeypatch, "", own="slow", budget_s=0.05)
+    assert found.choice == ((MANY, "slow"),)
+    assert set(verdicts(found).values()) == {NOT_REACHED}

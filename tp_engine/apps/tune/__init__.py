@@ -1,0 +1,1 @@
+"""``tp-engine tune``: kernels are proven and timed on this device, before an engine starts."""

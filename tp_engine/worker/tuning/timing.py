@@ -1,0 +1,93 @@
+"""The times of candidates, round by round: in turns, forth and back, over copies of the weight.
+
+On a GPU a round of a candidate is a replay of a graph with many calls, between two events.  On a CPU it is the
+processor time of one thread, so that other processes hardly change it.  All candidates read the same inputs, and each
+has several copies of its weight, which it reads in turns, so that no cache holds them: in an engine other layers come
+between two reads of a weight.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from tp_engine.kernels.candidates import Inputs, Run
+from tp_engine.worker.tuning.proof import record
+from tp_engine.worker.tuning.rule import FIRST_ROUNDS, HOPELESS, MORE_ROUNDS, ROUNDS, is_unsure
+
+_CALLS_OF_GRAPH = 20
+_LEAST_ROUND_NS = 200_000
+_MOST_COPIES = 8
+_CPU_CACHE_BYTES = 32 << 20
+
+
+def num_copies(num_bytes: int, device: torch.device) -> int:
+    """Return how many copies of a weight are more than the caches hold."""
+    cache = _CPU_CACHE_BYTES
+    if device.type == "cuda":
+        cache = 2 * int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", cache))
+    return max(2, min(_MOST_COPIES, cache // max(1, num_bytes) + 1))
+
+
+def time_rounds(
+    runs: Mapping[str, Sequence[Run]],
+    inputs: Inputs,
+    device: torch.device,
+    default: str,
+    note: Callable[[str], None],
+) -> dict[str, list[float]]:
+    """Return each candidate's nanoseconds of a call, round by round.  ``runs``: its copies; ``note`` is called with a
+    candidate before it runs.  One that is hopeless after the first rounds has no more than these."""
+    clocks = {}
+    for name, copies in runs.items():
+        note(name)
+        clocks[name] = _graph_clock(copies, inputs) if device.type == "cuda" else _thread_clock(copies, inputs)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    order, number = list(runs), 0
+    for number in range(ROUNDS + MORE_ROUNDS):
+        if number == ROUNDS and not is_unsure(times, default):
+            break
+        for name in order if number % 2 else order[::-1]:
+            note(name)
+            times[name].append(clocks[name]())
+        if number + 1 == FIRST_ROUNDS and default in times:
+            order = [one for one in order if min(times[one]) <= HOPELESS * min(times[default])]
+    return times
+
+
+def _thread_clock(copies: Sequence[Run], inputs: Inputs) -> Callable[[], float]:
+    def once() -> float:
+        began, calls = time.thread_time_ns(), 0
+        while True:
+            for run in copies:
+                run(*inputs)
+            calls += len(copies)
+            took = time.thread_time_ns() - began
+            if took >= _LEAST_ROUND_NS:
+                return took / calls
+
+    once()
+    return once
+
+
+def _graph_clock(copies: Sequence[Run], inputs: Inputs) -> Callable[[], float]:
+    calls = max(_CALLS_OF_GRAPH, len(copies))
+
+    def all_calls() -> torch.Tensor:
+        for number in range(calls):
+            found = copies[number % len(copies)](*inputs)
+        return found
+
+    graph, _ = record(all_calls)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def once() -> float:
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e6 / calls
+
+    for _ in range(3):
+        once()
+    return once
