@@ -7,6 +7,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -130,9 +131,15 @@ class Machine:
     """Streams whose work runs in any order that their events allow, once ``run`` is called."""
 
     streams: list[Stream] = field(default_factory=list)
+    capability: tuple[int, int] = (9, 0)
 
     def __post_init__(self) -> None:
         self.compute = self.current = Stream(self)
+
+    def new_stream(self) -> Stream:
+        """``torch.cuda.Stream``."""
+        assert self.capability != (10, 3), "a second stream on B300"
+        return Stream(self)
 
     def run(self, choose: Callable[[list[int]], int]) -> None:
         """Run everything; ``choose`` picks the next of the streams that can go on."""
@@ -195,28 +202,55 @@ class Event:
         self.happened = True
 
 
+class SimulatedMover(CudaMover):
+    """Its moves are work of the machine's current stream, one by one, so that other streams' work may come between.
+
+    The staging area has room for ``num_staged`` blobs.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        pool: torch.Tensor,
+        slots: torch.Tensor,
+        codec: Codec,
+        reports: StoreReports | None = None,
+        num_staged: int = 1,
+    ) -> None:
+        super().__init__(pool, slots, codec, reports)
+        self._machine = machine
+        if self._staging is not None:
+            self._staging = self._staging[:num_staged].clone()
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, pairs: IntArray) -> None:  # type: ignore[override]
+        copy = super()._copy
+        for one in pairs:
+            self._enqueue(lambda one=one: copy(source, target, one[np.newaxis]))  # type: ignore[misc]
+
+    def _encode(self, pairs: IntArray) -> None:
+        self._enqueue(partial(super()._encode, pairs))
+
+    def _decode(self, pairs: IntArray) -> None:
+        self._enqueue(partial(super()._decode, pairs))
+
+    def _enqueue(self, work: Callable[[], None]) -> None:
+        self._machine.current.work.append(work)
+
+
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Streams and copies of ``CudaMover`` are simulated."""
-    machine, copy = Machine(), CudaMover._copy
-    monkeypatch.setattr("torch.cuda.Stream", lambda _device: Stream(machine))
-    monkeypatch.setattr("torch.cuda.Event", Event)
-    monkeypatch.setattr("torch.cuda.current_stream", lambda _device: machine.current)
-    monkeypatch.setattr("torch.cuda.stream", machine.on)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _device: (9, 0))
-
-    def enqueue(source: torch.Tensor, target: torch.Tensor, moves: IntArray) -> None:
-        for one in moves:  # one by one, so that other streams' work may come between
-            machine.current.work.append(lambda one=one: copy(source, target, one[np.newaxis]))
-
-    def in_order(name: str) -> Callable[[CudaMover, IntArray], None]:
-        now = getattr(CudaMover, name)
-        return lambda mover, moves: machine.current.work.append(lambda: now(mover, moves))
-
-    monkeypatch.setattr(CudaMover, "_copy", staticmethod(enqueue))
-    monkeypatch.setattr(CudaMover, "_encode", in_order("_encode"))
-    monkeypatch.setattr(CudaMover, "_decode", in_order("_decode"))
-    return machine
+    """What torch takes for its GPU's streams."""
+    found = Machine()
+    answers: dict[str, Any] = {
+        "Stream": lambda _device: found.new_stream(),
+        "Event": Event,
+        "current_stream": lambda _device: found.current,
+        "stream": found.on,
+        "get_device_capability": lambda _device: found.capability,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    return found
 
 
 class Halves(Codec):
@@ -284,7 +318,7 @@ def outcome(machine: Machine, seed: int, order: str, *, waits: bool, codec: Code
     results = []
     for simulated in (True, False):
         pool, slots = random_rows(6, 8, seed), random_rows(4, codec.blob_bytes, seed + 1)
-        mover: BlockMover = CudaMover(pool, slots, codec) if simulated else BlockMover(pool, slots, codec)
+        mover = SimulatedMover(machine, pool, slots, codec) if simulated else BlockMover(pool, slots, codec)
         steps = Steps(mover, pool, slots, seed)
         for _ in range(60):
             steps.step(machine.compute.work.append if simulated else lambda forward: forward(), waits=waits)
@@ -298,21 +332,17 @@ ORDERS = ("compute first", "copies first", *(f"random {seed}" for seed in range(
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_streams_leave_the_bytes_of_one_after_another(
-    machine: Machine, order: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_streams_leave_the_bytes_of_one_after_another(machine: Machine, order: str) -> None:
     """Oracle: moves and forward passes one after another; a late stream changes nothing, with a codec neither, whose
     staging area has room for a part of a plan's moves."""
-    monkeypatch.setattr("tp_engine.features.tiers.block_moves.num_staged", lambda _codec: 1)
     codecs: tuple[Codec, ...] = (BlockCopy(8, "any"), Halves(8))
     for seed, codec in itertools.product(range(5), codecs):
         assert outcome(machine, seed, order, waits=True, codec=codec)
 
 
-def test_b300_moves_on_the_stream_of_its_steps(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_b300_moves_on_the_stream_of_its_steps(machine: Machine) -> None:
     """Oracle: bytes as one after another in any order of streams, of which the copies have none."""
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _device: (10, 3))
-    monkeypatch.setattr("torch.cuda.Stream", lambda _device: pytest.fail("a second stream"))
+    machine.capability = (10, 3)
     assert outcome(machine, 0, "random 0", waits=True, codec=BlockCopy(8, "any"))
 
 
@@ -330,11 +360,11 @@ def test_stores_are_reported_when_streams_have_made_them(
 
     make = torch.empty
     monkeypatch.setattr("torch.empty", lambda *sizes, pin_memory=False, **more: make(*sizes, **more))
-    monkeypatch.setattr("tp_engine.features.tiers.block_moves.num_staged", lambda _codec: 2)
     pool = torch.arange(6, dtype=torch.uint8).repeat(8, 1).T.contiguous()
     words = memoryview(bytearray(8 * CHANNEL_WORDS)).cast("q")
     reports, reader = StoreReports(TierProgress(words)), TierProgressReader([words])
-    mover = CudaMover(pool, torch.zeros(6, 4, dtype=torch.uint8), Choosy(8), reports)
+    slots = torch.zeros(6, 4, dtype=torch.uint8)
+    mover = SimulatedMover(machine, pool, slots, Choosy(8), reports, num_staged=2)
     mover.move(pairs((1, 0), (2, 1), (3, 2)), NO_PAIRS)
     mover.move(pairs((4, 3)), pairs((1, 0)))
     mover.move(pairs((5, 4)), NO_PAIRS)
@@ -359,7 +389,7 @@ def test_hazards(machine: Machine, order: str) -> None:
     """
     pool = torch.arange(1, 5, dtype=torch.uint8).view(4, 1)
     slots, read = torch.tensor([[70], [71]], dtype=torch.uint8), []
-    mover, compute = mover_of(CudaMover, pool, slots), machine.compute.work
+    mover, compute = mover_of(partial(SimulatedMover, machine), pool, slots), machine.compute.work
     compute.append(lambda: pool[0].fill_(10))  # step 1 writes block 0, and reads block 1
     compute.append(lambda: read.append(int(pool[1])))
     mover.move(pairs((0, 0)), pairs((1, 1)))  # step 2 stores the former, loads over the latter
@@ -376,7 +406,7 @@ def test_hazards(machine: Machine, order: str) -> None:
 
 def test_counters_of_streams_count_what_has_ended(machine: Machine) -> None:
     """Oracle: bytes by hand, 2 ms for every span of the simulated clock; nothing before the streams have run."""
-    mover = mover_of(CudaMover, random_rows(4, 100), random_rows(4, 100))
+    mover = mover_of(partial(SimulatedMover, machine), random_rows(4, 100), random_rows(4, 100))
     mover.move(pairs((0, 0), (1, 1)), pairs((1, 3)))
     mover.wait(1)
     mover.wait(1)  # nothing more to wait for
