@@ -77,8 +77,8 @@ class _Checks:
         """Return every check."""
         for checks in (
             self._rows, self._recurrent, self._heads, self._linear, self._quantised, self._experts, self._attention,
-            self._latents, self._index, self._chosen_keys, self._steps, self._blocks, self._block_codes,
-            self._adapters, self._int8_rows,
+            self._latents, self._chosen_keys, self._block_codes, self._adapters, self._int8_rows, self._index,
+            self._steps, self._blocks,
         ):  # fmt: skip
             yield from checks()
 

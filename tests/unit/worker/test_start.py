@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from tests.tiny_models import make_checkpoint
 from tp_engine.config import EngineConfig
 from tp_engine.distributed.groups import alone
 from tp_engine.errors import MemoryBudgetError
+from tp_engine.features.tiers.disk_writer import TiersOfEngine
 from tp_engine.features.tiers.ranks import TiersOfRank
+from tp_engine.ipc.job_board import JobBoard
 from tp_engine.job.progress import RankPhase, RankProgress
 from tp_engine.plan import StepPlan
 from tp_engine.worker.effective_config import resolve
@@ -39,12 +42,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def started(folder: Path, **options: Any) -> Iterator[StartedRank]:
+def started(folder: Path, board: JobBoard | None = None, **options: Any) -> Iterator[StartedRank]:
     """A world of one, with nothing open afterwards."""
     effective = resolve(EngineConfig(model=str(folder), **OPTIONS | options))
     before = torch.get_num_threads()
+    channels = {} if board is None else board.slots[0].tier_progress()
     with ExitStack() as closing:
-        yield start_rank(effective, alone(RankProgress()), {}, closing, owns_process=False)
+        yield start_rank(effective, alone(RankProgress()), channels, closing, owns_process=False)
     assert torch.get_num_threads() == before
 
 
@@ -70,6 +74,20 @@ def test_features_see_a_whole_rank(folder: Path) -> None:
         assert isinstance(own, TiersOfRank) and own.num_slots > 0
         assert rank.memory["kv_host"] == own.host_bytes
         assert all(isinstance(feature, RankFeature) for feature in rank.features.values())
+
+
+def test_a_journal_has_the_groups_of_all_ranks(tmp_path: Path) -> None:
+    """Oracle: ``KvLayout``: the model has 6 groups of layers on one rank, and 3 on two, whose layers are equally wide;
+    the pool's blocks, and so the journal's places, are of 3."""
+    model, board = make_checkpoint(tmp_path / "model", "gemma4", num_kv_heads=2), JobBoard.create(1)
+    tiers: dict[str, Any] = {"kv_offloading_size": 0.01, "kv_disk_path": str(tmp_path / "disk"), "kv_disk_size": 0.01}
+    with started(model, board, num_gpu_blocks_override=64, **tiers) as rank:
+        config = replace(rank.effective.config, tensor_parallel_size=2)
+        own = TiersOfEngine()
+        own.start(replace(rank, effective=replace(rank.effective, config=config)), board)
+        assert own.given.contents is not None
+        assert (len(rank.effective.kv_layout.groups), own.given.contents.header.num_groups) == (6, 3)
+        own.close()
 
 
 @pytest.mark.parametrize(
