@@ -4,8 +4,8 @@ Every section has a time limit and ends with a verdict.  After a failure the nex
 gpu_check.log (all output), gpu_check.json (reports, figures, verdicts) and gpu_check.txt (the table), written anew
 after each section, those of a plan in a folder of their own; --document FILE ... writes the figures of such JSON files
 into docs/benchmarks/gpu.md.  --pack downloads what a machine without a package index lacks, and says what to call
-there; --again FILE runs the tests that failed, by the gpu_check.json of an earlier call.  Exit code 0: all passed; 1:
-something failed; 2: no GPU here; 3: something did not run.
+there; --again FILE runs what failed or did not run, by the gpu_check.json of an earlier call.  Exit code 0: all passed;
+1: something failed; 2: no GPU here; 3: something did not run.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ import json
 import os
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 from gpu.figures import figures_of
-from gpu.run import ROOT, Outcome, run_section, why_not
+from gpu.run import ROOT, STOP_S, Outcome, run_section, why_not
 from gpu.sections import AGAIN_S, GPU_PEERS, PLAN_S, PLANS, Section, again, all_sections
-from gpu.wheels import CARRY, PACKAGES, bring_kernels, keep_kernels, missing, pack, unpack
+from gpu.wheels import CARRY, PACKAGES, Keeper, bring_kernels, missing, pack, unpack
 
 PAGE = ROOT / "docs" / "benchmarks" / "gpu.md"
 _BEGIN, _END = "<!-- figures of scripts/gpu_check -->", "<!-- end of the figures -->"
@@ -32,6 +34,7 @@ _BEGIN, _END = "<!-- figures of scripts/gpu_check -->", "<!-- end of the figures
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the chosen sections; returns the exit code."""
+    began_s = time.monotonic()
     args = parse_arguments(arguments)
     if args.document:
         update(PAGE, [section for file in args.document for section in json.loads(file.read_text(encoding="utf-8"))])
@@ -40,11 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return pack()
     if args.again:
         saved = json.loads(args.again.read_text(encoding="utf-8"))
-        failed = {one["name"]: one["failed_tests"] for one in saved if one.get("failed_tests")}
-        if not failed:
-            print(f"no test has failed in {args.again}", file=sys.stderr)
+        failed = {one["name"]: one["failed_tests"] for one in saved if one["status"] != "passed"}
+        sections = again(all_sections(args), failed)
+        if not sections:
+            print(f"nothing of {args.again} is to run again", file=sys.stderr)
             return 0
-        sections = again(failed)
     else:
         sections = chosen(args)
     if args.list or args.dry_run:
@@ -72,15 +75,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"index, scripts/gpu_check --pack downloads the wheels of {', '.join(wheels)} into {CARRY.name}/, which "
             "then travels along"
         )
-    kernels = bring_kernels()
     if args.again:
-        budget_s = min(budget_s, AGAIN_S)
+        out, budget_s = out / "again", min(budget_s, AGAIN_S)
     elif args.plan is not None:
         out, budget_s = out / f"plan_{args.plan}", budget_s if args.rehearse else min(budget_s, PLAN_S)
     out.mkdir(parents=True, exist_ok=True)
-    with (out / "gpu_check.log").open("w", encoding="utf-8") as log:
-        outcomes = run_all(sections, num_gpus, budget_s, log, out)
-    print(keep_kernels(kernels, out))
+    deadline_s = began_s + budget_s - STOP_S
+    with (out / "gpu_check.log").open("w", encoding="utf-8") as log, Keeper(bring_kernels(), out) as keeper:
+        outcomes = run_all(sections, num_gpus, deadline_s, log, out, keeper)
+    print(keeper.said)
     if any(outcome.is_bad for outcome in outcomes):
         return 1
     return 3 if any(outcome.status == "skipped" for outcome in outcomes) else 0
@@ -149,11 +152,14 @@ def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def run_all(sections: Sequence[Section], num_gpus: int, budget_s: float, log: IO[str], out: Path) -> list[Outcome]:
+def run_all(
+    sections: Sequence[Section], num_gpus: int, deadline_s: float, log: IO[str], out: Path, keeper: Keeper | None = None
+) -> list[Outcome]:
     """Run the sections in order; save after each one, so that a kill loses no finished section."""
-    deadline_s = time.monotonic() + budget_s
     outcomes: list[Outcome] = []
-    for section in sections:
+    saving = threading.Lock()
+
+    def run(section: Section) -> None:
         remaining_s = deadline_s - time.monotonic()
         title = f"== {section.name}: {shlex.join(section.argv())}"
         print(title, flush=True)
@@ -161,10 +167,25 @@ def run_all(sections: Sequence[Section], num_gpus: int, budget_s: float, log: IO
         outcome = why_not(section, num_gpus, remaining_s)
         if outcome is None:
             outcome = run_section(section, log, min(section.limit_s, remaining_s))
-        print(f"== {section.name}: {outcome.status} {outcome.note}", flush=True)
-        print(f"== verdict: {section.name}: {outcome.verdict}", flush=True)
-        outcomes.append(outcome)
-        save(outcomes, out)
+        with saving:
+            print(f"== {section.name}: {outcome.status} {outcome.note}", flush=True)
+            print(f"== verdict: {section.name}: {outcome.verdict}", flush=True)
+            outcomes.append(outcome)
+            save(outcomes, out)
+
+    with ThreadPoolExecutor() as beside:
+        running = []
+        for section in sections:
+            if section.beside:
+                running.append(beside.submit(run, section))
+                continue
+            if section.alone:
+                wait(running)
+            run(section)
+            if keeper is not None:
+                keeper.keep()
+    for one in running:
+        one.result()
     print("\n" + table(outcomes))
     print(json.dumps({"gpu_check": {outcome.name: outcome.status for outcome in outcomes}}))
     return outcomes

@@ -19,8 +19,10 @@ from gpu.sections import Section
 from gpu.wheels import missing
 
 ROOT = Path(__file__).resolve().parents[2]
-_STOP_S, _KILL_S = 20.0, 5.0  # a server takes a moment to stop
-_LEAST_S = 15.0
+# A server takes a moment to stop, and pytest to say which tests have failed until then.
+_STOPS = ((signal.SIGINT, 10.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0))
+STOP_S = sum(grace_s for _, grace_s in _STOPS)
+_LEAST_S, _READ_S = 15.0, 5.0
 
 
 @dataclass(kw_only=True)
@@ -86,7 +88,7 @@ def run_section(section: Section, log: IO[str], limit_s: float) -> Outcome:
         timed_out = True
     finally:
         _end(process)
-    reader.join(_KILL_S)
+    reader.join(_READ_S)
     outcome = Outcome(name=section.name, status="passed", seconds=round(time.monotonic() - started_s, 1))
     outcome.report = last_json(lines)
     ends = [line for line in lines if line.startswith(("FAILED tests/", "ERROR tests/"))]
@@ -131,9 +133,12 @@ def _environment() -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Ask the group to end, then kill what is left of it."""
-    for number, grace_s in ((signal.SIGTERM, _STOP_S), (signal.SIGKILL, _KILL_S)):
+    """Interrupt the process, then ask its group to end, then kill what is left of it."""
+    for number, grace_s in _STOPS:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
+            if number != signal.SIGINT:
+                os.killpg(process.pid, number)
+            elif process.poll() is None:
+                process.send_signal(number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(grace_s)

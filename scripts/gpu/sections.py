@@ -11,7 +11,8 @@ import importlib.util
 import os
 import shlex
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 _PYTEST = "-m pytest -q -p no:cacheprovider"
 _WORKERS = 8  # the most: the kernels' tests mainly compile, and engines share the GPU's memory
@@ -34,7 +35,10 @@ _REHEARSAL_S = 3600  # a section's limit where nothing is as fast as on a GPU
 @dataclass(frozen=True, kw_only=True)
 class Section:
     """``command`` follows the interpreter, and that follows ``prefix``, a program that runs it; ``modules`` must be
-    importable.  ``plan`` 0: in none."""
+    importable.  ``plan`` 0: in none.
+
+    A section ``beside`` runs while the next ones do, but for those that must be ``alone``, which measure.
+    """
 
     name: str
     what: str
@@ -44,6 +48,8 @@ class Section:
     plan: int = 0
     modules: tuple[str, ...] = ()
     min_gpus: int = 1
+    beside: bool = False
+    alone: bool = False
 
     def argv(self) -> list[str]:
         """The whole command line."""
@@ -68,6 +74,8 @@ def all_sections(args: argparse.Namespace) -> list[Section]:
             prefix=_MEMCHECK if name == "memory" else (),
             modules=_modules(command),
             min_gpus=2 if "torch.distributed.run" in command else 1,
+            beside=command == _COMPILE,
+            alone=command.startswith(_SLICES) and command != _COMPILE,
         )
         for name, plan, limit_s, what, command in _SECTIONS
     ]
@@ -76,20 +84,23 @@ def all_sections(args: argparse.Namespace) -> list[Section]:
 def _rehearsal(name: str, command: str, args: argparse.Namespace) -> list[str]:
     if not args.rehearse:
         return []
-    return ["--rehearse"] if "slices.py" in command else shlex.split(_REHEARSALS.get(name, ""))
+    return ["--rehearse"] if command.startswith(_SLICES) else shlex.split(_REHEARSALS.get(name, ""))
 
 
-def again(failed: dict[str, list[str]]) -> list[Section]:
-    """Sections that run failed tests, by the section that had them, once more: the first failure of each, at length."""
+def again(sections: Sequence[Section], failed: Mapping[str, Sequence[str]]) -> list[Section]:
+    """Those of ``sections`` that have failed or not run, once more, but for what only compiles: of tests the failed
+    ones alone, if any is known, and the first failure at length.  They share the time equally."""
+    chosen = [one for one in sections if one.name in failed and not one.beside]
+    whole = [replace(one, limit_s=AGAIN_S / len(chosen)) for one in chosen]
     return [
-        Section(
-            name=name,
+        one
+        if not failed[one.name]
+        else replace(
+            one,
             what="tests that failed, again",
-            limit_s=AGAIN_S / len(failed),
-            command=(*shlex.split(_PYTEST), "-x", "--tb=long", *tests),
-            modules=_TESTS,
+            command=(*shlex.split(_PYTEST), "-x", "--tb=long", *failed[one.name]),
         )
-        for name, tests in failed.items()
+        for one in whole
     ]
 
 
@@ -130,40 +141,43 @@ _QUANTISED = "--rounds 1 --no-peer --quantization none,fp8,int4 --workloads"
 _STEPS = "-m tp_engine bench offline --shape qwen3-{} --steps 256x512"
 _PROMPTS = "-m tp_engine bench offline --shape qwen3-{} --steps 32x128 --prefill-graphs 'none;auto' --num-steps 50"
 _KERNELS = "scripts/bench_kernels.py"
-_SLICE = "scripts/gpu/slices.py {} --steps {}"
+_SLICES = "scripts/gpu/slices.py"
+_COMPILE = f"{_SLICES} --compile"
 _MEMCHECK = ("compute-sanitizer", "--tool", "memcheck", "--print-limit", "5", "--error-exitcode", "9")
 _NEW_KERNELS = "tests/gpu/test_kernels_gpu.py tests/gpu/test_scaled_products_gpu.py tests/gpu/test_upload_gpu.py"
 _EACH_KIND = (
     "recorded_steps and float32 or prompt_graphs_give and one_table or latent or ranks_on_one_gpu_give and 2 or "
     "quantised"
 )
+_DECODES = "decode and (paged_attention or cuda_graph) and not flash_attn"
 # What sections of plan 1 get besides in a rehearsal on a fake GPU.  Engines of these sizes take hours in Triton's
 # interpreter; the jobs of tests/fake_cuda are engines of each kind.  What stands there for a library's products of
-# 8-bit floats is the CPU's, which rounds otherwise.
+# 8-bit floats is the CPU's, which rounds otherwise, and what keeps a GPU busy keeps a CPU busy for ten minutes.
 _REHEARSALS = {
-    "new_kernels": "-k 'not scaled_product'",
+    "new_kernels": "-k 'not (scaled_product or gpu_is_busy)'",
     "each_kind": "--collect-only",
-    "memory": "--collect-only",
+    "memory": "-k 'decode and paged_attention'",
 }
 _RECORDED = " --cudagraph-prefill-capture-sizes auto --served-model-name prompts-recorded"
 
 _SECTIONS = (
     # name, its plan, its limit in seconds, what it is, what follows the interpreter
-    ("environment", 1, 20, "GPUs, driver, versions, missing packages", "scripts/gpu/environment.py"),
+    ("environment", 1, 15, "GPUs, driver, versions, missing packages", "scripts/gpu/environment.py"),
+    ("compile", 1, 270, "beside the tests: what the slices will launch is compiled", _COMPILE),
     (
-        "new_kernels", 1, 160, "kernels against their twins, captured too",
-        _pytest(f"--maxfail=12 {_NEW_KERNELS}", 12),
+        "new_kernels", 1, 155, "kernels against their twins, captured too",
+        _pytest(f"--maxfail=12 {_NEW_KERNELS}", 11),
     ),
-    ("each_kind", 1, 130, "an engine of each kind: recorded = eager, 2 ranks on one GPU", _engine(_EACH_KIND)),
+    ("each_kind", 1, 125, "an engine of each kind: recorded = eager, 2 ranks on one GPU", _engine(_EACH_KIND)),
     (
-        "memory", 1, 50, "memory accesses of decode attention",
-        f"{_PYTEST} --maxfail=2 tests/gpu/test_attention_gpu.py -k decode",
+        "memory", 1, 45, "memory accesses of decode attention",
+        f"{_PYTEST} --maxfail=2 tests/gpu/test_attention_gpu.py tests/gpu/test_kernels_gpu.py -k '{_DECODES}'",
     ),
-    ("llama-70b_1", 1, 40, "a rank of 8 of Llama-70B, 1 row", _SLICE.format("llama-70b-tp8", "1x128")),
-    ("gpt-oss-120b_1", 1, 40, "a rank of 4 of gpt-oss-120b, 1 row", _SLICE.format("gpt-oss-120b-tp4", "1x128")),
-    ("deepseek-v3_1", 1, 40, "a rank of 8 of DeepSeek-V3, 16 layers, 1 row", _SLICE.format("deepseek-v3-tp8", "1x128")),
-    ("qwen3.5-35b_1", 1, 40, "a rank of 2 of Qwen3.5-35B, 1 row", _SLICE.format("qwen3.5-35b-a3b-tp2", "1x128")),
-    ("qwen3-235b_64", 1, 40, "a rank of 8 of Qwen3-235B, 64 rows", _SLICE.format("qwen3-235b-tp8", "64x512")),
+    ("llama-70b_1", 1, 40, "a rank of 8 of Llama-70B, 1 row", f"{_SLICES} llama-70b-tp8"),
+    ("gpt-oss-120b_1", 1, 40, "a rank of 4 of gpt-oss-120b, 1 row", f"{_SLICES} gpt-oss-120b-tp4"),
+    ("deepseek-v3_1", 1, 40, "a rank of 8 of DeepSeek-V3, 16 layers, 1 row", f"{_SLICES} deepseek-v3-tp8"),
+    ("qwen3.5-35b_1", 1, 40, "a rank of 2 of Qwen3.5-35B, 1 row", f"{_SLICES} qwen3.5-35b-a3b-tp2"),
+    ("qwen3-235b_64", 1, 40, "a rank of 8 of Qwen3-235B, 64 rows", f"{_SLICES} qwen3-235b-tp8"),
     (
         "figures_0.6b", 2, 250, "batch 1, 32 and 256 requests, 0.6B shape, beside the peers that are given",
         _offline("0.6b", "--workloads latency,batch32,batch256 {peers}"),

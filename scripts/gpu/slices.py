@@ -4,7 +4,11 @@ A slice is a folder with a config.json whose heads, inner sizes and vocabulary a
 size is shared too, as under tensor parallelism.  Its kernels, launches and bytes are those of a rank of the whole.
 
     python scripts/gpu/slices.py NAME --steps ROWSxTOKENS      measures a slice's decode steps (bench offline --steps)
+    python scripts/gpu/slices.py --compile                     runs a few layers of all at once, and measures nothing
     python scripts/gpu/slices.py NAME --rehearse               the same with a tiny model of the same kind
+
+A first start mainly compiles, in one process one kernel after the other: ``--compile`` fills Triton's folder while
+others use the GPU, so that a slice's own time is for its steps.
 """
 
 from __future__ import annotations
@@ -12,9 +16,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,9 +70,12 @@ class Whole:
         """Return the config.json of a tiny model of the same kind."""
         config = self.slice()
         config |= {name: min(config[name], most) for name, most in _TINY.items() if name in config}
-        if "layer_types" in config:
-            config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
-        return config
+        return config | self.first_layers(config["num_hidden_layers"])
+
+    def first_layers(self, count: int) -> dict[str, Any]:
+        """Return what is different in the config.json of a model that has the first ``count`` layers alone."""
+        kinds = {"layer_types": self.sizes["layer_types"][:count]} if "layer_types" in self.sizes else {}
+        return {"num_hidden_layers": count, **kinds}
 
 
 WHOLES = {
@@ -117,25 +126,66 @@ WHOLES = {
 }  # fmt: skip
 
 
-def main() -> None:
-    """Write the slice's folder, and become the benchmark of its steps."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=WHOLES)
-    parser.add_argument("--steps", default="1x128", metavar="ROWSxTOKENS")
-    parser.add_argument("--rehearse", action="store_true", help="a tiny model, a row, and few steps")
-    args = parser.parse_args()
-    whole = WHOLES[args.name]
-    config = whole.rehearsal() if args.rehearse else whole.slice()
-    steps, num_steps = ("1x16", "4") if args.rehearse else (args.steps, "24")
-    folder = Path(tempfile.mkdtemp(prefix="slice-")) / args.name
+# One row, but for the model whose step of many rows is asked for.
+STEPS = dict.fromkeys(WHOLES, "1x128") | {"qwen3-235b-tp8": "64x512"}
+_FEW_LAYERS = 4  # every kind of layer of each model
+# Engines that compile share the GPU with each other and with tests.
+_SMALL_SHARE = {"gpu_memory_utilization": 0.1, "num_gpu_blocks_override": 4096}
+
+
+def command_of(name: str, steps: str, config: Mapping[str, Any], num_steps: int, **options: Any) -> list[str]:
+    """The benchmark of a slice's steps, whose folder is written."""
+    folder = Path(tempfile.mkdtemp(prefix="slice-")) / name
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    rows = steps.partition("x")[0]
-    options = {"load_format": "dummy", "cudagraph_capture_sizes": rows, **(_FEW if args.rehearse else {})}
+    options = {"load_format": "dummy", "cudagraph_capture_sizes": steps.partition("x")[0], **options}
     command = [sys.executable, "-m", "tp_engine", "bench", "offline", "--model", str(folder), "--no-peer"]
-    command += ["--dtype", "bfloat16", "--steps", steps, "--num-steps", num_steps]
-    os.execv(sys.executable, [*command, "--engine-options", json.dumps(options)])
+    command += ["--dtype", "bfloat16", "--steps", steps, "--num-steps", str(num_steps)]
+    return [*command, "--engine-options", json.dumps(options)]
+
+
+def rehearsed(name: str) -> list[str]:
+    """The same of a tiny model, with a row and few steps."""
+    return command_of(name, "1x16", WHOLES[name].rehearsal(), 4, **_FEW)
+
+
+def compile_all(commands: Mapping[str, Sequence[str]]) -> int:
+    """Run all commands at once; say how many ended well, and when.  Returns the exit code."""
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        logs = {name: Path(folder, name) for name in commands}
+        running = {}
+        for name, command in commands.items():
+            with logs[name].open("w") as log:
+                running[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        failed = [name for name, process in running.items() if process.wait()]
+        for name in failed:
+            print(f"{name}:\n{logs[name].read_text(errors='replace')[-2000:]}")
+    ended = f"{len(commands) - len(failed)} of {len(commands)} slices ran after {time.monotonic() - began_s:.0f} s"
+    print(json.dumps({"benchmark": "compile", "verdict": "; failed: ".join([ended, *failed])}))
+    return bool(failed)
+
+
+def main() -> int:
+    """Become the benchmark of a slice's steps, or compile what all of them launch."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=WHOLES, nargs="?")
+    parser.add_argument("--steps", metavar="ROWSxTOKENS", help="default: 1x128, or 64x512 of qwen3-235b-tp8")
+    parser.add_argument("--compile", action="store_true", help="run a few layers of all slices at once")
+    parser.add_argument("--rehearse", action="store_true", help="a tiny model, a row, and few steps")
+    args = parser.parse_args()
+    if args.compile == (args.name is not None):
+        parser.error("name a slice, or give --compile for all")
+    if args.compile and args.rehearse:
+        first = next(iter(WHOLES))
+        return compile_all({first: rehearsed(first)})
+    if args.compile:
+        few = {name: whole.slice() | whole.first_layers(_FEW_LAYERS) for name, whole in WHOLES.items()}
+        return compile_all({name: command_of(name, STEPS[name], few[name], 4, **_SMALL_SHARE) for name in few})
+    name, steps = args.name, args.steps or STEPS[args.name]
+    command = rehearsed(name) if args.rehearse else command_of(name, steps, WHOLES[name].slice(), 24)
+    return os.execv(sys.executable, command)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -45,6 +45,8 @@ def test_first_plan(tmp_path: Path) -> None:
     outcomes = {one["name"]: one for one in json.loads((tmp_path / "out/plan_1/gpu_check.json").read_text())}
     assert {one["status"] for one in outcomes.values()} == {"passed"}
     assert int(outcomes["new_kernels"]["note"].partition(" passed")[0]) >= 600
+    assert int(outcomes["memory"]["note"].partition(" passed")[0]) >= 20
+    assert "1 of 1 slices" in outcomes["compile"]["verdict"]
     for name in _SLICES:
         (steps,) = outcomes[name]["report"]["results"]
         assert steps["step_ms"] > 0, name

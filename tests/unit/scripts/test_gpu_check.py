@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import random
 import subprocess
 import sys
+import tarfile
+import tempfile
+import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from bench_kernels import parse as parse_kernels
-from gpu import check, wheels
+from gpu import check, slices, wheels
 from gpu.figures import Figure, figures_of
-from gpu.run import Outcome, why_not
+from gpu.run import STOP_S, Outcome, why_not
 from gpu.sections import PLAN_S, PLANS, Section, all_sections
-from gpu.slices import WHOLES
+from gpu.slices import STEPS, WHOLES
 
 from tp_engine.apps.bench.offline.options import parse_arguments as parse_offline
 from tp_engine.apps.bench.serving.options import parse_arguments as parse_serve
@@ -73,14 +78,23 @@ def test_benchmarks_are_called_as_they_want_it() -> None:
 
 
 def test_plans_fit_in_a_call(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: 560 s, the most that a call of a plan may take; each plan shows its own sections, in order."""
+    """Oracle: 560 s, the most that a call of a plan may take; each plan shows its own sections, in order.  What runs
+    beside others takes no time of its own, and ends before those that measure begin."""
     names: list[str] = []
+    by_name = {one.name: one for one in sections()}
     for plan in PLANS:
         assert check.main(["--dry-run", "--plan", str(plan)]) == 0
         shown = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
         names += [line.split()[0] for line in shown]
-        assert sum(int(line.split()[1]) for line in shown) <= PLAN_S == 560
-    assert names == [one.name for one in sections() if one.plan]
+        limits = {line.split()[0]: int(line.split()[1]) for line in shown}
+        in_turn = sum(limit_s for name, limit_s in limits.items() if not by_name[name].beside)
+        assert in_turn <= (PLAN_S - STOP_S if plan == 1 else PLAN_S)
+        assert sum(limits.values()) == sum(one.limit_s for one in by_name.values() if one.plan == plan)
+    assert names == [one.name for one in sections() if one.plan] and PLAN_S == 560
+    first = [one for one in sections() if one.plan == 1]
+    place = next(i for i, one in enumerate(first) if one.beside)
+    covered = sum(one.limit_s for one in first[place + 1 :] if not one.alone)
+    assert first[place].name == "compile" and first[place].limit_s <= covered
 
 
 def test_peers_take_turns_where_they_are_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +139,11 @@ def test_sections_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
 def test_it_goes_on_after_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: every section's end is reported; the files hold the output; the children of a hanging section are
     ended."""
-    hang = "import subprocess, time; subprocess.Popen(['sleep', '50']); print('waiting', flush=True); time.sleep(50)"
+    hang = (
+        "import subprocess, time; subprocess.Popen(['sleep', '50']); print('waiting', flush=True)\n"
+        "try: time.sleep(50)\n"
+        "except KeyboardInterrupt: print('FAILED tests/gpu/test_x.py::test_a - E')"
+    )
     chosen = [
         section("fails", "print('{\"a\": 1}'); raise SystemExit(3)"),
         section("hangs", hang, limit_s=2.0),
@@ -135,9 +153,10 @@ def test_it_goes_on_after_failures(tmp_path: Path, capsys: pytest.CaptureFixture
         section("judges", 'print(\'{"verdict": "turn on"}\')'),
     ]
     with (tmp_path / "gpu_check.log").open("w") as log:
-        outcomes = check.run_all(chosen, 1, 600.0, log, tmp_path)
+        outcomes = check.run_all(chosen, 1, time.monotonic() + 600.0, log, tmp_path)
     assert [outcome.status for outcome in outcomes] == ["failed", "timeout", "skipped", "skipped", "passed", "passed"]
     assert outcomes[0].report == {"a": 1} and outcomes[0].note == "exit code 3"
+    assert outcomes[1].failed_tests == ["tests/gpu/test_x.py::test_a"]
     assert [outcome.is_bad for outcome in outcomes] == [True, True, False, False, False, False]
     assert outcomes[2].note == "not installed: no_such_module" and "needs 8 GPUs, found 1" in outcomes[3].note
     assert "3 passed in 1.0s" in outcomes[4].note
@@ -151,6 +170,24 @@ def test_it_goes_on_after_failures(tmp_path: Path, capsys: pytest.CaptureFixture
     for verdict in ("fails: failed exit code 3", "works: passed 3 passed in 1.0s", "judges: turn on"):
         assert f"== verdict: {verdict}" in shown
     assert [one["verdict"] for one in saved][-1] == "turn on" and saved[0]["figures"] == []
+
+
+def test_what_measures_is_alone(tmp_path: Path) -> None:
+    """By hand: a section beside others ends after the next one has begun, and before one that is to be alone; it is
+    saved as the others are."""
+    files = f"import pathlib, time; here = pathlib.Path({str(tmp_path)!r})\n"
+    wait = "while not (here / '{}').exists(): time.sleep(0.01)\n"
+    touch = "(here / '{}').touch()\n"
+    chosen = [
+        section("compiles", files + wait.format("begun") + touch.format("ended"), beside=True),
+        section("tests", files + touch.format("begun")),
+        section("measures", files + "raise SystemExit(not (here / 'ended').exists())", alone=True),
+    ]
+    with (tmp_path / "gpu_check.log").open("w") as log:
+        outcomes = check.run_all(chosen, 1, time.monotonic() + 600.0, log, tmp_path)
+    assert {one.name: one.status for one in outcomes} == dict.fromkeys(("compiles", "tests", "measures"), "passed")
+    assert outcomes[-1].name == "measures"
+    assert len(json.loads((tmp_path / "gpu_check.json").read_text())) == 3
 
 
 def test_figures_and_goals() -> None:
@@ -216,16 +253,29 @@ def test_what_did_not_run_is_no_success(
 def test_failed_tests_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: the names that pytest printed; --again runs those alone, the first one at length."""
+    """Oracle: the names that pytest printed; --again runs those alone, the first one at length, and the whole of what
+    failed otherwise or did not run; nothing that has passed."""
     printed = "print('FAILED tests/gpu/test_x.py::test_a[1 2] - E'); print('ERROR tests/gpu/test_y.py::test_b')"
-    assert run_main(monkeypatch, tmp_path, [section("kernels", printed + "; raise SystemExit(1)")]) == 1
+    ends = [
+        section("kernels", printed + "; raise SystemExit(1)"),
+        section("llama-70b_1", "raise SystemExit(1)"),
+        section("memory", "", modules=("zmq_of_nobody",)),
+        section("environment", ""),
+        section("compile", "raise SystemExit(1)"),
+    ]
+    assert run_main(monkeypatch, tmp_path, ends) == 1
     saved = json.loads((tmp_path / "gpu_check.json").read_text())
     assert saved[0]["failed_tests"] == ["tests/gpu/test_x.py::test_a[1 2]", "tests/gpu/test_y.py::test_b"]
     capsys.readouterr()
     assert check.main(["--again", str(tmp_path / "gpu_check.json"), "--dry-run"]) == 0
     shown = capsys.readouterr().out
-    assert "kernels" in shown and " 200 s" in shown
+    assert [line.split()[0] for line in shown.splitlines()[::2]] == ["memory", "llama-70b_1", "kernels"]
+    assert shown.count("   67 s") == 3 and "scripts/gpu/slices.py llama-70b-tp8" in shown
     assert "-x --tb=long 'tests/gpu/test_x.py::test_a[1 2]' tests/gpu/test_y.py::test_b" in shown
+    saved[:3] = []
+    (tmp_path / "gpu_check.json").write_text(json.dumps(saved))
+    assert check.main(["--again", str(tmp_path / "gpu_check.json")]) == 0
+    assert "nothing of" in capsys.readouterr().err
 
 
 def test_wheels_travel_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,15 +310,95 @@ def test_packed_wheels_are_those_of_the_sections(monkeypatch: pytest.MonkeyPatch
     assert {"msgspec", "pydantic-core", "--no-deps"} <= set(called[0]) and str(ROOT / "constraints.txt") in called[0]
 
 
-def test_compiled_kernels_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the files that were in the cache."""
+def test_packed_wheels_have_what_they_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By hand: what the wheels' descriptions ask for, but for extras, older Pythons, and what is there."""
+    needs = ("Other_Name>=2", 'old; python_version < "3.11"', 'more; extra == "all"', "anyio")
+
+    def download(name: str, *lines: str) -> SimpleNamespace:
+        with zipfile.ZipFile(tmp_path / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+            text = "\n".join(["Metadata-Version: 2.1", *(f"Requires-Dist: {one}" for one in lines), "", ""])
+            wheel.writestr(f"{name}-1.0.dist-info/METADATA", text)
+        return SimpleNamespace(returncode=0)
+
+    download("first", *needs)
+    download("other.name")
+    assert wheels.not_packed(tmp_path) == set()
     monkeypatch.setattr(wheels, "CARRY", tmp_path)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "first"))
-    (wheels.bring_kernels() / "kernel").mkdir()
-    (tmp_path / "first" / "kernel" / "x.cubin").write_bytes(b"code")
-    assert "compiled kernels: " in wheels.keep_kernels(tmp_path / "first", tmp_path)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "second"))
-    assert (wheels.bring_kernels() / "kernel" / "x.cubin").read_bytes() == b"code"
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: download("first", *needs))
+    assert wheels.pack() == 1 and "need other-name, too" in capsys.readouterr().err  # the other one was of another day
+
+
+def test_compiled_kernels_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: Triton, which finds its kernel in another folder with another name, and compiles nothing."""
+    triton = pytest.importorskip("triton")
+    target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+    monkeypatch.setattr(wheels, "CARRY", tmp_path)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    hits: list[bool] = []
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, cache_hit, **_: hits.append(cache_hit))
+    code = "import triton.language as tl\ndef add(a, b): tl.store(b, tl.load(a) + 1.0)\n"
+    kernel = triton.jit(import_file(tmp_path / "kernel.py", code).add)
+    source, codes = triton.compiler.ASTSource(kernel, {"a": "*fp32", "b": "*fp32"}), set()
+    for name in ("first", "second"):
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / name))
+        assert wheels.bring_kernels() == tmp_path / name
+        codes.add(triton.compile(source, target=target).asm["cubin"])
+        assert "1 of 1 compiled kernels: 0.0 MiB" in wheels.keep_kernels(tmp_path / name, tmp_path)
+        (tmp_path / name).rename(tmp_path / f"{name} machine")
+    assert hits == [False, True] and len(codes) == 1
+    assert [len(list(tmp_path.glob(f"{name} machine/*/*.ttir"))) for name in ("first", "second")] == [1, 0]
+
+
+def import_file(path: Path, code: str) -> ModuleType:
+    """A module of ``code``, in a file where Triton reads it."""
+    path.write_text(code)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_kernels_that_come_back_have_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the limit of a file that comes back; the small ones are in it, and it is written while sections run."""
+    monkeypatch.setattr(wheels, "_MOST_BYTES", 3000)
+    for number, size in enumerate((1000, 1500, 9000)):
+        (tmp_path / "cache" / f"kernel{number}").mkdir(parents=True)
+        (tmp_path / "cache" / f"kernel{number}" / "x.cubin").write_bytes(random.Random(number).randbytes(size))
+    with wheels.Keeper(tmp_path / "cache", tmp_path) as keeper:
+        keeper.keep()
+        keeper._thread.join(60)
+        assert (tmp_path / wheels.CACHE).exists()
+    assert keeper.said.startswith("2 of 3 compiled kernels")
+    with tarfile.open(tmp_path / wheels.CACHE) as archive:
+        assert archive.getnames() == ["kernel0/x.cubin", "kernel1/x.cubin"]
+
+
+def test_slices_are_compiled_with_few_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Oracle: the reader of config.json, the benchmark's parser; all kinds of layers of the slice are there, and the
+    shape of its step; a small share of the GPU."""
+    monkeypatch.setattr(sys, "argv", ["slices.py", "--compile"])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    given: dict[str, list[str]] = {}
+    monkeypatch.setattr(slices, "compile_all", lambda commands: given.update(commands) or 0)
+    assert slices.main() == 0 and given.keys() == WHOLES.keys()
+    for name, command in given.items():
+        args = parse_offline(command[command.index("offline") + 1 :])
+        (tmp_path / "config.json").write_text(json.dumps(WHOLES[name].slice()))
+        few, layers = (load_model_config(str(one))[0].layers for one in (args.model, tmp_path))
+        assert len(few) == 4 and {repr(one) for one in few} == {repr(one) for one in layers}
+        assert STEPS[name] in command
+        assert json.loads(command[-1])["gpu_memory_utilization"] * len(WHOLES) < 0.6
+
+
+def test_compiling_says_what_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: the number of slices that ran, the names and the output of others."""
+    ends = {"good": [sys.executable, "-c", ""], "bad": [sys.executable, "-c", "raise SystemExit('no room')"]}
+    assert slices.compile_all(ends) == 1
+    shown = capsys.readouterr().out
+    assert "bad:\nno room" in shown and "1 of 2 slices ran after" in shown and "; failed: bad" in shown
 
 
 @pytest.mark.parametrize("name", WHOLES)
