@@ -189,8 +189,13 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
 
 
 def _keys(name: str, given: tuple[str, ...], path: str | None, default: str | None) -> tuple[str, ...]:
+    """The keys without white space around them, of which nothing is left of what a client sends."""
+    found = given or (() if default is None or path is not None else (default,))
+    keys = tuple(key.strip() for key in found)
+    if not all(keys):
+        raise ConfigError(f"{name.removesuffix('_file')} is blank; give a key, or leave it out")
     if path is None:
-        return given or (() if default is None else (default,))
+        return keys
     try:
         lines = read_text(Path(path).expanduser(), MIB).split()
     except (OSError, ValueError) as error:
@@ -198,7 +203,7 @@ def _keys(name: str, given: tuple[str, ...], path: str | None, default: str | No
         raise ConfigError(f"{name} is {path!r}, which cannot be read: {reason}") from error
     if not lines:
         raise ConfigError(f"{name} is {path!r}, which holds no key; write one in each line")
-    return (*given, *lines)
+    return (*keys, *lines)
 
 
 # The tables of options of a server.

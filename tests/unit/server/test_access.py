@@ -196,6 +196,18 @@ def test_keys_in_files(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeyp
         ServerConfig(api_key="same", admin_api_key="same")  # type: ignore[arg-type]
 
 
+def test_a_key_has_no_white_space_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: of what a client sends none is left, so such a key let nobody in; one that is blank lets nobody in."""
+    monkeypatch.setenv("TP_ENGINE_API_KEY", "secret\n")
+    assert ServerConfig().api_keys == ("secret",)
+    assert ServerConfig(api_key=(" a", "b\t"), admin_api_key="c\n").api_keys == ("a", "b")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="a key of their own"):
+        ServerConfig(api_key="same", admin_api_key="same ")  # type: ignore[arg-type]
+    monkeypatch.setenv("TP_ENGINE_API_KEY", " \n")
+    with pytest.raises(ConfigError, match="api_key is blank; give a key"):
+        ServerConfig()
+
+
 @pytest.mark.parametrize(
     ("config", "warns"),
     [({}, False), ({"host": "0.0.0.0"}, True), ({"host": "::"}, True), ({"host": "0.0.0.0", "api_key": ("k",)}, False)],
