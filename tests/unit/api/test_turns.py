@@ -75,6 +75,11 @@ def said(role: str, text: str) -> dict[str, Any]:
     return {"role": role, "content": text}
 
 
+def unnamed(text: str) -> dict[str, Any]:
+    """A call that has no id, not even null."""
+    return {name: value for name, value in call("", text).items() if name != "id"}
+
+
 def answer(name: str, text: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": f"toolu_{name}", "content": text}
 
@@ -88,6 +93,10 @@ HISTORIES: dict[str, list[dict[str, Any]]] = {
     "the user between two": [USER, TWO, answer("1", "MK3"), said("user", "MK4"), answer("2", "MK5")],
     "loops": [USER, TWO, answer("1", "MK3"), answer("2", "MK4"), calling(call("1", "MK5")), answer("1", "MK6"),
               said("assistant", "MK7"), said("user", "MK8")],
+    "no ids": [USER, calling(*({**one, "id": None} for one in TWO["tool_calls"])), said("tool", "MK3"),
+               said("tool", "MK4"), said("assistant", "MK5"), calling(unnamed("MK6")), said("tool", "MK7")],
+    "ids that are numbers": [USER, calling({**call("1", "MK1"), "id": 7}), {**answer("1", "MK2"), "tool_call_id": 7}],
+    "an answer without its call": [USER, answer("9", "MK1"), said("assistant", "MK2"), said("user", "MK3")],
 }  # fmt: skip
 
 
@@ -106,7 +115,7 @@ def test_nothing_of_a_history_is_lost_or_refused(name: str, history: str) -> Non
     for one in messages:
         for made in one.get("tool_calls", ()):
             text = json.loads(made["function"]["arguments"])["a"]
-            answers = [two["content"] for two in messages if two.get("tool_call_id") == made["id"]]
+            answers = [two["content"] for two in messages if two.get("tool_call_id", "") == made.get("id")]
             assert all(shown.index(text) < shown.index(found) for found in answers if "loops" not in history)
 
 

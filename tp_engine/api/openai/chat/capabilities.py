@@ -10,6 +10,7 @@
 | system messages behind the first, two messages of a role | they show where the conversation without them does |
 | one call in a message only | two in a row show, with their answers, and two in a message do not |
 | answers right behind their calls | another message between them hides one, or is refused |
+| answers without calls | they show |
 | ids of nine letters and digits | the template refuses other ids |
 | thinking, effort | the values of a variable make different prompts (`thinking_form.py`) |
 
@@ -95,8 +96,9 @@ class TemplateCapabilities:
 
     ``takes_thinking``: reasoning is called ``thinking``.  ``shows_tools``: the prompt tells of the request's tools.
     ``one_system``: it shows a system message in the first place only.  ``one_call``: it shows one call of a message
-    only.  ``answers_first``: a message between a call and its answer loses one of these.  ``short_ids``: ids of calls
-    have nine letters and digits.  ``joins``: pairs of roles whose messages cannot follow each other.
+    only.  ``answers_first``: a message between a call and its answer loses one of these.  ``hides_answers``: it loses
+    answers whose calls are not there.  ``short_ids``: ids of calls have nine letters and digits.  ``joins``: pairs of
+    roles whose messages cannot follow each other.
     """
 
     contents: Mapping[str, ContentForm] = field(default_factory=dict)
@@ -107,6 +109,7 @@ class TemplateCapabilities:
     one_system: bool = False
     one_call: bool = False
     answers_first: bool = False
+    hides_answers: bool = False
     short_ids: bool = False
     joins: frozenset[tuple[str, str]] = frozenset()
     thinking: ThinkingForm = field(default_factory=ThinkingForm)
@@ -127,11 +130,13 @@ class TemplateCapabilities:
             for role in _ROLES:  # the user first: the other probes have a user's message too
                 probes.forms[role] = probes.form(role)
         calls = probes.call_form()
+        answers_first = probes.answers_first(calls)
         found = cls(
             contents=probes.forms,
             calls=calls,
             one_call=probes.one_call(calls),
-            answers_first=probes.answers_first(calls),
+            answers_first=answers_first,
+            hides_answers=answers_first and probes.hides_answers(),
             short_ids=probes.short_ids(calls),
             knows_developer=template.mentions("developer")
             and (probes.shows("developer") or not probes.shows("system")),
@@ -217,6 +222,10 @@ class _Probes:
         return not self._hides([calling, answer], _FIRST, _THIRD) and any(
             self._hides([calling, other, answer], _FIRST, _SECOND, _THIRD) for other in others
         )
+
+    def hides_answers(self) -> bool:
+        """Return whether the template does not show an answer whose call is not there."""
+        return self._hides([self._answer(_CALL_ID, _THIRD), self._said()], _THIRD)
 
     def short_ids(self, calls: CallForm) -> bool:
         """Return whether the template refuses an id that is not of nine letters and digits."""

@@ -27,7 +27,7 @@ from typing import Any
 
 from tp_engine.api.openai.chat.capabilities import TemplateCapabilities
 from tp_engine.api.openai.chat.spellings import in_one_spelling, is_thought
-from tp_engine.api.openai.chat.turns import merged, name_tools, number_calls, shorten_ids, with_answers
+from tp_engine.api.openai.chat.turns import complete_ids, merged, name_tools, number_calls, shorten_ids, with_answers
 from tp_engine.api.openai.tools.events import unread_arguments
 from tp_engine.api.openai.tools.text_parser import valid_unicode
 from tp_engine.api.openai.tools.tool_format import ToolFormat
@@ -68,9 +68,13 @@ def normal_messages(
         _normal_message(f"messages[{index}]", message, takes_images=images is not None)
         for index, message in enumerate(messages)
     ]
+    if adapts_calls:
+        complete_ids(normal)
     name_tools(normal)
     if adapts_calls and (takes.one_call or takes.answers_first):
-        normal = with_answers(normal, one_call=takes.one_call, answers_first=takes.answers_first)
+        normal = with_answers(
+            normal, one_call=takes.one_call, answers_first=takes.answers_first, hides_answers=takes.hides_answers
+        )
     if adapts_calls and takes.short_ids:
         shorten_ids(normal)
     if adapts_calls and calls_format is not None and calls_format.numbered_id:

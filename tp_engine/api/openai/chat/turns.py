@@ -7,6 +7,8 @@
 | a text of the assistant between them | loses one of these | the text beside the call |
 | ids of other models | refuses them | nine letters and digits, made of each id |
 | ids of other models | belongs to one that knows ids of one form only | ids of that form |
+| no ids | prints them | ids, the same for a call and the next answer without one; a number as text |
+| an answer whose call is not there | hides it | a message of the user |
 
 Messages that cannot follow each other become one.
 """
@@ -22,6 +24,31 @@ from typing import Any, TypeAlias
 Message: TypeAlias = dict[str, Any]
 
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
+
+
+def complete_ids(messages: Sequence[Message]) -> None:
+    """Give calls without an id one, and answers without one that of the first such call, of their tool if they name
+    it."""
+    waiting: dict[str | None, deque[str]] = {}  # ids that are made here, of all and of each tool
+    answered: set[str] = set()
+    number = 0
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            if call.get("id") is None:
+                call["id"] = f"call_{number}"
+                for name in (None, call["function"]["name"]):
+                    waiting.setdefault(name, deque()).append(call["id"])
+            call["id"] = str(call["id"])
+            number += 1
+        if message["role"] == "tool" and "tool_call_id" not in message:
+            ids = waiting.get(message.get("name"), deque())
+            while ids and ids[0] in answered:
+                ids.popleft()
+            if ids:
+                message["tool_call_id"] = ids.popleft()
+                answered.add(message["tool_call_id"])
+        elif message["role"] == "tool":
+            message["tool_call_id"] = str(message["tool_call_id"])
 
 
 def name_tools(messages: Sequence[Message]) -> None:
@@ -66,21 +93,26 @@ def _short_id(given: object) -> str:
     return text if _SHORT_ID.fullmatch(text) else blake2b(text.encode(errors="replace"), digest_size=5).hexdigest()[:9]
 
 
-def with_answers(messages: Sequence[Message], *, one_call: bool, answers_first: bool) -> list[Message]:
+def with_answers(
+    messages: Sequence[Message], *, one_call: bool, answers_first: bool, hides_answers: bool = False
+) -> list[Message]:
     """Return the messages with tools' answers behind their calls: of calls that are one message, which become one each
-    with ``one_call``, and with ``answers_first`` of all calls."""
+    with ``one_call``, and with ``answers_first`` of all calls.  ``hides_answers``: one without its call becomes a
+    message of the user."""
     answers: dict[str, deque[int]] = {}
     for place, message in enumerate(messages):
         if message["role"] == "tool":
             answers.setdefault(str(message.get("tool_call_id")), deque()).append(place)
     placed: list[list[Message]] = []
     taken: set[int] = set()
+    called: set[str] = set()
     calling, last = 0, 0  # the latest message with calls, and the place of the last answer to it
     for place, message in enumerate(messages):
         if place in taken:
             continue
         if "tool_calls" in message:
             calling, last = len(placed), 0
+            called.update(str(call.get("id")) for call in message["tool_calls"])
             is_split = one_call and len(message["tool_calls"]) > 1
             for turn in _single_calls(message) if is_split else (message,):
                 found = sorted(_found(answers, turn["tool_calls"], place)) if is_split or answers_first else []
@@ -89,6 +121,8 @@ def with_answers(messages: Sequence[Message], *, one_call: bool, answers_first: 
                 last = max((last, *found))
         elif message["role"] == "assistant" and answers_first and place < last:
             placed[calling].append(message)
+        elif message["role"] == "tool" and hides_answers and str(message.get("tool_call_id")) not in called:
+            placed.append([{"role": "user", "content": message["content"]}])
         else:
             placed.append([message])
     return [merged(group) for group in placed]
