@@ -126,8 +126,6 @@ def test_a_patch_that_failed_and_says_nothing() -> None:
 @pytest.mark.parametrize(
     "item",
     [
-        {"type": "mcp_call", "name": "f", "arguments": "{}", "output": "W"},
-        {"type": "mcp_call", "name": "f", "arguments": "{}", "output": None, "error": "W"},
         {"type": "code_interpreter_call", "code": "print()", "outputs": [{"type": "logs", "logs": "W"}]},
         {"type": "file_search_call", "queries": ["q"], "results": [{"filename": "a", "text": "W"}]},
     ],
@@ -138,6 +136,25 @@ def test_what_a_servers_own_tool_found_is_the_assistants(item: dict[str, Any], t
     items = [{"role": "user", "content": "a"}, item, {"role": "user", "content": "b"}]
     messages = input_messages(items, None, takes_images=takes_images)
     assert messages[1] == {"role": "assistant", "content": "W"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "content"),
+    [
+        ({"output": "W"}, "W"),
+        ({"output": ""}, ""),
+        ({"output": None, "error": "W"}, "W"),
+        ({"error": {"type": "mcp_tool_execution_error"}}, '{"type": "mcp_tool_execution_error"}'),
+    ],
+)
+def test_a_call_of_an_mcp_server_is_a_call_and_its_answer(answer: dict[str, Any], content: str) -> None:
+    """Oracle: OpenAI's API, whose model sees what it has asked for and what it got; the same as for a function."""
+    mcp = {"type": "mcp_call", "id": "mcp_1", "name": "f", "server_label": "s", "arguments": '{"a": 1}', **answer}
+    call = {"type": "function_call", "call_id": "mcp_1", "name": "f", "arguments": '{"a": 1}'}
+    output = {"type": "function_call_output", "call_id": "mcp_1", "output": content}
+    question = {"role": "user", "content": "a"}
+    assert input_messages([question, mcp, question], None) == input_messages([question, call, output, question], None)
+    assert input_messages([question, {**mcp, "output": None, "error": None}], None) == input_messages([question], None)
 
 
 @pytest.mark.parametrize(

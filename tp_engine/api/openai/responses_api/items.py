@@ -7,6 +7,7 @@
     message (assistant), reasoning, and all
     calls of the client's tools               one assistant message, as long as they follow each other
     outputs of these calls                    a message of the role tool
+    mcp_call, with its output or error        both: a call of the assistant's message, and its answer
     what a server's own tool found or made    its texts and images, as the assistant's message
     what tells the model nothing              nothing; the log says so
 """
@@ -85,11 +86,13 @@ def _add_item(messages: Messages, where: str, item: Item, *, takes_images: bool)
         raise RequestError(f"{where}.type is {shown(kind, 60)}; it must be text, such as message", param="input")
     if kind == "message":
         _add_message(messages, where, item, takes_images=takes_images)
-    elif kind in _CALLS:
+    elif kind in _CALLS and (kind != "mcp_call" or _mcp_answer(item) is not None):
         name, arguments = _CALLS[kind](where, item)
         function = {"name": name, "arguments": arguments}
         call = {"id": _call_id(where, item), "type": "function", "function": function}
         _assistant(messages).setdefault("tool_calls", []).append(call)
+        if kind == "mcp_call":
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": _mcp_answer(item)})
     elif kind in _OUTPUTS:
         messages.append(_answer(where, kind, item, takes_images=takes_images))
     elif kind == "reasoning":
@@ -130,6 +133,12 @@ def _answer(where: str, kind: str, item: Item, *, takes_images: bool) -> dict[st
     return {"role": "tool", "tool_call_id": _call_id(where, item), "content": content}
 
 
+def _mcp_answer(item: Item) -> str | None:
+    """What a tool of an MCP server, which OpenAI's server has called, answered; None if it has not."""
+    said = item.get("error") if item.get("output") is None else item["output"]
+    return said if said is None or isinstance(said, str) else json.dumps(said, ensure_ascii=False)
+
+
 def _function_call(where: str, item: Item) -> tuple[str, Any]:
     name, namespace = _string(where, item, "name"), item.get("namespace")
     return name if namespace is None else flat_name(namespace, name), item.get("arguments")
@@ -143,6 +152,7 @@ def _built_in(name: str, field: str) -> Callable[[str, Item], tuple[str, Any]]:
 # The kind of a call -> the name of the function in the chat, and its arguments as the client sent them.
 _CALLS: Mapping[str, Callable[[str, Item], tuple[str, Any]]] = {
     "function_call": _function_call,
+    "mcp_call": _function_call,
     "custom_tool_call": lambda where, item: (
         _string(where, item, "name"),
         custom_arguments(_string(where, item, "input")),

@@ -37,7 +37,11 @@ def forced_schema(tools: ToolRequest) -> StructuredOutputsParams | None:
     call is forced.  Raises ``RequestError``."""
     if tools.choice == "auto":
         return None
-    return StructuredOutputsParams(json=_written(write_schema, {"tools": _fields(tools)}))
+    schema = _written(write_schema, {"tools": _fields(tools)})
+    try:
+        return StructuredOutputsParams(json=schema)
+    except RequestError as error:
+        raise _refusal(str(error)) from None
 
 
 def forced_grammar(
