@@ -54,6 +54,8 @@ def parse_template(text: str) -> nodes.Template:
         raise ConfigError(f"the chat template has an error in line {error.lineno}: {error.message}") from error
     except RecursionError as error:
         raise ConfigError("the chat template is nested too deeply") from error
+    except ConfigError:
+        raise
     except ValueError as error:  # a number of thousands of digits
         raise ConfigError(f"the chat template has an error: {error}") from error
     return tree
