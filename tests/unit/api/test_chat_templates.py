@@ -292,7 +292,8 @@ def test_a_text_that_costs_too_much_is_no_template(source: str, words: str) -> N
 @pytest.mark.parametrize("source", ["{{ 3 ** 9 }}", "{{ lipsum(n=9) }}", "{{ 1|nothing }}", "{{ 1 is nothing }}"])
 def test_what_no_template_may_use_is_an_error_of_its_text(source: str) -> None:
     """Oracle: ``ConfigError`` with the line, before anything is compiled: constants are folded by then."""
-    with pytest.raises(ConfigError, match=r"^the chat template has an error in line 1: (\S+ is not allowed|No (filter|test) named 'nothing')"):
+    words = r"^the chat template has an error in line 1: (\S+ is not allowed|No (filter|test) named 'nothing')"
+    with pytest.raises(ConfigError, match=words):
         ChatTemplate(source)
 
 
