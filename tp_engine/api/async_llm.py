@@ -23,7 +23,7 @@ from tp_engine.api.output_streams import Outputs
 from tp_engine.api.pooling import Pooler, PoolingLike
 from tp_engine.api.preparing import PreparingThreads
 from tp_engine.api.request_state import SequenceUpdate
-from tp_engine.api.scoring import ScorePairs, paired
+from tp_engine.api.scoring import ScorePairs, fields_of, paired
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.engine.client import EngineClient
 from tp_engine.engine.messages import ModelInfo
@@ -249,6 +249,7 @@ class AsyncLLM:
             request_id=request_id or new_request_id(),
             instruction=instruction,
             priority=priority,
+            fields=fields_of(queries, documents),
         )
         return scored.outputs(await asyncio.gather(*map(self._last, scored.requests)))
 

@@ -3,7 +3,7 @@
 import dataclasses
 import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, Literal, TypeAlias
 
@@ -17,6 +17,7 @@ from tp_engine.features.lora.feature import ADAPTER, AskedAdapter
 from tp_engine.features.structured_output.feature import BANNED, BannedWords, check_first_token
 from tp_engine.grammar.vocabulary import check_tokenizer
 from tp_engine.images.image_input import ImageInput
+from tp_engine.options.fields import unboxed
 from tp_engine.requests.request import EngineRequest, Pooling
 from tp_engine.requests.sampling_params import SamplingParams
 from tp_engine.requests.structured_outputs import StructuredOutputsParams
@@ -298,6 +299,8 @@ class InputProcessor:
                 raise RequestError(
                     f"the model {self.model.model!r} is served {how}; leave multi_modal_data out", param=param
                 )
+            if "prompt_token_ids" in prompt:
+                prompt = {**prompt, "prompt_token_ids": plain_token_ids(prompt["prompt_token_ids"])}
             prompt = self.images.of_prompt(prompt, add_special_tokens=add_special_tokens, param=param)
         return {"prompt_token_ids": prompt["prompt_token_ids"]}, tuple(prompt["images"])
 
@@ -441,9 +444,11 @@ def is_token_id(value: object) -> bool:
 
 
 def plain_token_ids(prompt: Any) -> Any:
-    """``prompt``; token ids of numpy or torch, all together or one by one, as Python's."""
-    if hasattr(prompt, "tolist"):
-        prompt = prompt.tolist()
+    """``prompt``; token ids of numpy or torch, all together or one by one, and those of other sequences, as a list of
+    Python's."""
+    prompt = unboxed(prompt)
+    if isinstance(prompt, (Sequence, Iterator)) and not isinstance(prompt, (str, bytes, list, tuple)):
+        prompt = list(prompt)
     if isinstance(prompt, (list, tuple)) and any(type(one) is not int for one in prompt):
         return [operator.index(one) if not isinstance(one, bool) and is_token_id(one) else one for one in prompt]
     return prompt

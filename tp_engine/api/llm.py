@@ -24,8 +24,8 @@ from tp_engine.api.keywords import EngineOptions
 from tp_engine.api.output_streams import Outputs
 from tp_engine.api.pooling import Pooler, PoolingLike
 from tp_engine.api.row_runs import OnError, Progress, Result, RowRun
-from tp_engine.api.rows import Rows, as_batch, as_conversations, tokenization_options
-from tp_engine.api.scoring import ScorePairs, paired
+from tp_engine.api.rows import Rows, as_batch, as_conversations, tokenization_options, with_lists
+from tp_engine.api.scoring import ScorePairs, fields_of, paired
 from tp_engine.api.team import EXTERNAL_LAUNCHER, Team, join_team, together
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.engine.service_process import spawn_service
@@ -265,7 +265,7 @@ class LLM(Closing):
         batch, is_one = as_conversations(messages)
 
         def prompt_of(conversation: Any) -> Prompt:
-            return self._loop.run(self._async.chat_prompt, conversation, **template_options)
+            return self._loop.run(self._async.chat_prompt, with_lists(conversation), **template_options)
 
         rows = self._rows(
             "conversations", batch, is_one, sampling_params, lora_request, priority, None, prompt_of=prompt_of
@@ -349,8 +349,8 @@ class LLM(Closing):
     @together
     def score(
         self,
-        queries: str | Sequence[str],
-        documents: str | Sequence[str],
+        queries: str | Iterable[str],
+        documents: str | Iterable[str],
         *,
         instruction: str | None = None,
         use_tqdm: Progress = True,
@@ -361,8 +361,15 @@ class LLM(Closing):
         ``instruction`` tells a reranker what relevant means.  Raises ``RequestError`` before anything runs.
         """
         self._check_open()
-        pairs = paired(queries, documents)
-        make = partial(ScorePairs.of, self.input_processor, pairs, request_id=self._next_id(), instruction=instruction)
+        first, second = (given if isinstance(given, str) else list(given) for given in (queries, documents))
+        make = partial(
+            ScorePairs.of,
+            self.input_processor,
+            paired(first, second),
+            request_id=self._next_id(),
+            instruction=instruction,
+            fields=fields_of(first, second),
+        )
         scored = self._loop.run(in_thread, make)
         return scored.outputs(self._complete(scored.requests, use_tqdm))
 

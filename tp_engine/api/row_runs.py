@@ -11,6 +11,7 @@ from tqdm import tqdm
 from tp_engine.api.calls import Call, RequestEnd
 from tp_engine.api.rows import Row, Rows
 from tp_engine.errors import NO_TOKEN_LEFT, RequestError, again
+from tp_engine.options.fields import unboxed
 from tp_engine.requests.outputs import RequestOutput
 from tp_engine.requests.structured_outputs import PARAM
 
@@ -47,7 +48,7 @@ class RowRun:
         self._call, self._rows, self._window, self._on_error = call, rows, window, on_error
         self._numbers: dict[str, int] = {}  # of the rows that run, by the ids of their requests
         self._errors: list[RequestError] = []  # to be raised
-        make_bar = tqdm if isinstance(use_tqdm, bool) else use_tqdm
+        make_bar = use_tqdm if callable(use_tqdm) else tqdm
         self._bar = make_bar(total=rows.size, desc="requests", unit="", dynamic_ncols=True) if use_tqdm else None
         self._num_tokens, self._started_s = 0, time.monotonic()
 
@@ -164,6 +165,7 @@ def _in_order(found: list[tuple[int, Any]]) -> list[Any]:
 
 
 def _seconds(timeout_s: float) -> float:
+    timeout_s = unboxed(timeout_s)
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s >= 0:
         raise RequestError(f"timeout_s is {timeout_s!r}; it must be seconds, at least 0, or None", param="timeout_s")
     return timeout_s

@@ -4,14 +4,16 @@ is about."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from tp_engine.api.input_processor import Prompt, is_token_id
 from tp_engine.errors import RequestError, did_you_mean, shown
+from tp_engine.options.fields import unboxed
 from tp_engine.requests.request import EngineRequest
 
+_WITH_LISTS = ("content", "tool_calls")  # of a message
 _TOKENIZATION = "tokenization_kwargs"
 _TOKENIZATION_KEYS = ("add_special_tokens", "truncation", "max_length", "truncation_side", "truncate_prompt_tokens")
 
@@ -76,7 +78,7 @@ def as_batch(prompts: Any) -> tuple[Iterable[Prompt], bool]:
     generator stays one."""
     if prompts is None:
         raise RequestError("prompts is missing; give a prompt, or a list of prompts", param="prompts")
-    prompts = plain(prompts)
+    prompts = unboxed(prompts)
     if isinstance(prompts, (str, Mapping)):
         return [prompts], True
     if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
@@ -95,7 +97,7 @@ def as_batch(prompts: Any) -> tuple[Iterable[Prompt], bool]:
 
 def as_conversations(messages: Any) -> tuple[Iterable[Any], bool]:
     """One conversation or many, and whether it is one.  A generator stays one."""
-    messages = plain(messages)
+    messages = unboxed(messages)
     if not isinstance(messages, Iterable) or isinstance(messages, (str, bytes, Mapping)):
         kind = type(messages).__name__
         raise RequestError(f"messages is of type {kind}; it must be a list of messages, or of such", param="messages")
@@ -110,23 +112,32 @@ def as_conversations(messages: Any) -> tuple[Iterable[Any], bool]:
     return conversations, False
 
 
-def plain(given: Any) -> Any:
-    """``given``; an array, a tensor or a series as a list."""
-    return given.tolist() if hasattr(given, "tolist") else given
+def with_lists(conversation: Any) -> Any:
+    """Return a conversation whose messages, and their parts and calls, are lists where they are arrays, as in what
+    pandas reads of parquet, or iterators."""
+    messages = _listed(conversation)
+    if not isinstance(messages, (list, tuple)) or not all(isinstance(one, Mapping) for one in messages):
+        return messages
+    return [{**one, **{name: _listed(one[name]) for name in _WITH_LISTS if name in one}} for one in messages]
+
+
+def _listed(given: Any) -> Any:
+    given = unboxed(given)
+    return list(given) if isinstance(given, Iterator) else given
 
 
 def for_each(name: str, given: Any, num_rows: int | None) -> Iterable[Any]:
     """One value for all rows, or one for each."""
-    given = plain(given)
-    if isinstance(given, Iterator) and num_rows is not None:
-        given = list(given)
-    if isinstance(given, Iterator):
-        return given
-    if isinstance(given, (str, Mapping)) or not isinstance(given, Sequence):
+    given = unboxed(given)
+    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
         return itertools.repeat(given)
-    if num_rows is not None and len(given) != num_rows:
-        raise RequestError(f"{len(given)} {name} for {num_rows} prompts; give one for all, or one for each", param=name)
-    return given
+    if num_rows is None:
+        return given
+    found = list(itertools.islice(given, num_rows + 1))  # it may have no end
+    if len(found) != num_rows:
+        count = f"more than {num_rows}" if len(found) > num_rows else f"{len(found)}"
+        raise RequestError(f"{count} {name} for {num_rows} prompts; give one for all, or one for each", param=name)
+    return found
 
 
 def tokenization_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -138,6 +149,7 @@ def tokenization_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
         raise RequestError(
             f"{_TOKENIZATION} is of type {type(given).__name__}; it must be a mapping", param=_TOKENIZATION
         )
+    given = {name: unboxed(value) for name, value in given.items()}
     if unknown := next((name for name in given if name not in _TOKENIZATION_KEYS), None):
         known = ", ".join(_TOKENIZATION_KEYS)
         near = did_you_mean(str(unknown), _TOKENIZATION_KEYS)

@@ -151,7 +151,7 @@ def _refuse(instruction: str | None, why: str) -> None:
 
 
 def fields_of(
-    queries: str | Sequence[str], documents: str | Sequence[str], names: tuple[str, str]
+    queries: str | Sequence[str], documents: str | Sequence[str], names: tuple[str, str] = ("queries", "documents")
 ) -> list[tuple[str, str]]:
     """Return what a client calls the texts of each pair of ``paired``: ``documents[3]`` for one of a list."""
     first, second = (

@@ -21,6 +21,8 @@ from tp_engine.system.units import parse_bytes, parse_count
 
 _KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,), "int": (int,), "float": (int, float)}
 
+_PLAIN = frozenset({bool, dict, float, int, list, str, tuple, type(None)})
+
 Record = TypeVar("Record")
 
 
@@ -117,6 +119,11 @@ def plain(value: Any) -> Any:
     return every if of is None or of(given) != value else given
 
 
+def unboxed(value: Any) -> Any:
+    """Return ``value``; a number, an array or a series of numpy, torch or pandas as Python's."""
+    return value.tolist() if type(value) not in _PLAIN and hasattr(value, "tolist") else value
+
+
 def as_json(value: Any) -> str:
     """Return the JSON text of a field's value."""
     return json.dumps(plain(value), ensure_ascii=False)
@@ -206,9 +213,16 @@ def _several(spec: dataclasses.Field[Any], value: Any) -> tuple[Any, ...]:
 
 def _json_text(name: str, value: Mapping[Any, Any]) -> str:
     try:
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False, default=_plain_of_json)
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{name} cannot be written as JSON: {error}") from error
+
+
+def _plain_of_json(value: Any) -> Any:
+    found = unboxed(value)
+    if found is value:
+        raise TypeError(f"{shown(value)} is of type {type(value).__name__}")
+    return found
 
 
 def _wrong_type(spec: dataclasses.Field[Any], value: Any) -> str | None:

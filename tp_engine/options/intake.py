@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from tp_engine.errors import ConfigError, RequestError, did_you_mean, shown
-from tp_engine.options.fields import is_switch
+from tp_engine.options.fields import is_switch, unboxed
 from tp_engine.options.foreign import foreign_options, foreign_values
 from tp_engine.options.foreign_rows import ForeignOption, ForeignValue
 from tp_engine.system.log import get_logger
@@ -122,6 +122,7 @@ class _Intake:
         self._spellings |= {f"no_{spec.name}": (spec.name, True) for spec in self._fields.values() if is_switch(spec)}
 
     def take(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        given = {name: unboxed(value) for name, value in given.items()}
         foreign, own = {}, self._own(given)
         for name in given:
             if name in self._foreign and not self._is_own(name):

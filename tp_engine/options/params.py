@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 from tp_engine.errors import RequestError, shown
-from tp_engine.options.fields import is_optional, key, problem
+from tp_engine.options.fields import is_optional, key, problem, unboxed
 
 Params = TypeVar("Params")
 
 LARGEST = 2**31 - 1
-_PLAIN = frozenset({bool, dict, float, int, list, str, tuple, type(None)})
+_NUMBERS_AND_TEXTS = frozenset({int, str, float, bool})
 
 
 def whole(default: Any, rule: str, least: int = 0, most: int = LARGEST, **metadata: Any) -> Any:
@@ -44,8 +44,7 @@ def takes_forms(kind: type[Params]) -> type[Params]:
     @functools.wraps(construct)
     def construct_in_form(self: Params, *positional: Any, **given: Any) -> None:
         for name, value in given.items():
-            if type(value) not in _PLAIN and hasattr(value, "tolist"):
-                given[name] = value = value.tolist()
+            given[name] = value = unboxed(value)
             if name in forms:
                 given[name] = forms[name](value)
         construct(self, *positional, **given)
@@ -75,13 +74,21 @@ def as_tuple(name: str) -> Callable[[object], tuple[Any, ...]]:
     """Return the form of a field with several values: a tuple, which cannot change after the checks; None is empty."""
 
     def form(value: object) -> tuple[Any, ...]:
-        if value is None:
-            return ()
-        if not isinstance(value, (list, tuple)):
+        found = () if value is None else several(value)
+        if found is None:
             raise wrong_type(name, value, "a list")
-        return tuple(value)
+        return found
 
     return form
+
+
+def several(value: object) -> tuple[Any, ...] | None:
+    """Return the values of a list, a set, a range or another iterable, with numbers of other libraries as Python's;
+    None for a text, a mapping and what is no iterable."""
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        return None
+    found = tuple(value)
+    return found if {*map(type, found)} <= _NUMBERS_AND_TEXTS else tuple(map(unboxed, found))
 
 
 def wrong_type(name: str, value: object, rule: str) -> RequestError:

@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, replace
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from tp_engine.errors import RequestError, shown
-from tp_engine.options.fields import key
+from tp_engine.options.fields import key, unboxed
 from tp_engine.options.foreign_rows import Become, accepted, refused, to_option, translated
 from tp_engine.options.intake import takes_names_of_others
 from tp_engine.options.params import as_tuple, check_params, number, switch, takes_forms, whole, wrong_type
@@ -84,6 +84,10 @@ def _allowed(value: object) -> tuple[Any, ...] | None:
     return None if value is None else as_tuple("allowed_token_ids")(value)
 
 
+def _bias(value: object) -> object:
+    return {unboxed(name): unboxed(one) for name, one in value.items()} if isinstance(value, Mapping) else value
+
+
 def _seed(value: object) -> object:
     return None if value == -1 else value
 
@@ -114,8 +118,9 @@ class SamplingParams:
     ``AsyncLLM.generate``.  ``prompt_cache_key`` names the session that the request belongs to, for prefetching from
     the host tier.  ``structured_outputs`` constrains the form of the output.
 
-    Numbers and lists may be numpy's.  Names of vLLM, SGLang and OpenAI's API that mean one of these are taken too.
-    Raises ``RequestError`` for a value out of range, and for an unknown name, with the nearest one.
+    Numbers may be numpy's or torch's, lists any iterables.  Names of vLLM, SGLang and OpenAI's API that mean one of
+    these are taken too.  Raises ``RequestError`` for a value out of range, and for an unknown name, with the nearest
+    one.
     """
 
     n: int = whole(1, f"a whole number from 1 to {MAX_N}", least=1, most=MAX_N)
@@ -126,7 +131,7 @@ class SamplingParams:
     presence_penalty: float = number(0.0, "between -2 and 2", -2, 2)
     frequency_penalty: float = number(0.0, "between -2 and 2", -2, 2)
     repetition_penalty: float = number(1.0, "above 0 and at most 100", 1e-6, 100)
-    logit_bias: Mapping[int, float] | None = None
+    logit_bias: Mapping[int, float] | None = key(None, form=_bias)
     allowed_token_ids: Ids | None = key(None, form=_allowed)
     seed: int | None = whole(None, "a 64-bit whole number, or None", -(2**63), 2**63 - 1, form=_seed)
     stop: Texts = key((), form=_stops)

@@ -12,7 +12,7 @@ from tp_engine.errors import ConfigError, RequestError, shown
 from tp_engine.options.fields import checked, json_object, key
 from tp_engine.options.foreign_rows import refused
 from tp_engine.options.intake import takes_names_of_others
-from tp_engine.options.params import takes_forms
+from tp_engine.options.params import several, takes_forms
 from tp_engine.requests.nesting import is_expression_deeper, is_grammar_deeper, is_schema_deeper
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
@@ -51,12 +51,13 @@ def _schema_text(schema: object) -> str | None:
 def _choices(choices: object) -> tuple[str, ...] | None:
     if choices is None:
         return None
-    if not isinstance(choices, (list, tuple)) or not choices:
+    found = several(choices)
+    if not found:
         raise _error(f"choice is {shown(choices)}; it must be a list of at least one text")
-    for one in choices:
+    for one in found:
         if not isinstance(one, str) or not one:
             raise _error(f"choice contains {shown(one)}; every choice must be a text of at least one character")
-    return tuple(choices)
+    return found
 
 
 def _any_object(value: object) -> object:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from tests.images import data_url, file_of, image_info, image_part, image_tokenizer, picture
 from tp_engine.api.anthropic.protocol import CountTokensBody, MessagesBody
@@ -431,7 +433,7 @@ def test_prompts_of_python_have_their_images_beside_them() -> None:
     assert text(first) == "see <|vision_start|>[6]<|vision_end|> <|vision_start|>[6]<|vision_end|>"
     assert first.images[0].digest == first.images[1].digest
     ids = image_tokenizer().encode(f"see {mark} {mark}", add_special_tokens=False)
-    for given in (ids, first.prompt_token_ids):
+    for given in (ids, np.array(ids), torch.tensor(ids), deque(ids), first.prompt_token_ids):
         again = process({"prompt_token_ids": given, "multi_modal_data": {"image": [array, PICTURE]}})
         assert again.prompt_token_ids == first.prompt_token_ids
         assert [image.start for image in again.images] == [image.start for image in first.images]

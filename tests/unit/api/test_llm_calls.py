@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import os
 import pickle
 import signal
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
-from tests.e2e.frontend import new_engine
+from tests.e2e.frontend import INFO, new_engine
 from tests.fake_engine import FakeEngine
 from tests.patience import on_this_machine
 from tests.services import FakeLLM
@@ -76,6 +79,9 @@ IDS = [97, 98, 99]
         ("abc", "abc"),
         (one for one in ["abc", IDS]),
         map(str, ["abc", "abc"]),
+        [range(97, 100), deque(IDS)],
+        [iter(IDS), array("i", IDS)],
+        {"first": "abc", "second": "abc"}.values(),
     ],
     ids=lambda given: type(given).__name__,
 )
@@ -99,8 +105,25 @@ def test_columns_may_be_generators_and_arrays(llm: FakeLLM) -> None:
     for given in (iter(params), tuple(params), np.array(params, dtype=object)):
         assert texts(llm.generate(["abc"] * 2, given, use_tqdm=False)) == ["a", "ab"]
     assert texts(llm.generate(iter(["abc"] * 2), iter(params), False, None, np.array([1, 0]))) == ["a", "ab"]
+    for given in ({"first": params[0], "second": params[1]}.values(), deque(params), map(SamplingParams.clone, params)):
+        assert texts(llm.generate(["abc"] * 2, given, use_tqdm=False)) == ["a", "ab"]
+    assert texts(llm.generate(["abc"] * 2, params, False, priority=range(2))) == ["a", "ab"]
+    assert texts(llm.generate(iter(["abc"] * 2), itertools.cycle(params), use_tqdm=False)) == ["a", "ab"]
     with pytest.raises(RequestError, match=r"prompts\[1\]: there are 1 sampling_params for more prompts"):
         llm.generate(iter(["abc"] * 2), iter(params[:1]), use_tqdm=False)
+    with pytest.raises(RequestError, match="more than 2 sampling_params for 2 prompts"):
+        llm.generate(["abc"] * 2, itertools.cycle(params), use_tqdm=False)
+
+
+def test_conversations_as_pandas_reads_them_of_parquet(llm: FakeLLM) -> None:
+    """Oracle: the same conversations in lists."""
+    parts = [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}]
+    chats = [[{"role": "user", "content": content}] for content in ("abc", parts)]
+    expected = texts(llm.chat(chats, SHORT, use_tqdm=False))
+    arrays = np.empty(2, dtype=object)
+    arrays[:] = [np.array(chats[0]), np.array([{"role": "user", "content": np.array(parts)}])]
+    for given in (arrays, [iter(one) for one in chats], map(deque, chats)):
+        assert texts(llm.chat(given, SHORT, use_tqdm=False)) == expected
 
 
 @pytest.mark.parametrize(
@@ -135,6 +158,13 @@ def test_an_error_names_its_row(llm: FakeLLM, call: Callable[[Any], object], wor
     with pytest.raises(RequestError) as caught:
         call(llm)
     assert words in str(caught.value) and (caught.value.param or "").startswith(param)
+
+
+def test_an_error_names_its_text_of_a_score() -> None:
+    """Oracle: by hand: the one text that is empty."""
+    info = msgspec.structs.replace(INFO, convert="embed", hidden_size=4, dimensions=())
+    with FakeLLM(FakeEngine(model_info=info)) as llm, pytest.raises(RequestError, match=r"documents\[2\] is empty"):
+        llm.score("q", iter(["a", "b", ""]))
 
 
 def test_errors_may_stand_in_their_rows(llm: FakeLLM) -> None:
@@ -377,6 +407,8 @@ def test_progress_bars_of_the_caller(llm: FakeLLM) -> None:
     llm.generate(["a"] * 7, SHORT, use_tqdm=make_bar)
     (bar,) = bars
     assert (bar.options["total"], bar.count, bar.closed) == (7, 7, True)
+    yes: Any = 1  # as true as True
+    assert texts(llm.generate("abc", SHORT, use_tqdm=yes)) == ["abc"]
 
 
 def test_tokenization_is_obeyed(llm: FakeLLM) -> None:
@@ -387,8 +419,9 @@ def test_tokenization_is_obeyed(llm: FakeLLM) -> None:
         ({"truncation": True, "max_length": 2, "truncation_side": "left"}, "cd"),
         ({"truncate_prompt_tokens": 3}, "bcd"),
         ({"add_special_tokens": False}, "abcd"),
+        ({"truncation": np.bool_(True), "max_length": np.int64(2)}, "ab"),
     ):
-        (output,) = llm.generate(["abcd"], params, use_tqdm=False, tokenization_kwargs=given)
+        (output,) = llm.generate(["abcd"], params, use_tqdm=False, tokenization_kwargs=given, timeout_s=np.float32(60))
         assert output.outputs[0].text == expected
     (salted,) = llm.generate([{"prompt": "ab", "cache_salt": "x"}], SHORT, use_tqdm=False)
     assert llm.engine.added[-1].params.cache_salt == "x" and salted.outputs[0].text == "ab"

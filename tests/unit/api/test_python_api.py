@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import typing
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import tp_engine
 from tests.e2e.frontend import new_engine
@@ -77,6 +79,23 @@ def test_every_keyword_is_taken() -> None:
     found = read_options("LLM", "m", options)
     assert found.sampling.params("m") == SamplingParams(top_k=3)
     assert found.chats.template_text == "{{ messages }}"
+
+
+def test_values_of_numpy_and_torch_are_taken() -> None:
+    """Oracle: the same options in Python's numbers."""
+    given = {
+        "max_model_len": torch.tensor(64), "max_num_seqs": np.int32(4), "gpu_memory_utilization": np.float32(0.5),
+        "enable_prefix_caching": np.bool_(False), "served_model_name": np.array(["a", "b"]), "dtype": torch.float32,
+        "hf_overrides": {"rope_theta": np.float64(1e4)}, "limit_mm_per_prompt": {"image": np.int64(3)},
+    }  # fmt: skip
+    plain = {
+        "max_model_len": 64, "max_num_seqs": 4, "gpu_memory_utilization": 0.5, "enable_prefix_caching": False,
+        "served_model_name": ["a", "b"], "dtype": "float32", "hf_overrides": {"rope_theta": 1e4},
+        "limit_mm_per_prompt": {"image": 3},
+    }  # fmt: skip
+    assert read_options("LLM", "m", given).engine == read_options("LLM", "m", plain).engine
+    with pytest.raises(ConfigError, match=r"hf_overrides can not be written as JSON: .* is of type object"):
+        read_options("LLM", "m", {"hf_overrides": {"rope_theta": object()}})
 
 
 @pytest.mark.parametrize(
@@ -161,6 +180,20 @@ def test_wrong_sampling_parameters_are_named(given: dict[str, Any], words: str) 
             {"temperature": np.float32(0.5), "max_tokens": np.int64(7), "stop_token_ids": np.array([1, 2])},
             {"temperature": 0.5, "max_tokens": 7, "stop_token_ids": [1, 2]},
         ),
+        (
+            {"allowed_token_ids": list(np.arange(3)), "stop_token_ids": range(1, 3), "stop": {"x"}},
+            {"allowed_token_ids": [0, 1, 2], "stop_token_ids": [1, 2], "stop": ["x"]},
+        ),
+        (
+            {"allowed_token_ids": {"a": 5}.values(), "bad_words": (one for one in "xy")},
+            {"allowed_token_ids": [5], "bad_words": ["x", "y"]},
+        ),
+        ({"logit_bias": {np.int64(5): np.float32(1)}, "stop": deque("x")}, {"logit_bias": {5: 1.0}, "stop": ["x"]}),
+        (
+            {"structured_outputs": {"choice": np.array(["yes", "no"])}},
+            {"structured_outputs": {"choice": ["yes", "no"]}},
+        ),
+        ({"structured_outputs": {"choice": {"yes": 1}.keys()}}, {"structured_outputs": {"choice": ["yes"]}}),
     ],
 )
 def test_names_and_values_of_other_libraries(given: dict[str, Any], expected: dict[str, Any]) -> None:
