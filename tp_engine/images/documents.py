@@ -21,6 +21,9 @@ from tp_engine.system.isolation.process import IsolatedProcess, Limits
 from tp_engine.system.units import MIB
 
 _HEAD_BYTES = 1024  # where readers look for the mark of a PDF
+# With what the files of images begin, some behind four bytes: clients send them as files of no type.
+_IMAGES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"II*\0", b"MM\0*", b"BM")
+_BOXES = (b"ftypavif", b"jP  \r\n\x87\n")
 _LIMITS = Limits(cpu_s=5.0, memory_bytes=1024 * MIB)
 _PROCESS = IsolatedProcess(prepare=(pdf_pages.prepare, ""), max_calls=MAX_CALLS)
 
@@ -41,13 +44,16 @@ def reads_pdfs() -> bool:
 
 
 def read_pages(source: DocumentSource, settings: ImageSettings) -> list[ImageSource]:
-    """Return the pages of a document as images; ``RequestError`` for one that cannot be read, or has too many."""
+    """Return the pages of a document as images, or the image that it is itself; ``RequestError`` for one that cannot
+    be read, or has too many."""
+    file = file_bytes(source, settings)
+    if file.startswith(_IMAGES) or file[4:12] in _BOXES:
+        return [ImageSource(where=source.where, content=source.content)]
     if not reads_pdfs():
         raise source.refusal(
             "PDFs are read with the package pypdfium2, which is not installed here (pip install 'tp-engine[pdf]'); "
             "send the pages as images, or their text"
         )
-    file = file_bytes(source, settings)
     if b"%PDF-" not in file[:_HEAD_BYTES]:
         raise source.refusal("the file is no PDF; PDFs and images are read, send others as text")
     what: dict[str, object] = {"max_pages": settings.max_images}

@@ -30,13 +30,13 @@ MAX_FILE_BYTES = 20 * MIB
 DETAILS = ("auto", "low", "medium", "high", "original")
 WITH_PARTS = ("messages", "input", "content", "output", "outputs", "source")
 """Fields of requests, and of what is in them, that may have parts."""
-# The kind of a part -> its fields that may have the image; the last three are transformers' own.
+# The kind of a part -> its fields that may have the image; those of "image" are transformers' own, and MCP's.
 _KINDS = {
     "image_url": ("image_url",),
     "input_image": ("image_url",),
     "computer_screenshot": ("image_url",),
     "image_pil": ("image_pil",),
-    "image": ("image", "url", "base64"),
+    "image": ("image", "url", "base64", "data"),
     "file": ("file_data",),
     "input_file": ("file_data", "file_url"),
 }
@@ -94,14 +94,26 @@ def is_document_part(part: object) -> bool:
 
 def _kind(part: Mapping[str, Any]) -> str:
     kind = part.get("type")
+    if kind is None and part.get("image_url") is not None:  # as in vLLM
+        return "image_url"
     return kind if isinstance(kind, str) else ""
+
+
+def _of_anthropic(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A part of the kind ``image``; one of Anthropic's form in transformers' form."""
+    source = part.get("source")
+    if not isinstance(source, Mapping) or source.get("type") not in ("base64", "url"):
+        return part
+    return {"type": "image", "data": source.get("data"), "url": source.get("url")}
 
 
 def image_source(where: str, part: Mapping[str, Any] | ImageSource) -> ImageSource:
     """Return the image of a part for which ``is_image_part``; ``RequestError`` for one that names none."""
     if isinstance(part, ImageSource):
         return part
-    kind: str = part["type"]
+    kind = _kind(part)
+    if kind == "image":
+        part = _of_anthropic(part)
     if kind in _FILES:
         return _file_source(where, part["file"] if isinstance(part.get("file"), Mapping) else part)
     name = next((name for name in _KINDS[kind] if part.get(name) is not None), _KINDS[kind][0])
@@ -120,7 +132,7 @@ def image_source(where: str, part: Mapping[str, Any] | ImageSource) -> ImageSour
             f"{where} is a part of type {kind!r}, but has no URL in {names}: send data:image/png;base64,...{remedy}",
             param="messages",
         )
-    if name == "base64" and given.lstrip()[:5].lower() != "data:":
+    if name in ("base64", "data") and given.lstrip()[:5].lower() != "data:":
         given = f"data:;base64,{given}"
     if part.get("uuid") is not None:
         raise RequestError(f"{where}: uuid names no image here; send the image itself", param="messages")

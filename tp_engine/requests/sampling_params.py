@@ -263,6 +263,7 @@ class SamplingParams:
 
 
 @takes_names_of_others()
+@takes_forms
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
     """How one prompt is searched: ``beam_width`` beams of at most ``max_tokens`` tokens, with vLLM's field names.

@@ -296,6 +296,11 @@ def test_pictures_in_items_of_responses_reach_the_model() -> None:
         "output": {"type": "computer_screenshot", "image_url": URL},
     }
     assert of(call, output).endswith(f"<s>tool: {shown}</s>")
+    for screen in ([output["output"]], {"image_url": URL}):
+        assert of(call, {**output, "output": screen}).endswith(f"<s>tool: {shown}</s>")
+    with pytest.raises(RequestError, match="no URL") as caught:
+        of(call, {**output, "output": {"type": "computer_screenshot", "file_id": "f"}})
+    assert caught.value.param == "input"
     drawn = {"type": "image_generation_call", "id": "ig", "status": "completed", "result": data}
     assert of(drawn) == f"<s>assistant: {shown}</s>"
     ran = {
@@ -335,6 +340,28 @@ def test_images_in_documents_of_messages_reach_the_model() -> None:
     ):
         prepared(body, blind)
     assert "see \n[image omitted]" in text(prepared(answered, blind))
+
+
+def test_images_of_messages_in_other_places_and_forms() -> None:
+    """Oracle: the prompts by hand: what other tools found, search results, and the forms of OpenAI and MCP."""
+    shown = "<|vision_start|>[6]<|vision_end|>"
+
+    def of(*content: Any, role: str = "user") -> str:
+        messages = [{"role": "user", "content": "a"}, {"role": role, "content": list(content)}]
+        body = MessagesBody.model_validate(
+            {"max_tokens": 5, "messages": [*messages, {"role": "user", "content": "go"}]}
+        )
+        assert has_image(body)
+        return text(prepared(body))
+
+    result: dict[str, Any] = {"type": "search_result", "title": "T", "source": "U", "content": [IMAGE_BLOCK]}
+    assert f"T\nU{shown}" in of(result)
+    mcp = {"type": "image", "data": URL.partition(",")[2], "mimeType": "image/png"}
+    for inner in (result, image_part(PICTURE), mcp):
+        assert shown in of({"type": "tool_result", "tool_use_id": "t", "content": [inner]})
+    page = {"type": "document", "source": {"type": "content", "content": [IMAGE_BLOCK]}}
+    fetched = {"type": "web_fetch_result", "content": page}
+    assert shown in of({"type": "web_fetch_tool_result", "tool_use_id": "t", "content": fetched}, role="assistant")
 
 
 def test_pdfs_without_their_package_are_refused_by_the_right_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,10 +71,15 @@ def test_base64_is_read_as_browsers_read_it() -> None:
         {"type": "image", "base64": "data:image/png;base64,YWJj"},
         {"type": "computer_screenshot", "image_url": "data:image/png;base64,YWJj"},
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,YWJj", "detail": "medium"}},
+        {"image_url": {"url": "data:image/png;base64,YWJj"}},
+        {"type": "image", "data": "YWJj", "mimeType": "image/png"},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "YWJj"}},
+        {"type": "image", "source": {"type": "url", "url": "data:image/png;base64,YWJj"}},
     ],
 )
 def test_other_forms_of_parts_are_images_too(part: dict[str, Any]) -> None:
-    """Oracle: the bytes; transformers' own message format, a computer's screenshot, a detail that others know."""
+    """Oracle: the bytes; transformers' own message format, a computer's screenshot, a detail that others know, vLLM's
+    part without a type, what MCP's tools answer, and Anthropic's block."""
     assert has_image_part([{"role": "user", "content": [part]}])
     assert file_bytes(image_source("input[0]", part), settings()) == b"abc"
 
@@ -117,6 +122,7 @@ def test_other_urls_are_refused_with_the_remedy(url: str, message: str) -> None:
         ({"type": "image"}, "has no URL in 'image' or 'url' or 'base64'"),
         ({"type": "image", "image": {"path": "a"}}, "has no URL in 'image' or 'url' or 'base64'"),
         ({"type": "image", "url": 7}, "has no URL in 'image' or 'url' or 'base64'"),
+        ({"type": "image", "source": {"type": "file", "file_id": "f"}}, "has no URL in 'image'"),
     ],
 )
 def test_parts_that_name_no_image_are_refused(part: dict[str, Any], message: str) -> None:

@@ -155,6 +155,17 @@ def test_granite_moe_names_its_rotation() -> None:
         read_model({**config, "position_embedding_type": "nope"})
 
 
+def test_a_share_that_transformers_does_not_read_is_refused() -> None:
+    """Oracle: transformers' rotation of Gemma 4's full layers without a type, which turns whole heads."""
+    config = tiny("gemma4")
+    full = config["rope_parameters"]["full_attention"]
+    assert full.pop("rope_type") == "proportional" and full["partial_rotary_factor"] == 0.25
+    with pytest.raises(ConfigError, match=r"full_attention: partial_rotary_factor is 0.25"):
+        read_model(config)
+    del full["partial_rotary_factor"]
+    assert {one.kind for one in read_model(config).ropes} == {"default"}
+
+
 @pytest.mark.parametrize("changes", [{"per_layer_config": {}}, {"per_layer_config": None}])
 def test_no_changes_by_layer_are_none(changes: dict[str, Any]) -> None:
     """Oracle: transformers' own layers, which it writes of a model whose full layers are like the others."""

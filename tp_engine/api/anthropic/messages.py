@@ -7,9 +7,9 @@
     tool_result                               a message of the role tool; texts before it stay before it
     thinking, what this server sealed of it   the reasoning of the assistant's message
     tool_use                                  a call of the assistant's message; what follows it begins another one
-    document of text, search_result           its text
-    image                                     an image of its message, or of a tool's answer
-    document of blocks                        its texts and images
+    document of text                          its text
+    image, also in OpenAI's form              an image of its message, or of a tool's answer
+    document of blocks, search_result         its texts and images
     document of a PDF                         its pages, as images
     document of another kind, and an image
     where the model takes none                refused; a note in a tool's answer, which would else end the conversation
@@ -29,7 +29,7 @@ from tp_engine.api.anthropic.protocol import Block, Message
 from tp_engine.api.openai.chat.messages import FAILED, omitted
 from tp_engine.api.openai.reasoning_seal import ReasoningSeal
 from tp_engine.errors import RequestError, shown
-from tp_engine.images.sources import DocumentSource, ImageSource
+from tp_engine.images.sources import DocumentSource, ImageSource, image_source, is_document_part, is_image_part
 from tp_engine.system.log import get_logger, warn_once
 
 logger = get_logger(__name__)
@@ -102,12 +102,15 @@ def _answer(where: str, block: Block, *, takes_images: bool) -> str | list[Any]:
 def _parts(where: str, block: Block, *, takes_images: bool, in_result: bool = False) -> list[Any]:
     """The texts and images of a block; none of one that tells the model nothing."""
     source = block.get("source")
-    if takes_images and block["type"] == "image":
+    if takes_images and _is_image(block):
         return [_image(where, block)]
-    if takes_images and block["type"] in _UNTOLD and isinstance(content := block.get("content"), list):
-        places = ((f"{where}.content[{number}]", one) for number, one in enumerate(content) if _is_image(one))
-        if images := [_image(place, one) for place, one in places]:
+    if takes_images and block["type"] in _UNTOLD:
+        content = block.get("content")
+        if images := [*_found_images(f"{where}.content", content)]:
             return [*map(_text_part, _found(content)), *images]
+    if takes_images and block["type"] == "search_result" and _has_image(found := _listed(block.get("content"))):
+        head = _joined(block.get("title"), source)
+        return [_text_part(head), *_parts_of(f"{where}.content", found, in_result=in_result)]
     if takes_images and block["type"] == "document" and isinstance(source, Mapping):
         head, blocks = _joined(block.get("title"), block.get("context")), source.get("content")
         if isinstance(blocks, list) and _has_image(blocks):
@@ -131,13 +134,17 @@ def _text_part(text: str) -> dict[str, str]:
 
 
 def _has_image(blocks: Sequence[object]) -> bool:
-    """Whether there is an image among ``blocks``, or in a document of them."""
-    sources = (one.get("source") for one in blocks if isinstance(one, Mapping) and one.get("type") == "document")
-    return any(map(_is_image, blocks)) or any(
-        source.get("type") in _FILES or any(map(_is_image, _listed(source.get("content"))))
-        for source in sources
-        if isinstance(source, Mapping)
-    )
+    """Whether there is an image among ``blocks``, or in a document or a search result of them."""
+    return any(_is_image(one) or _holds_image(one) for one in blocks)
+
+
+def _holds_image(block: object) -> bool:
+    if not isinstance(block, Mapping) or block.get("type") not in ("document", "search_result"):
+        return False
+    source = block.get("source")
+    if isinstance(source, Mapping):
+        return source.get("type") in _FILES or _has_image(_listed(source.get("content")))
+    return _has_image(_listed(block.get("content")))
 
 
 def _listed(value: object) -> list[Any]:
@@ -145,11 +152,13 @@ def _listed(value: object) -> list[Any]:
 
 
 def _is_image(block: object) -> bool:
-    return isinstance(block, Mapping) and block.get("type") == "image"
+    return is_image_part(block) and not is_document_part(block)
 
 
-def _image(where: str, block: Block) -> ImageSource:
+def _image(where: str, block: Mapping[str, Any]) -> ImageSource:
     source = block.get("source")
+    if source is None:  # in OpenAI's form, or that of MCP
+        return image_source(where, block)
     kind = source.get("type") if isinstance(source, Mapping) else None
     if not isinstance(source, Mapping) or kind not in _FILES:
         raise _refused(f"{where}.source.type is {shown(kind)}; it must be base64 or url")
@@ -254,6 +263,18 @@ def _text(where: str, block: Block, *, in_result: bool = False, takes_images: bo
         reads = "it is not read there" if takes_images else "this model reads text only"
         raise _refused(f"{where} is a block of type {shown(kind)}; {reads}, send it as text")
     return text
+
+
+def _found_images(where: str, content: object) -> Iterator[ImageSource]:
+    """The images of what a server's own tool found."""
+    if isinstance(content, list):
+        for number, one in enumerate(content):
+            yield from _found_images(f"{where}[{number}]", one)
+    elif isinstance(content, Mapping) and _is_image(content):
+        yield _image(where, content)
+    elif isinstance(content, Mapping):
+        for name in ("content", "source"):
+            yield from _found_images(f"{where}.{name}", content.get(name))
 
 
 def _found(content: object) -> Iterator[str]:

@@ -262,7 +262,8 @@ def _read_ropes(reader: DecoderReader, full_dims: set[int]) -> tuple[RopeSpec, R
     full, windowed = take_ropes(config)
     if not config.peek("rope_parameters"):
         full = full.changed({"rope_type": "proportional", "partial_rotary_factor": 0.25})
-    of_full = RopeRules(theta=1_000_000.0, partial=1.0)
+    # transformers turns whole heads by other kinds, whatever the share
+    of_full = RopeRules(theta=1_000_000.0, partial=1.0 if full.peek("rope_type") == "proportional" else None)
     return (
         parse_rope(full, head_dim=full_dims.pop(), max_position=max_position, rules=of_full),
         parse_rope(windowed, head_dim=reader.head_dim, max_position=max_position, rules=RopeRules(theta=10_000.0)),

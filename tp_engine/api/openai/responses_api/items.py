@@ -124,7 +124,7 @@ def _answer(where: str, kind: str, item: Item, *, takes_images: bool) -> dict[st
         output = ""
     if not output and item.get("status") == "failed":
         output = FAILED
-    if kind == "computer_call_output":  # one part, and no list of them
+    if kind == "computer_call_output" and not isinstance(output, list):  # one part
         output = [output]
     answer: Any = _parts(place, output, _output_part) if takes_images and _has_image(output) else None
     if answer is None and isinstance(output, list):  # a note stands for a picture or a file

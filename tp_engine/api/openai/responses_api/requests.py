@@ -36,8 +36,12 @@ def chat_body(body: ResponsesBody, *, takes_images: bool = False, seal: Reasonin
     shared = (GenerationBody.model_fields.keys() | ThinkingBody.model_fields.keys()) - {"n", "stream_options"}
     fields = {name: value for name in shared if (value := getattr(body, name)) is not None}
     tools, tool_choice = _tools(body).for_chat(body.tool_choice)
+    try:
+        messages = input_messages(_opened(body.input, seal), body.instructions, takes_images=takes_images)
+    except RequestError as error:
+        raise renamed(error, NAMES) from None
     ours = {
-        "messages": input_messages(_opened(body.input, seal), body.instructions, takes_images=takes_images),
+        "messages": messages,
         "max_completion_tokens": body.max_output_tokens,
         "logprobs": True if body.wants_logprobs else None,
         "top_logprobs": body.top_logprobs if body.wants_logprobs else None,
