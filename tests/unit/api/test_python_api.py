@@ -94,7 +94,7 @@ def test_values_of_numpy_and_torch_are_taken() -> None:
         "limit_mm_per_prompt": {"image": 3},
     }  # fmt: skip
     assert read_options("LLM", "m", given).engine == read_options("LLM", "m", plain).engine
-    with pytest.raises(ConfigError, match=r"hf_overrides can not be written as JSON: .* is of type object"):
+    with pytest.raises(ConfigError, match=r"hf_overrides cannot be written as JSON: .* is of type object"):
         read_options("LLM", "m", {"hf_overrides": {"rope_theta": object()}})
 
 
