@@ -121,7 +121,12 @@ def test_null_is_no_cap() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "key"), [("gemma4", "num_global_key_value_heads"), ("glm4-moe", "partial_rotary_factor")]
+    ("family", "key"),
+    [
+        ("gemma4", "num_global_key_value_heads"),
+        ("glm4-moe", "partial_rotary_factor"),
+        ("hyperclovax", "attention_multiplier"),
+    ],
 )
 def test_null_that_transformers_takes_for_absence(family: str, key: str) -> None:
     """Oracle: the same file without the key, as transformers' class reads null there."""
@@ -145,6 +150,14 @@ def test_null_that_is_no_number_is_refused(family: str, key: str) -> None:
         del config["rope_parameters"]
     with pytest.raises(ConfigError, match=rf"{key} is None.*write a number, or leave the key out"):
         read_model({**config, key: None})
+
+
+def test_null_is_an_equal_share_of_the_hidden_size() -> None:
+    """Oracle: transformers' class: of Seed-OSS 128 is the size of heads where the key is absent, and not for null."""
+    config = tiny("seed-oss")
+    assert read_model({**config, "head_dim": None}).attentions[0].head_dim == 64 // 8
+    del config["head_dim"]
+    assert read_model(config).attentions[0].head_dim == 128
 
 
 def test_granite_moe_names_its_rotation() -> None:

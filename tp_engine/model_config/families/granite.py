@@ -21,7 +21,7 @@ def read(config: ConfigJson) -> ModelSpec:
         config.skip("end_token_id")  # that of a document
         if reader.flag("use_post_norm", True):
             changes = {"attention_out_norm": reader.norm("post_norm1"), "mlp_out_norm": reader.norm("post_norm2")}
-    attention = read_attention(reader, scale=reader.head_dim**-0.5 if is_hyperclovax else 1.0)
+    attention = read_attention(reader, scale=None if is_hyperclovax else 1.0)
     is_sparse = config.architecture == _SPARSE
     config.expect("position_embedding_type", str, "rope")  # transformers 4.5x writes it, for a rotation that is there
     layer = reader.pre_norm_layer(
@@ -36,10 +36,13 @@ def read(config: ConfigJson) -> ModelSpec:
     return reader.model((layer,) * reader.num_layers, (reader.rope(),), eos=(2,), **multipliers)
 
 
-def read_attention(reader: DecoderReader, scale: float = 1.0, **changes: Any) -> AttentionSpec:
-    """Return attention with a multiplier for scores, ``scale`` where it is absent."""
-    bias, scale = reader.flag("attention_bias"), reader.number("attention_multiplier", scale)
-    return reader.attention(scale=scale, qkv_bias=bias, out_bias=bias, **changes)
+def read_attention(reader: DecoderReader, scale: float | None = 1.0, **changes: Any) -> AttentionSpec:
+    """Return attention with a multiplier for scores: ``scale`` where it is absent, or, without one, the usual number,
+    where it is null too."""
+    bias, name = reader.flag("attention_bias"), "attention_multiplier"
+    found = reader.config.take(name, float) if scale is None else reader.number(name, scale)
+    own = {} if found is None else {"scale": found}
+    return reader.attention(qkv_bias=bias, out_bias=bias, **own, **changes)
 
 
 def read_multipliers(reader: DecoderReader) -> dict[str, Any]:

@@ -8,8 +8,9 @@ ARCHITECTURES = ("SeedOssForCausalLM",)
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """``attention_bias`` is for query, key and value, ``attention_out_bias`` for the output."""
-    reader = DecoderReader(config, defaults={"head_dim": 128})
+    """``attention_bias`` is for query, key and value, ``attention_out_bias`` for the output.  Null is no size of heads:
+    they share the hidden size."""
+    reader = DecoderReader(config, defaults={} if config.has("head_dim") else {"head_dim": 128})
     attention = reader.attention(
         qkv_bias=reader.flag("attention_bias", True), out_bias=reader.flag("attention_out_bias")
     )
