@@ -25,12 +25,11 @@ class Recommendation:
 
     ``weight_format`` is how linear weights are kept: ``quantization`` (online), the checkpoint's method, or ``dtype``.
     Bytes are those of one rank; ``state_bytes`` are those of recurrent states and their snapshots, ``image_bytes``
-    those of images' embeddings, and
-    ``active_weight_bytes`` are those of the weights that one token needs, which are fewer if the model has experts.  If
-    ``fits`` is False, ``problems`` say why, ``remedies`` say what to change, and ``command`` is None.
-    ``expected_concurrency`` is the number of the workload's mean requests that the KV cache holds at once;
-    ``max_num_seqs`` follows from it.  ``longest_request`` is the longest request that the KV cache holds, up to
-    ``max_model_len``.  ``reasons`` explain each choice; ``notes`` are what the model's files say, or do not say.
+    those of images' embeddings, and ``active_weight_bytes`` those of the weights that one token needs, which are fewer
+    if the model has experts.  If ``fits`` is False, ``problems`` say why, ``remedies`` say what to change, and
+    ``command`` is None.  ``expected_concurrency`` is the number of the workload's mean requests that the KV cache holds
+    at once; ``max_num_seqs`` follows from it.  ``longest_request`` is the longest request that the KV cache holds, up
+    to ``max_model_len``.  ``reasons`` explain each choice; ``notes`` are what the model's files say, or do not say.
     """
 
     model: str
