@@ -178,7 +178,7 @@ def test_logprobs_equal_transformers(llm: LLM, folder: Path) -> None:
     logprobs, prompt_logprobs = output.outputs[0].logprobs, output.prompt_logprobs
     assert logprobs is not None and prompt_logprobs is not None
     assert len(logprobs) == 6 and len(prompt_logprobs) == len(prompt) and prompt_logprobs[0] is None
-    found = [entry for entry in prompt_logprobs[1:] if entry is not None] + logprobs
+    found = [*(entry for entry in prompt_logprobs[1:] if entry is not None), *logprobs]
     for position, (entry, token_id) in enumerate(zip(found, prompt[1:] + generated, strict=True)):
         assert entry[token_id].logprob == pytest.approx(float(expected[position, token_id]), abs=2e-3)
         top = expected[position].topk(2).indices.tolist()
