@@ -149,18 +149,27 @@ def test_the_others_are_ignored_with_one_line_each(caplog: pytest.LogCaptureFixt
         (EmbeddingBody, {"dimensions": 8.0}, {"dimensions": 8}),
         (RerankBody, {"top_n": "2"}, {"top_n": 2}),
         (ChatBody, {"max_tokens": 100.0, "messages": [{"role": "user", "content": "1.0"}]}, {"max_tokens": 100}),
+        (ChatBody, {"stream": "false", "logprobs": 1, "ignore_eos": "True", "max_tokens": "5"},
+         {"stream": False, "logprobs": True, "ignore_eos": True, "max_tokens": 5}),
+        (CompletionBody, {"prompt": ["1", "true"], "echo": 0.0}, {"prompt": ["1", "true"], "echo": False}),
     ],
 )  # fmt: skip
-def test_numbers_of_clients_that_have_doubles_or_texts(
+def test_numbers_and_switches_of_clients_that_have_doubles_or_texts(
     kind: type[RequestBody], fields: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    """Oracle: the same numbers, with the types of the fields; other fields as they were."""
+    """Oracle: the same values, with the types of the fields; other fields as they were."""
     body = parse(kind, **fields)
     found = {name: getattr(body, name) for name in expected}
     assert found == expected
     assert [type(one) for one in found.values()] == [type(one) for one in expected.values()]
     if "messages" in fields:
         assert body.messages == fields["messages"]  # type: ignore[attr-defined]
+
+
+def test_a_switch_within_an_object_may_be_a_text() -> None:
+    """Oracle: the same as the switch."""
+    body = parse(ChatBody, stream=True, stream_options={"include_usage": "true"})
+    assert isinstance(body, ChatBody) and body.include_usage
 
 
 @pytest.mark.parametrize(
@@ -179,6 +188,9 @@ def test_numbers_of_clients_that_have_doubles_or_texts(
         {"n": [1.0]},
         {"seed": 2.0**60},
         {"stop_token_ids": [1.5]},
+        {"logprobs": 5},
+        {"stream": "yes"},
+        {"stream": ["true"]},
     ],
     ids=str,
 )

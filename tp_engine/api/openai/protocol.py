@@ -34,6 +34,7 @@ _MOST_WARNED = 256
 _NUMBER = re.compile(r"-?\d{1,40}(?:\.\d{1,40})?(?:[eE][+-]?\d{1,3})?")
 _LONGEST_NUMBER = 64
 _EXACT = 2**53  # whole numbers that a double tells apart
+_SWITCHES = {"true": True, "false": False, "1": True, "0": False}
 
 
 def _failing_fast(part: Any) -> Any:
@@ -258,7 +259,7 @@ def parse_body(kind: type[Body], raw: bytes | bytearray | str) -> Body:
         with panics_refused("the body cannot be read"):
             body = kind.model_validate_json(raw)
     except ValidationError as error:
-        plain = _with_plain_numbers(kind, raw, error)
+        plain = _with_plain_values(kind, raw, error)
         if plain is None:
             raise request_error(error, shows_value=not is_large) from None
         body = plain
@@ -271,20 +272,36 @@ def parse_body(kind: type[Body], raw: bytes | bytearray | str) -> Body:
     return body
 
 
-def _with_plain_numbers(kind: type[Body], raw: bytes | bytearray | str, error: ValidationError) -> Body | None:
-    """The body of a client whose numbers are doubles (``100.0``) or texts (``"0.5"``), as vLLM reads them too; None if
-    that is not what is wrong with it, or a number would change."""
+def _with_plain_values(kind: type[Body], raw: bytes | bytearray | str, error: ValidationError) -> Body | None:
+    """The body of a client whose numbers are doubles (``100.0``) or texts (``"0.5"``), and whose switches are texts or
+    numbers (``"false"``, ``1``), as vLLM reads them too; None if that is not what is wrong with it, or a number would
+    change."""
     complaints = error.errors(include_url=False, include_context=False, include_input=False)
-    if not {"int_type", "float_type"} & {one["type"] for one in complaints}:
+    if not {"int_type", "float_type", "bool_type"} & {one["type"] for one in complaints}:
         return None
     texts = {one["loc"][0] for one in complaints if one["type"] == "string_type"}  # of these, texts stay texts
     fields = json.loads(raw)
     for name in {one["loc"][0] for one in complaints}:
         fields[name] = _plain_number(fields.get(name), reads_texts=name not in texts)
+    for one in complaints:
+        if one["type"] == "bool_type":
+            _switch(fields, one["loc"])
     try:
         return kind.model_validate_json(json.dumps(fields, allow_nan=False))
     except (ValidationError, ValueError):
         return None
+
+
+def _switch(fields: dict[str, Any], place: tuple[int | str, ...]) -> None:
+    """Put a switch at a place of a body that has a text or a number there: a field, or one of an object."""
+    *path, name = place
+    for step in path:
+        inner = fields.get(step) if isinstance(step, str) else None
+        if not isinstance(inner, dict):
+            return
+        fields = inner
+    if isinstance(name, str) and isinstance(given := fields.get(name), (str, int)):
+        fields[name] = _SWITCHES.get(str(given).lower(), given)
 
 
 def _plain_number(value: Any, *, reads_texts: bool) -> Any:
