@@ -374,6 +374,13 @@ def use_triton() -> None:
     mend_interpreter()
 
 
+def use_proofs() -> None:
+    """Let kernels be compared with their twins, and not be timed: an interpreter is no GPU."""
+    from tp_engine.kernels import proofs
+
+    proofs.gpu_clock = lambda: 0.0
+
+
 def use_gpu_host() -> None:
     """Give a host with GPUs the file of NVIDIA's kernel module."""
     from tp_engine.worker import gpu_host

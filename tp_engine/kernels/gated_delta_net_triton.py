@@ -27,6 +27,22 @@ _LENGTH_EPS = tl.constexpr(LENGTH_EPS)
 
 
 @jit
+def gated_norm(attended, mean_square, gain, z, eps):
+    """Return heads' outputs over their root mean square, times ``gain`` and SiLU(z)."""
+    return attended * tl.rsqrt(mean_square + eps) * gain * silu(z.to(tl.float32))
+
+
+@jit
+def gates_of(gates, gates_stride, log_decay, dt_bias, row, head, exists, VALUE_HEADS: tl.constexpr):
+    """Return beta and g of a head at ``row``, 0 where no row ``exists``."""
+    own = gates + row * gates_stride + head
+    b = tl.load(own, mask=exists, other=0.0).to(tl.float32)
+    a = tl.load(own + VALUE_HEADS, mask=exists, other=0.0).to(tl.float32)
+    beta, step = 1.0 / (1.0 + tl.exp(-b)), tl.load(log_decay + head) * softplus(a + tl.load(dt_bias + head))
+    return tl.where(exists, beta, 0.0), tl.where(exists, step, 0.0)
+
+
+@jit
 def gated_delta_net_decode_kernel(
     convolved, mixed, gates, log_decay, dt_bias, weight, states, slots, runs, out, mixed_stride, gates_stride,
     slot_stride, eps,
@@ -69,10 +85,9 @@ def gated_delta_net_decode_kernel(
         state += key[:, None] * change[None, :]
         tl.store(place + slot * slot_stride, state, mask=inside & (slot >= 0))
         attended = tl.sum(state * query[:, None], axis=0)
-        scale = tl.rsqrt(tl.sum(attended * attended, axis=0) / VALUE_DIM + eps)
         z = mixed + row * mixed_stride + 2 * keys + values + head * VALUE_DIM + j
-        gate = silu(tl.load(z, mask=in_value, other=0.0).to(tl.float32))
-        result = attended * scale * gain * gate
+        square = tl.sum(attended * attended, axis=0) / VALUE_DIM
+        result = gated_norm(attended, square, gain, tl.load(z, mask=in_value, other=0.0), eps)
         tl.store(out + row * values + head * VALUE_DIM + j, result.to(out.dtype.element_ty), mask=in_value)
 
 

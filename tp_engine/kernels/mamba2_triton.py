@@ -1,35 +1,49 @@
-"""Mamba2's state space layer: the Triton twins of ``mamba2.mamba2_decode``, in two launches, of the convolution in
-``mamba2_prefill``, and of the norm of groups behind them.
+"""Mamba2's state space layer: the Triton twins of ``mamba2.mamba2_decode`` and ``mamba2_prefill``, in two launches
+each, and of the norm of groups behind them.
 
 ::
 
     causal_conv_kernel     row x channels      mixed, kept inputs -> C, B, x after SiLU (float32); the inputs move on
     mamba2_decode_kernel   row x value head    C, B, x, z, dt, state -> output; the state moves one token on
 
+    conv_chunks_kernel     tile x channels     the same of prompts, all chunks of a step at once
+    mamba2_scan_kernel     chunk x value head  tile after tile: outputs, and the next state
+
 A decode's program holds all of a state, which is read and written once.  Padding rows read and write no state.  The
 programs of a row with draft rows take their tokens too, in order, and write the state behind each to its slot; those of
-draft rows do nothing.  A chunk's recurrence is the twin's, whose products are the library's.
+draft rows do nothing.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from tp_engine.kernels.dependent_launch_triton import dependent_launch, let_next_begin, wait_for_previous
+from tp_engine.kernels.dependent_launch_triton import (
+    begin_program,
+    dependent_launch,
+    let_next_begin,
+    wait_for_previous,
+)
 from tp_engine.kernels.jit import jit
-from tp_engine.kernels.mamba2 import Mamba2Rule, scan_chunk, split_inputs
+from tp_engine.kernels.mamba2 import Mamba2Rule
 from tp_engine.kernels.recurrent import Chunk, LayerStates
 from tp_engine.kernels.recurrent_triton import (
     causal_conv,
     conv_chunks,
+    decays_of,
     load_run,
+    load_tile,
     matrix_blocks,
+    product,
     row_of,
     silu,
     softplus,
+    tile_table,
 )
 
 _ELEMENTS_PER_THREAD, _MAX_WARPS = 8, 16
+# Of a program of a chunk.
+_TILE, _COLUMNS, _SCAN_WARPS = 64, 64, 8
 
 
 @jit
@@ -92,23 +106,68 @@ def mamba2_decode_triton(
     return out
 
 
+@jit
+def mamba2_scan_kernel(
+    convolved, mixed, log_decay, dt_bias, skip, states, out, chunks, mixed_stride, slot_stride,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: VALUES columns of the state of one value head, through a chunk, SIZE tokens at a time."""
+    begin_program(PDL)
+    start, count, slot, is_fresh, _ = load_tile(chunks)
+    head = tl.program_id(1)
+    i, j = tl.arange(0, KEY_BLOCK), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+    keys: tl.constexpr = KEY_HEADS * KEY_DIM
+    values: tl.constexpr = VALUE_HEADS * VALUE_DIM
+    inside = (i < KEY_DIM)[:, None] & (j < VALUE_DIM)[None, :]
+    own = states + slot * slot_stride + head * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
+    state = tl.load(own, mask=inside & (slot >= 0) & (is_fresh == 0), other=0.0)
+    factor, bias, share = tl.load(log_decay + head), tl.load(dt_bias + head), tl.load(skip + head)
+    for first in range(0, count, SIZE):
+        token = first + tl.arange(0, SIZE)
+        exists, row = token < count, start + token
+        in_key, in_value = exists[:, None] & (i < KEY_DIM)[None, :], exists[:, None] & (j < VALUE_DIM)[None, :]
+        turned = convolved + row[:, None] * (2 * keys + values)
+        own_query = turned + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + i[None, :]
+        query = tl.load(own_query, mask=in_key, other=0.0)
+        key = tl.load(own_query + keys, mask=in_key, other=0.0)
+        x = tl.load(turned + 2 * keys + head * VALUE_DIM + j[None, :], mask=in_value, other=0.0)
+        gates = mixed + row * mixed_stride + 2 * keys + values
+        dt = tl.load(gates + values + head, mask=exists, other=0.0).to(tl.float32)
+        step = tl.where(exists, softplus(dt + bias), 0.0)
+        sums = tl.cumsum(factor * step, axis=0)  # of tokens that do not exist that of the last one
+        last = tl.sum(tl.where(tl.arange(0, SIZE) == SIZE - 1, sums, 0.0), axis=0)
+        value = x * step[:, None]
+        scores = product(query, tl.trans(key)) * decays_of(sums, SIZE)
+        attended = product(query * tl.exp(sums)[:, None], state) + product(scores, value) + share * x
+        z = gates[:, None] + head * VALUE_DIM + j[None, :]
+        gate = silu(tl.load(z, mask=in_value, other=0.0).to(tl.float32))
+        tl.store(out + row[:, None] * values + head * VALUE_DIM + j[None, :], attended * gate, mask=in_value)
+        left = key * tl.exp(last - sums)[:, None]
+        state = tl.exp(last) * state + product(tl.trans(left), value)
+    tl.store(own, state, mask=inside & (slot >= 0))
+
+
 def mamba2_prefill_triton(
     mixed: torch.Tensor, rule: Mamba2Rule, states: LayerStates | None, chunks: list[Chunk]
 ) -> torch.Tensor:
     """``mamba2.mamba2_prefill``; rows of ``mixed`` may lie apart."""
     convolved, out = _outputs(mixed, rule)
+    if not chunks:
+        return out
     conv_chunks(mixed, rule.conv, states, chunks, convolved, bias=rule.conv_bias)
-    kind = rule.kind
-    for start, count, slot, is_fresh in chunks:
-        own = slice(start, start + count)
-        _, z, dt = split_inputs(mixed[own], kind)
-        if slot is None or is_fresh or states is None:
-            state = out.new_zeros(kind.num_value_heads, kind.key_dim, kind.value_dim)
-        else:
-            state = states.recurrent[slot]
-        out[own], state = scan_chunk(convolved[own], z.float(), dt.float(), rule, state)
-        if slot is not None and states is not None:
-            states.recurrent[slot].copy_(state)
+    kind, whole = rule.kind, tile_table(chunks, None, states, mixed.device)
+    recurrent = out if states is None else states.recurrent  # without states nothing is read or written there
+    assert states is None or recurrent[0].is_contiguous(), "a slot is contiguous"
+    blocks = matrix_blocks(kind)
+    columns = min(blocks["VALUE_BLOCK"], _COLUMNS)
+    mamba2_scan_kernel[(len(whole), kind.num_value_heads, triton.cdiv(kind.value_dim, columns))](
+        convolved, mixed, rule.decay, rule.dt_bias, rule.skip, recurrent, out, whole, mixed.stride(0),
+        recurrent.stride(0),
+        KEY_HEADS=kind.num_key_heads, VALUE_HEADS=kind.num_value_heads, KEY_DIM=kind.key_dim, VALUE_DIM=kind.value_dim,
+        KEY_BLOCK=blocks["KEY_BLOCK"], VALUES=columns, SIZE=_TILE, num_warps=_SCAN_WARPS, num_stages=1,
+        **dependent_launch(mixed.device),
+    )  # fmt: skip
     return out
 
 

@@ -148,22 +148,23 @@ def causal_conv(
 
 
 # A step's chunks begin behind its decodes, so at any address.
-@triton.jit(do_not_specialize=["start", "count", "slot", "is_fresh"], do_not_specialize_on_alignment=["mixed"])
+@triton.jit(do_not_specialize_on_alignment=["mixed"])
 @no_type_check
-def conv_chunk_kernel(
-    mixed, weight, bias, kept, out, start, count, slot, is_fresh, mixed_stride, slot_stride,
+def conv_chunks_kernel(
+    mixed, weight, bias, kept, out, tiles, mixed_stride, slot_stride,
     SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, TAPS: tl.constexpr, HAS_BIAS: tl.constexpr,
     IS_GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: up to BLOCK of the SIZE channels of up to TOKENS tokens of a chunk.  Those of its first tokens also
     store the inputs to keep, because they alone read those that were kept before."""
     begin_program(PDL)
-    block, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    start, count, slot, is_fresh, block = load_tile(tiles)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
     token = block * TOKENS + tl.arange(0, TOKENS)
     is_read = (slot >= 0) & (is_fresh == 0)
-    place = kept + slot.to(tl.int64) * slot_stride + column
-    rows = mixed + start.to(tl.int64) * mixed_stride + column
+    place = kept + slot * slot_stride + column
+    rows = mixed + start * mixed_stride + column
     total = tl.zeros((TOKENS, BLOCK), dtype=tl.float32)
     if HAS_BIAS:
         total += tl.load(bias + column, mask=inside, other=0.0)[None, :]
@@ -176,7 +177,7 @@ def conv_chunk_kernel(
             item += tl.load(before, mask=inside[None, :] & ((at < 0) & is_read)[:, None], other=0.0)
         total += item * tl.load(weight + tap * SIZE + column, mask=inside, other=0.0)[None, :]
     is_own = inside[None, :] & (token < count)[:, None]
-    row = start.to(tl.int64) + token[:, None]
+    row = start + token[:, None]
     if IS_GATED:
         total *= tl.load(mixed + row * mixed_stride + SIZE + column[None, :], mask=is_own, other=0.0).to(tl.float32)
     else:
@@ -191,6 +192,29 @@ def conv_chunk_kernel(
         tl.store(place + tap * SIZE, item, mask=is_kept)
 
 
+@jit
+def load_tile(tiles):
+    """Return the program's row of ``tile_table``: the chunk's first token and slot (64 bits), its number of tokens,
+    whether it is fresh, and which of its tiles this is."""
+    own = tiles + tl.program_id(0) * 5
+    return (
+        tl.load(own).to(tl.int64), tl.load(own + 1), tl.load(own + 2).to(tl.int64), tl.load(own + 3), tl.load(own + 4)
+    )  # fmt: skip
+
+
+@jit
+def product(a, b):
+    """Return a b, float32: on tensor cores in three parts (tf32x3), which keeps that precision."""
+    return tl.dot(a, b, input_precision="tf32x3")
+
+
+@jit
+def decays_of(sums, SIZE: tl.constexpr):
+    """Return D (SIZE, SIZE): exp of the ``sums`` at token i less those at token j; 0 above the diagonal."""
+    is_below = tl.arange(0, SIZE)[:, None] >= tl.arange(0, SIZE)[None, :]
+    return tl.where(is_below, tl.exp(tl.where(is_below, sums[:, None] - sums[None, :], 0.0)), 0.0)
+
+
 def conv_chunks(
     mixed: torch.Tensor,
     weight: torch.Tensor,
@@ -201,24 +225,30 @@ def conv_chunks(
     bias: torch.Tensor | None = None,
     is_gated: bool = False,
 ) -> None:
-    """Convolve the tokens of ``chunks``, ``mixed`` (N, ...), into ``out`` (N, C); the rest as in ``causal_conv``."""
+    """Convolve the tokens of ``chunks``, ``mixed`` (N, ...), into ``out`` (N, C), in one launch; the rest as in
+    ``causal_conv``."""
     taps, channels = weight.shape
     assert mixed.stride(1) == 1 and out.is_contiguous(), (mixed.stride(), out.stride())
     kept = weight if states is None else states.conv  # without states nothing is read or written there
     assert kept[0].is_contiguous(), "a slot is contiguous"
-    for chunk in chunks:
-        grid = (triton.cdiv(chunk.num_tokens, _TOKENS), triton.cdiv(channels, _CHANNELS))
-        conv_chunk_kernel[grid](
-            mixed, weight, bias, kept, out, *chunk_arguments(chunk, states), mixed.stride(0), kept.stride(0),
-            SIZE=channels, TOKENS=_TOKENS, BLOCK=_CHANNELS, TAPS=taps, HAS_BIAS=bias is not None, IS_GATED=is_gated,
-            num_warps=_CHUNK_WARPS, **dependent_launch(mixed.device),
-        )  # fmt: skip
+    tiles = tile_table(chunks, _TOKENS, states, mixed.device)
+    conv_chunks_kernel[(len(tiles), triton.cdiv(channels, _CHANNELS))](
+        mixed, weight, bias, kept, out, tiles, mixed.stride(0), kept.stride(0),
+        SIZE=channels, TOKENS=_TOKENS, BLOCK=_CHANNELS, TAPS=taps, HAS_BIAS=bias is not None, IS_GATED=is_gated,
+        num_warps=_CHUNK_WARPS, **dependent_launch(mixed.device),
+    )  # fmt: skip
 
 
-def chunk_arguments(chunk: Chunk, states: LayerStates | None) -> tuple[int, int, int, int]:
-    """Return a launch's ``start``, ``count``, ``slot`` (-1: none) and ``is_fresh``."""
-    slot = -1 if chunk.slot is None or states is None else chunk.slot
-    return chunk.start, chunk.num_tokens, slot, int(chunk.is_fresh)
+def tile_table(chunks: list[Chunk], size: int | None, states: LayerStates | None, device: torch.device) -> torch.Tensor:
+    """Return the chunks' tiles of ``size`` tokens, one for each chunk if None: (tiles, 5) int32 on ``device``, of
+    ``start``, ``num_tokens``, slot (-1: none, or without ``states``), ``is_fresh`` and the tile's place in its
+    chunk."""
+    rows = [
+        (start, count, slot if states is not None and slot is not None else -1, int(is_fresh), tile)
+        for start, count, slot, is_fresh in chunks
+        for tile in range(1 if size is None else triton.cdiv(count, size))
+    ]
+    return torch.tensor(rows, dtype=torch.int32, device="cpu").view(-1, 5).to(device, non_blocking=True)
 
 
 def matrix_blocks(kind: StateKind) -> dict[str, int]:

@@ -14,7 +14,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, ClassVar
 
-_AFTER = {"torch": "use_torch", "triton": "use_triton", "tp_engine.worker.gpu_host": "use_gpu_host"}
+_AFTER = {
+    "torch": "use_torch", "triton": "use_triton", "tp_engine.worker.gpu_host": "use_gpu_host",
+    "tp_engine.kernels.proofs": "use_proofs",
+}  # fmt: skip
 
 
 class _Finder:

@@ -1,11 +1,12 @@
-"""The gated delta rule's step by Triton against its PyTorch twin: interpreted and on CUDA (``CASES``), and the
-launches of real models (``launch_all``).
+"""The gated delta rule by Triton against its PyTorch twin: interpreted and on CUDA (``CASES``), and the launches of
+real models (``launch_all``).
 
 The rule is that of ``kernel_cases_layer_ops``; what is exact is the twin's in float64.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -13,9 +14,11 @@ from typing import Any
 import torch
 
 from tests.unit.kernels.kernel_cases_layer_ops import DTYPES, Case, assert_close_enough, both, random
+from tests.unit.kernels.recurrent_runs import Runs, chunks_of
 from tp_engine.kernels.gated_delta_net import DeltaRule
 from tp_engine.kernels.ops import implementation
-from tp_engine.kernels.recurrent import LayerStates
+from tp_engine.kernels.proofs import TRIALS, why_not
+from tp_engine.kernels.recurrent import Chunk, LayerStates
 from tp_engine.model_config.kv_layout import StateKind
 
 # Key heads, value heads, key_dim, value_dim, taps.
@@ -104,11 +107,55 @@ def check_draft_runs(device: str, numbers: tuple[int, ...], dtype: torch.dtype) 
         assert torch.equal(own[2], other[2])
 
 
+# Tokens, slot, is_fresh: a tile of tokens and longer, shorter than the convolution, not kept.
+PROMPTS: Runs = [(70, 0, False), (1, 3, False), (5, None, False), (2, 4, True)]
+
+
+def check_chunks(device: str, numbers: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Chunks of several rows, in rows that lie apart, gates far from zero; other slots stay as they are, and nothing is
+    kept without states."""
+    kind, chunks = kind_of(numbers), chunks_of(PROMPTS)
+    prefill, twin = both("gated_delta_net_prefill")
+    rule, states = make_rule(kind, device), make_states(kind, device)
+    exact_rule, exact_states = in_float64(rule, states)
+    twin_states, before = (LayerStates(*(part.clone() for part in states)) for _ in range(2))
+    num_tokens, width = sum(count for count, *_ in PROMPTS), kind.num_channels + kind.num_value_heads * kind.value_dim
+    mixed = random((num_tokens, width + 8), dtype, device, 7)[:, :width]
+    gates = random((num_tokens, 2 * kind.num_value_heads + 3), dtype, device, 8)[:, :-3]
+    gates[:9] *= 20
+    mixed[30:60] = mixed[30]  # keys that repeat
+    found, by_twin = prefill(mixed, gates, rule, states, chunks), twin(mixed, gates, rule, twin_states, chunks)
+    exact = twin(mixed.double(), gates.double(), exact_rule, exact_states, chunks)
+    largest = exact.abs().max().item()
+    assert_close_enough(found, by_twin, exact, 4 * largest if dtype == torch.float32 else largest)
+    assert all(torch.equal(own[[1, 2, 5]], old[[1, 2, 5]]) for own, old in zip(states, before, strict=True))
+    for own, other, wide in zip(states, twin_states, exact_states, strict=True):
+        if own.numel():
+            assert_close_enough(own, other, wide, 4 * wide.abs().max().item())
+    (start, count, *_), last = chunks[2], states.recurrent.clone()
+    row = slice(start, start + count)
+    alone = prefill(mixed[row], gates[row], rule, None, [Chunk(0, count, None, False)])
+    assert torch.equal(alone, found[row]) and torch.equal(states.recurrent, last)
+
+
+def check_proof(device: str, name: str) -> None:
+    """What a GPU asks at its start; the clock stands still here, where kernels are interpreted."""
+    kernel, twin = both(name)
+    assert why_not(kernel, twin, TRIALS[name](torch.device(device)), lambda: 0.0) is None
+
+
 CASES: dict[str, Case] = {
     f"delta-{name}-{numbers}-{dtype}": partial(check, numbers=numbers, dtype=dtype)
     for name, check in (("step", check_step), ("draft-runs", check_draft_runs))
     for numbers, dtype in product(KINDS, DTYPES)
 }
+
+CASES |= {f"delta-chunks-{numbers}": partial(check_chunks, numbers=numbers, dtype=torch.float32) for numbers in KINDS}
+CASES |= {
+    f"delta-chunks-{dtype}": partial(check_chunks, numbers=KINDS[0], dtype=dtype)
+    for dtype in (torch.bfloat16, torch.float16)
+}
+CASES |= {f"proof-{name}": partial(check_proof, name=name) for name in TRIALS}
 
 
 def launch_step(
@@ -117,8 +164,10 @@ def launch_step(
     dtype: torch.dtype = torch.bfloat16,
     *,
     has_runs: bool = False,
+    chunks: Sequence[Chunk] = (),
 ) -> None:
-    """A step of one layer, by default of Qwen3-Next on one rank, whose inputs begin a batch with prompts."""
+    """A step of one layer, by default of Qwen3-Next on one rank, whose inputs begin a batch with prompts; only if there
+    are ``chunks`` of them their kernels are launched, which take long to compile."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -127,21 +176,25 @@ def launch_step(
     heads, width = kind.num_value_heads, kind.value_dim
     rule = DeltaRule(kind, empty(kind.taps, kind.num_channels), empty(heads), empty(heads), empty(width), 1e-6)
     states = LayerStates(empty(9, kind.taps - 1, kind.num_channels), empty(9, heads, kind.key_dim, width))
-    mixed = empty(num_rows + 5, kind.num_channels + heads * width, dtype=dtype)
-    gates, slots = empty(num_rows + 5, 2 * heads, dtype=dtype), empty(num_rows + 5, dtype=torch.int32)
+    num_tokens = num_rows + 5 + sum(chunk.num_tokens for chunk in chunks)
+    mixed = empty(num_tokens, kind.num_channels + heads * width, dtype=dtype)
+    gates, slots = empty(num_tokens, 2 * heads, dtype=dtype), empty(num_tokens, dtype=torch.int32)
     step = implementation("gated_delta_net_decode", "triton")
     runs = empty(num_rows, 2, dtype=torch.int32) if has_runs else None
     step(mixed[:num_rows], gates[:num_rows], rule, states, slots[:num_rows], runs)
+    if chunks:
+        prefill = implementation("gated_delta_net_prefill", "triton")
+        prefill(mixed[num_rows:], gates[num_rows:], rule, states, list(chunks))
 
 
 def launch_all() -> None:
     """Qwen3-Next and Qwen3.5 on one rank and on one of 16, in every type, and the largest heads."""
-    launch_step(7)
+    launch_step(7, chunks=chunks_of(PROMPTS))
     launch_step(7, (16, 48, 128, 128, 4))
     launch_step(7, has_runs=True)
     for dtype in DTYPES:
         launch_step(7, (1, 2, 128, 128, 4), dtype)
-    launch_step(7, (1, 1, 256, 256, 4))
+    launch_step(7, (1, 1, 256, 256, 4), chunks=chunks_of(PROMPTS))
 
 
 def check_compiled(kernel: Any, capability: int) -> None:

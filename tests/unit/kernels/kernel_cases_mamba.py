@@ -6,6 +6,7 @@ The rule is that of ``kernel_cases_layer_ops``; what is exact is the twin's in f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -144,8 +145,17 @@ CASES |= {
 }
 
 
-def launch(numbers: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, *, has_runs: bool = False) -> None:
-    """A step, two chunks and the norm of one layer."""
+TWO_CHUNKS = (Chunk(0, 130, 3, True), Chunk(130, 63, None, False))
+
+
+def launch(
+    numbers: tuple[int, ...],
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    has_runs: bool = False,
+    chunks: Sequence[Chunk] = TWO_CHUNKS,
+) -> None:
+    """A step, some chunks and the norm of one layer."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -155,12 +165,13 @@ def launch(numbers: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, *, has
     constants = empty(kind.num_channels), empty(heads), empty(heads), empty(heads)
     rule = Mamba2Rule(kind, empty(kind.taps, kind.num_channels), *constants)
     states = LayerStates(empty(9, kind.taps - 1, kind.num_channels), empty(9, heads, kind.key_dim, kind.value_dim))
-    mixed, slots = empty(200, kind.num_channels + width + heads, dtype=dtype), empty(12, dtype=torch.int32)
+    num_tokens = 7 + sum(chunk.num_tokens for chunk in chunks)
+    mixed, slots = empty(num_tokens, kind.num_channels + width + heads, dtype=dtype), empty(12, dtype=torch.int32)
     step, prefill, norm, squares = (
         implementation(name, "triton") for name in ("mamba2_decode", "mamba2_prefill", "norm_groups", "group_squares")
     )
     step(mixed[:7], rule, states, slots[:7], empty(7, 2, dtype=torch.int32) if has_runs else None)
-    prefill(mixed[7:], rule, states, [Chunk(0, 130, 3, True), Chunk(130, 63, None, False)])
+    prefill(mixed[7:], rule, states, list(chunks))
     out, weight = empty(7, width), empty(width, dtype=dtype)
     norm(out, weight, kind.num_key_heads, 1e-5, None, width // kind.num_key_heads)
     norm(out, weight, kind.num_key_heads, 1e-5, squares(out, kind.num_key_heads), 2 * width // kind.num_key_heads)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.unit.kernels.kernel_harness import needs_triton
 from tests.unit.kernels.recurrent_runs import NUM_SLOTS, RUNS, check_chunks, chunks_of, copy_of, random_states
 from tp_engine.cpu.library import native_library
 from tp_engine.cpu.recurrent import gated_delta_net_decode as native_gated_delta_net_decode
@@ -289,3 +290,24 @@ def test_states_are_kept_and_put_back() -> None:
     states.raw.zero_()
     put_back()
     assert torch.equal(states.raw[[1, 3]], before[[1, 3]]) and not states.raw[[0, 2]].any()
+
+
+@needs_triton
+def test_prompts_take_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the launches of one layer for 32 prompts, one of them of 8,192 tokens, by hand; in PyTorch they are above
+    two thousand."""
+    from triton.runtime.jit import JITFunction
+
+    from tests.unit.kernels.kernel_cases_delta import launch_step
+    from tests.unit.kernels.kernel_cases_mamba import launch
+
+    launched: list[str] = []
+    monkeypatch.setattr(JITFunction, "run", lambda self, *_, **__: launched.append(self.fn.__name__))
+    monkeypatch.setattr("tp_engine.kernels.dependent_launch_triton.can_launch_early", lambda device: True)
+    chunks = chunks_of([(8192, 0, True), *((40, slot, True) for slot in range(1, 32))])
+    launch_step(0, chunks=chunks)
+    assert launched == ["conv_chunks_kernel", "solve_tiles_kernel", "scan_tiles_kernel", "norm_outputs_kernel"]
+    launched.clear()
+    launch((8, 64, 128, 64, 4), chunks=chunks)
+    assert launched[2:4] == ["conv_chunks_kernel", "mamba2_scan_kernel"], "between two of a step and those of a norm"
+    assert len(launched) == 7
