@@ -82,13 +82,10 @@ class _SequenceState:
         self._text = None if decoder is None else SequenceText(decoder, request.params)
         self._pieces: list[str] = []
         self._scored: ScoredRun | None = None
-        self._token_texts: TokenTexts | None = None
         self.output = CompletionOutput(index=index, text="", token_ids=[])
-        if (num_alternatives := request.params.logprobs) is not None:
-            self._num_alternatives = num_alternatives
-            if decoder is not None:
-                self._token_texts = TokenTexts(decoder, hidden_ids(decoder, request.params))
-            self._scored = self._new_run()
+        if request.params.logprobs is not None:
+            texts = None if decoder is None else TokenTexts(decoder, hidden_ids(decoder, request.params))
+            self._scored = ScoredRun(request.params.logprobs, texts)
             self.output.logprobs, self.output.cumulative_logprob = ScoredTokens(self._scored), 0.0
 
     def add(self, token_ids: list[int], delta: SequenceDelta | None) -> tuple[str, int]:
@@ -115,24 +112,16 @@ class _SequenceState:
         if self._scored is None:
             return None
         assert self.output.cumulative_logprob is not None
+        new = self._scored.length
         self._scored.add(logprobs, num_tokens)
         self.output.logprobs = ScoredTokens(self._scored)
-        new = self._new_run()
-        new.add(logprobs, num_tokens)
-        if self._token_texts is not None:
-            for token_id in logprobs.token_ids[:num_tokens, 0].tolist():
-                self._token_texts.take(token_id)
         for logprob in logprobs.logprobs[:num_tokens, 0].tolist():  # one by one: the sum's bits depend on the order
             self.output.cumulative_logprob += logprob
-        return ScoredTokens(new)
+        return ScoredTokens(self._scored, new)
 
     def so_far(self) -> CompletionOutput:
         """Return a copy with all text and tokens until now."""
         return replace(self.output, text="".join(self._pieces), token_ids=list(self.output.token_ids))
-
-    def _new_run(self) -> ScoredRun:
-        """A run of the tokens from here on."""
-        return ScoredRun(self._num_alternatives, None if self._token_texts is None else self._token_texts.copy())
 
 
 @dataclass(slots=True)

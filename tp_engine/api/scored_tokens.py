@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, overload
 
@@ -41,13 +40,14 @@ class Texts(Protocol):
 
 
 class ScoredPosition(NamedTuple):
-    """The scored tokens of one position, the likeliest first, each once; the actual one is at place ``chosen``.
-    ``texts`` is None if tokens are not decoded; it moves on with the next position."""
+    """The scored tokens of one position, the likeliest first, each once; the actual one is at place ``chosen``, and
+    adds ``text``.  ``texts`` is None if tokens are not decoded; it moves on with the next position."""
 
     token_ids: list[int]
     logprobs: list[float]
     ranks: Sequence[int | None]
     chosen: int
+    text: str
     texts: Texts | None
 
 
@@ -55,18 +55,19 @@ class _MadeWhenRead(Sequence[_Entry]):
     """A list whose entries are made when they are first read."""
 
     @abstractmethod
-    def _entries(self) -> list[_Entry]:
-        """Make them, or return those made before; there may be more behind this list's own."""
+    def _entry(self, place: int) -> _Entry:
+        """Make the entry at ``place``, from 0 on, or return what was made before."""
 
     @overload
     def __getitem__(self, place: int) -> _Entry: ...
     @overload
     def __getitem__(self, place: slice) -> list[_Entry]: ...
     def __getitem__(self, place: int | slice) -> _Entry | list[_Entry]:
-        return self._entries()[: len(self)][place]
+        places = range(len(self))[place]
+        return self._entry(places) if isinstance(places, int) else list(map(self._entry, places))
 
     def __iter__(self) -> Iterator[_Entry]:
-        return iter(self._entries()[: len(self)])
+        return map(self._entry, range(len(self)))
 
     def __eq__(self, other: object) -> bool:
         return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
@@ -93,7 +94,8 @@ class ScoredRun:
         self._columns, self._begin = slice(1 + num_alternatives), texts
         self._parts: list[tuple[TokenLogprobs, int]] = []
         self._made: list[Position] = []
-        self._making, self._lock = self.scored(), threading.Lock()
+        self._making, self._lock = self._from_begin(), threading.Lock()
+        self._stopped: tuple[int, Iterator[ScoredPosition]] | None = None
         self.length = 0
 
     def add(self, part: TokenLogprobs, num_positions: int) -> None:
@@ -101,13 +103,30 @@ class ScoredRun:
         self._parts.append((part, num_positions))
         self.length += num_positions
 
-    def extend(self, later: ScoredRun) -> None:
-        """Add what follows in the same sequence."""
-        self._parts += later._parts
-        self.length += later.length
+    def scored(self, start: int, stop: int) -> Iterator[ScoredPosition]:
+        """Make these positions.  Texts depend on the tokens before, so whoever reads a stream in its order goes on
+        where he stopped."""
+        with self._lock:
+            stopped, self._stopped = self._stopped, None
+        if stopped is not None and stopped[0] == start:
+            positions = stopped[1]
+        else:
+            positions = self._from_begin()
+            for _ in range(start):
+                next(positions)
+        yield from islice(positions, stop - start)
+        self._stopped = stop, positions
 
-    def scored(self) -> Iterator[ScoredPosition]:
-        """Make one position after the other, those too that are added meanwhile."""
+    def position(self, place: int) -> Position:
+        """Return one as a mapping, which is made once."""
+        if place >= len(self._made):
+            with self._lock:
+                while len(self._made) <= place:
+                    self._made.append(_as_mapping(next(self._making)))
+        return self._made[place]
+
+    def _from_begin(self) -> Iterator[ScoredPosition]:
+        """Make one after the other, those too that are added meanwhile."""
         texts = None if self._begin is None else self._begin.copy()
         for part, num_positions in self._parts:
             for token_ids, logprobs, rank in zip(
@@ -120,33 +139,37 @@ class ScoredRun:
                 if texts is not None:
                     texts.take(token_ids[0])
 
-    def positions(self, count: int) -> list[Position]:
-        """Return at least the first ``count``; they are made once."""
-        with self._lock:
-            while len(self._made) < count:
-                self._made.append(_as_mapping(next(self._making)))
-        return self._made
-
 
 class ScoredTokens(_MadeWhenRead[Position]):
-    """The first ``length`` positions of a run, as a list of mappings."""
+    """The positions of a run from ``start`` on that it has now, as a list of mappings."""
 
-    def __init__(self, run: ScoredRun) -> None:
-        self.run, self._length = run, run.length
+    def __init__(self, run: ScoredRun, start: int = 0) -> None:
+        self._run, self._start, self._stop = run, start, run.length
+        self._texts: list[str] = []
 
     def __len__(self) -> int:
-        return self._length
+        return self._stop - self._start
 
     def append(self, later: ScoredTokens) -> None:
-        """Add what follows; both have their runs for themselves."""
-        self.run.extend(later.run)
-        self._length = self.run.length
+        """Add what follows in the same run."""
+        assert later._run is self._run and later._start == self._stop, "updates come in order"
+        self._stop = later._stop
 
     def scored(self) -> Iterator[ScoredPosition]:
-        return islice(self.run.scored(), self._length)
+        texts = []
+        for position in self._run.scored(self._start, self._stop):
+            texts.append(position.text)
+            yield position
+        self._texts = texts
 
-    def _entries(self) -> list[Position]:
-        return self.run.positions(self._length)
+    def texts(self) -> list[str]:
+        """Return what each of the actual tokens adds to the text; better after ``scored``, which finds them, too."""
+        if len(self._texts) < len(self):
+            self._texts = [position.text for position in self.scored()]
+        return self._texts
+
+    def _entry(self, place: int) -> Position:
+        return self._run.position(self._start + place)
 
 
 class PromptLogprobs(_MadeWhenRead["Position | None"]):
@@ -172,14 +195,10 @@ class PromptLogprobs(_MadeWhenRead["Position | None"]):
 
     def scored(self) -> Iterator[ScoredPosition | None]:
         yield None
-        yield from self._run.scored()
+        yield from self._run.scored(0, self._run.length)
 
-    @cached_property
-    def _made(self) -> list[Position | None]:
-        return [None, *self._run.positions(self._run.length)]
-
-    def _entries(self) -> list[Position | None]:
-        return self._made
+    def _entry(self, place: int) -> Position | None:
+        return self._run.position(place - 1) if place else None
 
 
 def scored_positions(
@@ -203,11 +222,12 @@ def _in_order(token_ids: list[int], logprobs: list[float], rank: int, texts: Tok
     if chosen in behind:
         twin = place + behind.index(chosen)
         del token_ids[twin], logprobs[twin], ranks[twin]
-    return ScoredPosition(token_ids, logprobs, ranks, place - 1, texts)
+    text = id_text(chosen) if texts is None else texts.of(chosen)[0]
+    return ScoredPosition(token_ids, logprobs, ranks, place - 1, text, texts)
 
 
 def _as_mapping(position: ScoredPosition) -> Position:
-    token_ids, logprobs, ranks, chosen, texts = position
+    token_ids, logprobs, ranks, chosen, _, texts = position
     made: Position = {token_ids[chosen]: None}  # type: ignore[dict-item]  # it comes first
     for token_id, logprob, rank in zip(token_ids, logprobs, ranks, strict=True):
         text, data = (None, None) if texts is None else texts.of(token_id)
@@ -219,13 +239,14 @@ def _of_mapping(token_id: int, position: Mapping[int, Logprob] | None) -> Scored
     if position is None:
         return None
     token_ids = sorted(position, key=lambda other: -position[other].logprob)
-    entries = [position[other] for other in token_ids]
+    entries, texts = [position[other] for other in token_ids], _KnownTexts(position)
     return ScoredPosition(
         token_ids,
         [entry.logprob for entry in entries],
         [entry.rank for entry in entries],
         token_ids.index(token_id),
-        _KnownTexts(position),
+        texts.of(token_id)[0],
+        texts,
     )
 
 

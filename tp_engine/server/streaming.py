@@ -128,15 +128,15 @@ class ChunkWriter:
     def _following(self, number: int, part: CompletionOutput) -> list[JsonObject]:
         """The choices of ``part`` behind the opening one."""
         place = (number, part.index)
-        offset = self._text_offsets[place]
-        self._text_offsets[place] += self._shape.num_characters(part)
         if self._shape.parsing is not None:
             parser = self._parsers.get(place)
             if parser is None:
                 parser = self._parsers[place] = self._shape.parsing.new_parser()
             return self._shape.event_choices(number, part, self._parse(parser, part))
         if part.text or part.finish_reason or part.logprobs or self._body.return_token_ids:
-            return [self._shape.chunk_choice(number, part, offset)]
+            choice = self._shape.chunk_choice(number, part, self._text_offsets[place])
+            self._text_offsets[place] += self._shape.num_characters(part)
+            return [choice]
         return []
 
     def _parse(self, parser: ChatParser, part: CompletionOutput) -> list[ChatEvent]:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
+
+import pytest
 
 from tests.fake_engine import fake_logprobs
-from tp_engine.api.scored_tokens import PromptLogprobs, ScoredRun, ScoredTokens
+from tp_engine.api import scored_tokens
+from tp_engine.api.scored_tokens import PromptLogprobs, ScoredPosition, ScoredRun, ScoredTokens
 from tp_engine.requests.outputs import Logprob
 
 
@@ -51,10 +55,33 @@ def test_what_was_read_is_not_made_again() -> None:
 
 
 def test_updates_that_are_folded() -> None:
-    """Oracle: the positions of both, in order; also if some have been read before."""
-    first, later = scored(5, 6), scored(7)
-    assert first[0] == mapping(5)
-    first.append(later)
-    first.append(scored(8))
-    assert first == [mapping(token_id) for token_id in (5, 6, 7, 8)]
-    assert [position.token_ids for position in first.scored()] == [[5], [6], [7], [8]]
+    """Oracle: the positions of all, in order; also if some have been read before."""
+    run, updates = ScoredRun(1, None), []
+    for token_id in (5, 6, 7):
+        run.add(fake_logprobs([token_id], 1), 1)
+        updates.append(ScoredTokens(run, run.length - 1))
+    first = updates[0]
+    assert first == [mapping(5)] and updates[2] == [mapping(7)] and updates[1][0] == mapping(6)
+    first.append(updates[1])
+    first.append(updates[2])
+    assert first == [mapping(token_id) for token_id in (5, 6, 7)]
+    assert [position.token_ids for position in first.scored()] == [[5], [6], [7]]
+
+
+def test_a_stream_that_is_read_in_order_is_gone_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: a count of positions made; whoever asks again, or in another order, gets the same."""
+    made, in_order = [], scored_tokens._in_order
+
+    def counted(token_ids: list[int], *arguments: Any) -> ScoredPosition:
+        made.append(token_ids[0])
+        return in_order(token_ids, *arguments)
+
+    monkeypatch.setattr(scored_tokens, "_in_order", counted)
+    run, updates = ScoredRun(1, None), []
+    for token_id in range(5, 12):
+        run.add(fake_logprobs([token_id], 1), 1)
+        updates.append(ScoredTokens(run, run.length - 1))
+        assert [position.token_ids for position in updates[-1].scored()] == [[token_id]]
+    assert made == list(range(5, 12))
+    for number in (3, 3, 0, 6):
+        assert [position.token_ids for position in updates[number].scored()] == [[5 + number]]

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from tp_engine.api.openai.chat.parser import ChatParsing, ParsedMessage
-from tp_engine.api.openai.logprobs import Positions, chat_logprobs, completion_logprobs, own_texts, prompt_logprobs_json
+from tp_engine.api.openai.logprobs import Positions, chat_logprobs, completion_logprobs, prompt_logprobs_json
 from tp_engine.api.openai.protocol import ChatBody, CompletionBody
 from tp_engine.api.openai.sampling import num_top_logprobs
 from tp_engine.api.openai.tools.events import CallArguments, CallStarted, ChatEvent, ContentText, ReasoningText
+from tp_engine.api.scored_tokens import ScoredTokens
 from tp_engine.requests.outputs import CompletionOutput, RequestOutput
 
 JsonObject: TypeAlias = dict[str, Any]
@@ -196,13 +197,12 @@ class AnswerShape:
         )
 
     def num_characters(self, part: CompletionOutput) -> int:
-        """Return how far the tokens of ``part``, which have log-probabilities, move the offset of the next token."""
-        if not part.logprobs:
+        """Return how far the tokens of ``part``, whose choice has been made, move the offset of the next one."""
+        if self.kind == "chat" or not isinstance(part.logprobs, ScoredTokens):
             return 0
-        texts = own_texts(part.token_ids, part.logprobs)
         return sum(
             len(text)
-            for token_id, text in zip(part.token_ids, texts, strict=True)
+            for token_id, text in zip(part.token_ids, part.logprobs.texts(), strict=False)
             if not (self.hides_specials and token_id in self.special_ids)
         )
 

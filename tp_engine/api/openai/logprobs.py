@@ -1,6 +1,6 @@
 """Log-probabilities in three shapes: of completions, of chats, and vLLM's of prompts."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 from typing import Any, TypeAlias
 
@@ -43,7 +43,7 @@ def completion_logprobs(
             chosen.append(None)
             tops.append(None)
         else:
-            text, names, values = _own_text(position), _names(position, as_ids), _finite(position.logprobs)
+            text, names, values = position.text, _names(position, as_ids), _finite(position.logprobs)
             tokens.append(names[position.chosen])
             chosen.append(values[position.chosen])
             tops.append(dict(zip(names, values, strict=False)))
@@ -72,11 +72,6 @@ def prompt_logprobs_json(token_ids: Sequence[int], positions: Positions) -> list
     ]
 
 
-def own_texts(token_ids: Sequence[int], positions: Positions) -> Iterator[str]:
-    """Return what each token adds to the text, or its id if it was not decoded."""
-    return (_own_text(position) for position in scored_positions(token_ids, positions) if position is not None)
-
-
 class _PromptEntry(msgspec.Struct, gc=False):
     logprob: float
     rank: int | None
@@ -86,15 +81,10 @@ class _PromptEntry(msgspec.Struct, gc=False):
 def _prompt_entry(position: ScoredPosition) -> msgspec.Raw:
     """The actual token first, as in vLLM, then the likeliest; as JSON, because objects for all alternatives of a long
     prompt would take ten times as much memory."""
-    token_ids, logprobs, ranks, chosen, texts = position
+    token_ids, logprobs, ranks, chosen, _, texts = position
     decoded = repeat(None) if texts is None else texts.texts(token_ids)
     entries = dict(zip(token_ids, map(_PromptEntry, _finite(logprobs), ranks, decoded), strict=False))
     return msgspec.Raw(_encode({token_ids[chosen]: entries.pop(token_ids[chosen]), **entries}))
-
-
-def _own_text(position: ScoredPosition) -> str:
-    token_id = position.token_ids[position.chosen]
-    return id_text(token_id) if position.texts is None else position.texts.of(token_id)[0]
 
 
 def _names(position: ScoredPosition, as_ids: bool) -> list[str]:
