@@ -15,6 +15,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from tp_engine.system.units import ceil_div
+
 LOWEST_KEY = -(2**63)  # below the key of every token
 _ARGMAX_BLOCK = 128
 _CPU_ELEMENTS = 1 << 16
@@ -109,8 +111,11 @@ def rank_candidates(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
 def row_chunks(num_rows: int, width: int, device: torch.device) -> Iterator[tuple[int, int]]:
     """Consecutive (start, stop) of at least one of ``num_rows`` rows of ``width`` elements.
 
-    What is computed for them stays in a CPU's cache, or in little device memory.
+    What is computed for them stays in a CPU's cache, or in little device memory.  On CPUs, where the bound is a rule of
+    thumb, all have about as many rows: a few that are left over would take as many operations as the others.
     """
     step = max(1, (_CPU_ELEMENTS if device.type == "cpu" else _DEVICE_ELEMENTS) // width)
+    if device.type == "cpu":
+        step = max(1, ceil_div(num_rows, max(1, round(num_rows / step))))
     for start in range(0, num_rows, step):
         yield start, min(start + step, num_rows)

@@ -9,6 +9,7 @@ import torch
 from tests.unit.sampling.sampler_cases import ids, sample, sampler_for
 from tp_engine.plan import RowSampling
 from tp_engine.sampling.logprobs import logprobs_of
+from tp_engine.sampling.ranking import row_chunks
 from tp_engine.worker.results.readback import Readback
 
 
@@ -128,3 +129,16 @@ def test_processed_logprobs_of_plain_greedy_rows_are_raw() -> None:
     _, scored = sample(sampler, logits, range(2))
     assert scored is not None and not scored.logprobs[0].any()
     torch.testing.assert_close(scored.logprobs[1, 1:], logits.log_softmax(-1)[1].topk(2).values)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 7, 249, 256, 300, 374, 1000, 5000])
+def test_parts_of_many_rows_are_even(num_rows: int) -> None:
+    """Oracle: all rows once, in order; on CPUs no part has fewer than half as many as another (256 rows of 263 were 249
+    and 7), on devices none is above the bound of memory."""
+    for device, most in (("cpu", 1 << 16), ("cuda", 1 << 23)):
+        for width in (3, 263, 50_000, 1 << 24):
+            parts = list(row_chunks(num_rows, width, torch.device(device)))
+            assert [row for start, stop in parts for row in range(start, stop)] == list(range(num_rows))
+            sizes = [stop - start for start, stop in parts]
+            assert all(size == 1 or size * width <= most * (1.5 if device == "cpu" else 1) for size in sizes)
+            assert device == "cuda" or not sizes or min(sizes) * 2 >= max(sizes)
