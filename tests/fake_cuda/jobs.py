@@ -13,7 +13,8 @@ _DENSE: dict[str, Any] = {
 }  # fmt: skip
 _SMALL: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 16,
-    "num_gpu_blocks_override": 32, "startup_timeout_s": 240, "collective_timeout_s": 240, "watchdog_timeout_s": 240,
+    "num_gpu_blocks_override": 32, "tune": "off", "startup_timeout_s": 240, "collective_timeout_s": 240,
+    "watchdog_timeout_s": 240,
 }  # fmt: skip
 
 

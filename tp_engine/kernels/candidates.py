@@ -13,15 +13,20 @@ An operation with candidates is a module below ``tp_engine.kernels`` that names 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from math import prod
 from typing import Any, TypeAlias
 
 import torch
 
+from tp_engine.system.units import ceil_div
+
 MANY = 1 << 30  # of rows: more than a step has
+_BLOCK = 1_000_003  # random numbers that are drawn; a host would need seconds for all of a large weight
 
 # By operation: the module below ``tp_engine.kernels``, or a whole name with a colon in front.
 CANDIDATES: dict[str, str] = {
     "int8_linear": "quantization.int8_products",
+    "quantised_linear": "quantization.linear_candidates",
 }
 
 Shape: TypeAlias = Mapping[str, int | str]
@@ -46,7 +51,7 @@ class Candidate:
     """One implementation.  ``build`` makes it of weights and their shape; what it returns is called with ``Inputs``.
 
     ``why_not`` is the reason, in words, why a shape or a device cannot have it.  It takes ``least_rows`` to
-    ``most_rows`` rows.
+    ``most_rows`` rows.  One that is not ``is_quick`` is for a full search, or for a pinned file.
     """
 
     name: str
@@ -54,6 +59,7 @@ class Candidate:
     why_not: Callable[[Shape, torch.device], str | None] = always
     least_rows: int = 1
     most_rows: int = MANY
+    is_quick: bool = True
 
     def takes(self, num_rows: int) -> bool:
         """Return whether it takes so many rows."""
@@ -70,8 +76,9 @@ class Operation:
     """An operation and its ``candidates``; of equal ones the first is taken.
 
     ``weights`` are random ones of a shape, ``inputs`` random rows for them, and ``rows_of`` cuts inputs to some of
-    their rows, so that a twin need not compute all.  ``num_bytes`` is what a call reads at least.  ``sources`` are
-    files of the package (globs) that candidates are made of: times and proofs of others say nothing.
+    their rows, so that a twin need not compute all.  ``copy`` makes other memory of weights that ``build`` keeps as
+    they are.  ``num_bytes`` is what a call reads at least.  ``sources`` are files of the package (globs) that
+    candidates are made of: times and proofs of others say nothing.
     """
 
     candidates: Sequence[Candidate]
@@ -81,6 +88,7 @@ class Operation:
     twin: Twin
     num_bytes: Callable[[Shape], int]
     sources: Sequence[str]
+    copy: Callable[[Any], Any] = lambda weights: weights
     rows_of: Callable[[Inputs, torch.Tensor], Inputs] = lambda inputs, rows: (inputs[0][rows], *inputs[1:])
 
     def named(self, name: str) -> Candidate | None:
@@ -114,6 +122,26 @@ class Choices:
 
 
 DEFAULTS = Choices()
+
+
+def normal(size: tuple[int, ...], device: torch.device, generator: torch.Generator) -> torch.Tensor:
+    """Return float32 numbers of mean 0 and spread 1; ``generator`` is the CPU's, on every device."""
+    block = torch.randn(min(_BLOCK, prod(size)), generator=generator, dtype=torch.float32, device="cpu")
+    return _spread(block, size, device)
+
+
+def integers(
+    low: int, high: int, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> torch.Tensor:
+    """Return integers from ``low`` to below ``high``, as ``normal``."""
+    block = torch.randint(low, high, (min(_BLOCK, prod(size)),), generator=generator, dtype=dtype, device="cpu")
+    return _spread(block, size, device)
+
+
+def _spread(block: torch.Tensor, size: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """``block`` again and again.  Its length is a prime number, so no two rows of a weight are equal."""
+    count = prod(size)
+    return block.to(device).repeat(ceil_div(count, max(1, len(block))))[:count].view(size)
 
 
 def build(name: str, weights: Any, shape: Shape, choice: Choice) -> list[tuple[int, Run]]:

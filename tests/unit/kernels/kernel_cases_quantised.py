@@ -122,7 +122,8 @@ def check_batches(device: str, kind: Codes, options: dict[str, Any]) -> None:
 
 def check_product(device: str, kind: Codes, options: dict[str, Any], activation: Activation | None) -> None:
     """The layers' product: one row, few, and so many that the weight is dequantised."""
-    from tp_engine.layers.quantization.quantised_products import FEW_ROWS, TritonQuantised
+    from tp_engine.kernels.quantization.linear_candidates import FEW_ROWS
+    from tp_engine.layers.quantization.quantised_products import TritonQuantised
 
     weight, bias = make_weight(kind, (48, 96), device, **options), random((48,), BFLOAT16, device, 2)
     product = TritonQuantised(weight, activation)

@@ -28,7 +28,7 @@ import torch
 
 from tp_engine.cpu import QuantisedPanels, native_library
 from tp_engine.errors import ConfigError
-from tp_engine.kernels.candidates import MANY, Candidate, Choice, Inputs, Operation, Run, Shape, pick
+from tp_engine.kernels.candidates import MANY, Candidate, Choice, Inputs, Operation, Run, Shape, normal, pick
 from tp_engine.kernels.ops import int8_rows
 from tp_engine.kernels.quantization.int8_rows import CODE_OFFSET, LARGEST_CODE, TorchInt8Rows
 from tp_engine.kernels.quantization.weights import QuantisedWeight
@@ -188,12 +188,12 @@ def _default(shape: Shape, device: torch.device) -> Choice:
 
 def _weights(shape: Shape, device: torch.device, generator: torch.Generator) -> Int8Weight:
     size = int(shape["out"]), int(shape["in"])
-    return quantise_weight(torch.randn(size, generator=generator, device=device, dtype=torch.float32) * size[1] ** -0.5)
+    return quantise_weight(normal(size, device, generator) * size[1] ** -0.5)
 
 
 def _inputs(shape: Shape, num_rows: int, device: torch.device, generator: torch.Generator) -> Inputs:
-    rows = torch.randn(num_rows, int(shape["in"]), generator=generator, device=device, dtype=torch.float32)
-    bias = torch.randn(int(shape["out"]), generator=generator, device=device, dtype=torch.float32)
+    rows = normal((num_rows, int(shape["in"])), device, generator)
+    bias = normal((int(shape["out"]),), device, generator)
     return rows.to(_dtype(shape)), bias.to(_dtype(shape))
 
 

@@ -14,8 +14,10 @@ from functools import cache
 
 import torch
 
-from tp_engine.kernels.candidates import DEFAULTS, Choices
+from tp_engine.kernels.candidates import DEFAULTS, Choices, Shape
 from tp_engine.kernels.experts.experts import ExpertWeights
+from tp_engine.kernels.quantization.linear_candidates import NAME as QUANTISED
+from tp_engine.kernels.quantization.linear_candidates import shape_of as quantised_shape
 from tp_engine.kernels.quantization.weights import INT4_OFFSET, INT4_ZERO_PARTS, QuantisedWeight
 from tp_engine.layers.quantization.base import ExpertsProduct, Product
 from tp_engine.layers.quantization.dense import Dense, choose_experts
@@ -52,7 +54,15 @@ class Online(Dense):
             dtype=dtype,
             activation=shape.activation,
             quantises_activations=self._quantises_activations,
+            choices=self.choices,
         )
+
+    def tuned(
+        self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype, device_type: str
+    ) -> tuple[str, Shape] | None:
+        weight = parameters["weight"]
+        row = quantised_shape(self._quantise(weight[:1].detach()), dtype, shape.activation)
+        return (QUANTISED, {**row, "out": len(weight)}) if device_type == "cuda" else None
 
     def kept_bytes(self, name: str, weight: torch.Tensor) -> int:
         if name not in ("weight", "gate_up", "down"):

@@ -57,7 +57,7 @@ class Ordered(Quantised):
             zeros=None if zeros is None else zeros[:, found.groups],
         )
         product = choose_quantised_product(
-            weight, dtype=dtype, activation=shape.activation, quantises_activations=False
+            weight, dtype=dtype, activation=shape.activation, quantises_activations=False, choices=self.choices
         )
         is_as_it_is = found.is_sorted and len(columns) == shape.num_columns
         return product if is_as_it_is else SortedProduct(product, columns, shape.num_columns)

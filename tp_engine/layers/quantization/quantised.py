@@ -22,6 +22,8 @@ from tp_engine.kernels.candidates import DEFAULTS, Choices, Shape
 from tp_engine.kernels.experts.experts import ExpertWeights
 from tp_engine.kernels.quantization.int8_products import NAME as INT8
 from tp_engine.kernels.quantization.int8_products import Int8Weight, shape_of, takes_int8_products
+from tp_engine.kernels.quantization.linear_candidates import NAME as QUANTISED
+from tp_engine.kernels.quantization.linear_candidates import shape_of as quantised_shape
 from tp_engine.kernels.quantization.weights import Codes, QuantisedWeight
 from tp_engine.layers.quantization.base import ExpertsProduct, ParameterFactory, Product
 from tp_engine.layers.quantization.dense import ThenGate, choose_experts, expert_biases
@@ -85,13 +87,16 @@ class Quantised:
             # The parts are one product of one input, so the largest scale holds for all of them.
             input_scale=None if input_scale is None else input_scale.max(),
             quantises_activations=self.scheme.activations is not None,
+            choices=self.choices,
         )
 
     def tuned(
         self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype, device_type: str
     ) -> tuple[str, Shape] | None:
         weight = self.weight(parameters, shape)
-        return (INT8, shape_of(weight.codes, dtype)) if self._is_of_integers(weight, device_type) else None
+        if self._is_of_integers(weight, device_type):
+            return INT8, shape_of(weight.codes, dtype)
+        return (QUANTISED, quantised_shape(weight, dtype, shape.activation)) if device_type == "cuda" else None
 
     def _is_of_integers(self, weight: QuantisedWeight, device_type: str) -> bool:
         """Whether weight and activations are integers of 8 bits, whose products are exact there."""

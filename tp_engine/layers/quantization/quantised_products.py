@@ -14,6 +14,8 @@ up to 128   any other                            Triton: matrix units, codes wid
 more        any other                            Triton makes the values, PyTorch's library the product
 ==========  ===================================  ===================================================================
 
+These are candidates (``kernels/quantization/linear_candidates.py``), of which a device may have others.
+
 Where ``down`` of a gated MLP is a scaled product, the activation and the rounding of its result to 8 bits are one pass
 over memory (``GatedPair``).  Where all products that read a norm are scaled, so are the norm and the rounding of its
 rows (``wanted_codes``).  Experts on a GPU are Triton's grouped products, and PyTorch's from many pairs on
@@ -29,7 +31,9 @@ from dataclasses import dataclass
 import torch
 
 from tp_engine.cpu import QuantisedPanels, native_library
+from tp_engine.kernels.candidates import DEFAULTS, MANY, Choices, build, pick
 from tp_engine.kernels.ops import has_triton, op
+from tp_engine.kernels.quantization.linear_candidates import NAME, shape_of
 from tp_engine.kernels.quantization.row_codes import CodeRule, Rows
 from tp_engine.kernels.quantization.scaled_products import ScaledProduct, has_fp8_units, scaled_product
 from tp_engine.kernels.quantization.weights import QuantisedWeight, multiply_quantised
@@ -37,8 +41,8 @@ from tp_engine.layers.quantization.base import Product
 from tp_engine.layers.quantization.dense import runs_triton
 from tp_engine.model_config.mlp import Activation
 
-# The most rows of products whose codes are widened in registers: where there is a product of codes, and elsewhere.
-FEW_ROWS_BESIDE_CODES, FEW_ROWS = 64, 128
+# The most rows of products whose codes are widened in registers, where there is a product of codes.
+FEW_ROWS_BESIDE_CODES = 64
 
 
 class PlainQuantised:
@@ -66,17 +70,20 @@ class TritonQuantised:
     is_recordable = True
 
     def __init__(
-        self, weight: QuantisedWeight, activation: Activation | None, scaled: ScaledProduct | None = None
+        self,
+        weight: QuantisedWeight,
+        activation: Activation | None,
+        scaled: ScaledProduct | None = None,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        choices: Choices = DEFAULTS,
     ) -> None:
-        from tp_engine.kernels.quantization.dequantise_triton import multiply_dequantised
-        from tp_engine.kernels.quantization.linear_triton import quantised_linear_triton
-        from tp_engine.kernels.quantization.row_triton import quantised_row_triton, takes_row
-
-        self._weight = weight.map(torch.Tensor.contiguous)
+        """``dtype`` is that of rows, ``choices`` of kernels are those of the device."""
+        weight = weight.map(torch.Tensor.contiguous)
+        shape = shape_of(weight, dtype, activation)
+        self._parts = build(NAME, weight, shape, choices.of(NAME, shape, weight.codes.device))
         self.activation, self.scaled = activation, scaled
-        self.few_rows = FEW_ROWS if scaled is None else FEW_ROWS_BESIDE_CODES
-        self._of_few_rows, self._of_many_rows = quantised_linear_triton, multiply_dequantised
-        self._of_one_row = quantised_row_triton if takes_row(self._weight) else quantised_linear_triton
+        self.few_rows = MANY if scaled is None else FEW_ROWS_BESIDE_CODES
         self._gate = op("gate", weight.codes.device.type)
         many = f"above {FEW_ROWS_BESIDE_CODES} rows PyTorch's scaled products"
         self.made_by = "Triton" if scaled is None else f"Triton, {many}"
@@ -88,14 +95,10 @@ class TritonQuantised:
         return self._multiply(x, bias, None)
 
     def _multiply(self, x: Rows, bias: torch.Tensor | None, activation: Activation | None) -> torch.Tensor:
-        if isinstance(x, torch.Tensor) and len(x) <= self.few_rows:
-            product = self._of_one_row if len(x) == 1 else self._of_few_rows
-            return product(x, self._weight, bias, activation)
-        if self.scaled is not None:
-            out = self.scaled(x, bias)
-        else:
+        if self.scaled is None or (isinstance(x, torch.Tensor) and len(x) <= self.few_rows):
             assert isinstance(x, torch.Tensor), "without a product of codes, rows are values"
-            out = self._of_many_rows(x, self._weight, bias)
+            return pick(self._parts, len(x))(x, bias, activation)
+        out = self.scaled(x, bias)
         return out if activation is None else self._gate(out, activation)
 
 
@@ -129,6 +132,7 @@ def choose_quantised_product(
     activation: Activation | None,
     input_scale: torch.Tensor | None = None,
     quantises_activations: bool,
+    choices: Choices = DEFAULTS,
 ) -> Product:
     """Return the fastest product for ``x`` of type ``dtype``.  Call it once the weight's values are final.
 
@@ -145,7 +149,7 @@ def choose_quantised_product(
     scaled = None
     if quantises_activations and dtype == torch.bfloat16 and has_fp8_units(device):
         scaled = scaled_product(weight, input_scale)
-    return TritonQuantised(weight, activation, scaled)
+    return TritonQuantised(weight, activation, scaled, dtype=dtype, choices=choices)
 
 
 def gated_pair(gate_up: Product, down: Product) -> GatedPair | None:

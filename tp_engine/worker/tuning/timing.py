@@ -33,11 +33,11 @@ def time_rounds(
     runs: Mapping[str, Sequence[Run]],
     inputs: Inputs,
     device: torch.device,
-    default: str,
+    default: str | None,
     note: Callable[[str], None],
 ) -> dict[str, list[float]]:
     """Return each candidate's nanoseconds of a call, round by round.  ``runs``: its copies; ``note`` is called with a
-    candidate before it runs.  One that is hopeless after the first rounds has no more than these."""
+    candidate before it runs.  One that is hopeless beside the ``default``, if that is among them, has few rounds."""
     clocks = {}
     for name, copies in runs.items():
         note(name)
@@ -45,12 +45,12 @@ def time_rounds(
     times: dict[str, list[float]] = {name: [] for name in runs}
     order, number = list(runs), 0
     for number in range(ROUNDS + MORE_ROUNDS):
-        if number == ROUNDS and not is_unsure(times, default):
+        if number == ROUNDS and (default is None or not is_unsure(times, default)):
             break
         for name in order if number % 2 else order[::-1]:
             note(name)
             times[name].append(clocks[name]())
-        if number + 1 == FIRST_ROUNDS and default in times:
+        if number + 1 == FIRST_ROUNDS and default is not None:
             order = [one for one in order if min(times[one]) <= HOPELESS * min(times[default])]
     return times
 

@@ -8,18 +8,17 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import msgspec
 import torch
 
-from tp_engine.kernels.candidates import Candidate, Operation, Run, operation
+from tp_engine.kernels.candidates import Candidate, Operation, Run, Shape, operation
 from tp_engine.system.child_process import ignore_stop_signals
 from tp_engine.system.log import configure_logging
 from tp_engine.worker.tuning.proof import ODD_ROWS, ProofQuestions, largest_error
 from tp_engine.worker.tuning.rule import fastest, merge, ratios, without
-from tp_engine.worker.tuning.table import RIGHT, Tried
+from tp_engine.worker.tuning.table import RIGHT, Extent, Tried
 from tp_engine.worker.tuning.timing import num_copies, time_rounds
 
 
@@ -29,6 +28,7 @@ class TrialShape(msgspec.Struct, frozen=True, kw_only=True):
     operation: str
     shape: dict[str, int | str]
     rows: tuple[int, ...]
+    extent: Extent
 
 
 class TrialSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,9 +70,12 @@ def main() -> int:
         os.write(settings.output, msgspec.json.encode(said) + b"\n")
 
     for index, one in enumerate(settings.shapes):
-        ShapeTrial(one, operation(one.operation, settings.places), device, index, say).run(
-            settings.refused.get(one.operation, {})
-        )
+        trial = ShapeTrial(one, operation(one.operation, settings.places), device, index, say)
+        try:
+            trial.run(settings.refused.get(one.operation, {}))
+        except Exception:
+            say(Said(index=index))  # a fault of this process, not of the candidate that ran last
+            raise
     return 0
 
 
@@ -89,28 +92,31 @@ class ShapeTrial:
         """Say what came of each candidate, and the choice."""
         wanted, table, device = self._wanted, self._table, self._device
         self._say(Said(index=self._index))
-        generator = torch.Generator(device).manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
         weights = table.weights(wanted.shape, device, generator)
         questions = ProofQuestions(table, weights, wanted.shape, device)
-        builds: dict[str, Callable[[], Run]] = {}
+        builds: dict[str, Callable[[Any, Shape], Run]] = {}
         for candidate in table.candidates:
+            if wanted.extent == "quick" and not candidate.is_quick:
+                continue
             name, reason = candidate.name, candidate.why_not(wanted.shape, device)
             if name in refused:
                 self._note(Tried(candidate=name, verdict=refused[name], is_fault=True))
             elif reason is not None:
                 self._note(Tried(candidate=name, verdict=reason))
             elif self._prove(candidate, weights, questions):
-                builds[name] = partial(candidate.build, weights, wanted.shape)
-        copies, made = num_copies(table.num_bytes(wanted.shape), device), dict[str, list[Run]]()
+                builds[name] = candidate.build
+        copies = [weights, *(table.copy(weights) for _ in range(num_copies(table.num_bytes(wanted.shape), device) - 1))]
+        made: dict[str, list[Run]] = {}
         for name, build in builds.items():
-            self._say(Said(index=self._index, candidate=name))
-            made[name] = [build() for _ in range(copies)]
+            self._say_candidate(name)
+            made[name] = [build(one, wanted.shape) for one in copies]
         self._choose(made, questions)
 
     def _prove(self, candidate: Candidate, weights: Any, questions: ProofQuestions) -> bool:
         name, shape = candidate.name, self._wanted.shape
         rows = sorted({*ODD_ROWS, *self._wanted.rows})
-        self._say(Said(index=self._index, candidate=name))
+        self._say_candidate(name)
         try:
             run = candidate.build(weights, shape)
             error, at = largest_error(run, questions, filter(candidate.takes, rows), self._device)
@@ -148,20 +154,18 @@ class ShapeTrial:
             if len(fitting) == 1:
                 winners[num_rows] = None if own in fitting else next(iter(fitting))
                 continue
-            times = time_rounds(
-                fitting,
-                questions.of(num_rows).inputs,
-                self._device,
-                own,
-                lambda name: self._say(Said(index=self._index, candidate=name)),
-            )
-            taken = fastest(times, own if own in times else None)
+            beside = own if own in fitting else None
+            inputs, note = questions.of(num_rows).inputs, self._say_candidate
+            times = time_rounds(fitting, inputs, self._device, beside, note)
+            taken = fastest(times, beside)
             winners[num_rows] = None if taken == own else taken
             for name, found in times.items():
-                beside = ratios(times, name, own) if own in times else []
-                self._add_times(name, num_rows, found, beside)
+                self._add_times(name, num_rows, found, [] if beside is None else ratios(times, name, beside))
         choice = without(merge(default, winners), made)
         self._say(Said(index=self._index, choice=choice, all_tried=tuple(self._tried.values())))
+
+    def _say_candidate(self, name: str) -> None:
+        self._say(Said(index=self._index, candidate=name))
 
     def _add_times(self, name: str, num_rows: int, found: list[float], beside: list[float]) -> None:
         known = self._tried[name]

@@ -41,8 +41,8 @@ QUICK_S = 20.0
 FULL_S = 1800.0
 # A candidate's compilation, proof, or round of times.
 _SILENCE_S: dict[Extent, float] = {"quick": 8.0, "full": 60.0}
-_START_S = 60.0
-_ORPHAN_S = 30.0  # beyond the limit, by which this process would have killed it
+_BETWEEN_S = 60.0  # its start, and what it does between two candidates
+_ORPHAN_S = 90.0  # beyond the limit, by which this process would have killed it
 _MOST_STARTS = 12
 _ROWS: dict[str, dict[Extent, tuple[int, ...]]] = {
     "cpu": {"quick": (1, 4, 8, 64), "full": (1, 2, 4, 6, 8, 16, 32, 64)},
@@ -97,9 +97,7 @@ class Tuner:
         # What a step spends most on comes first, because the time may end the search.
         order = sorted(range(len(wanted)), key=lambda index: -self._bytes(wanted[index]))
         run.finish(order)
-        for index in range(len(wanted)):
-            run.found.setdefault(index, run.unreached(index))
-        found = [run.found[index] for index in range(len(wanted))]
+        found = [run.found.get(index) or run.unreached(index) for index in range(len(wanted))]
         for one in found:
             _log(one)
         return found
@@ -128,14 +126,14 @@ class _Search:
     def _one_process(self, left: list[int]) -> bool:
         """Try the shapes ``left``; False if another process would get no further."""
         tuner = self.tuner
-        silence_s, begun, running = tuner.silence_s or _SILENCE_S[tuner.extent], False, ""
-        index = left[0]
+        silence_s, running, index = tuner.silence_s or _SILENCE_S[tuner.extent], "", left[0]
         with self._lines(left, silence_s + _ORPHAN_S) as (lines, process):
             while True:
-                line = lines.read(min(silence_s if begun else _START_S, self.end_s - time.monotonic()))
+                limit_s = silence_s if running else _BETWEEN_S
+                line = lines.read(min(limit_s, self.end_s - time.monotonic()))
                 if not line:
                     break
-                said, begun = msgspec.json.decode(line, type=Said), True
+                said = msgspec.json.decode(line, type=Said)
                 index, running = left[said.index], said.candidate
                 if running:
                     text = f"trying {self.wanted[index].key}: {running}"
@@ -143,10 +141,12 @@ class _Search:
                     tuner.report(f"{text}, {len(self.found)} of {len(self.wanted)} shapes are done")
                 if said.choice is not None:
                     self._finish_shape(index, said)
+                    if len(self.found) == len(self.wanted):
+                        return False
             code = None if line is None else process.wait()
         if (code == 0 and not running) or time.monotonic() >= self.end_s:
             return False
-        reason = f"it gave no answer for {silence_s:g} s" if code is None else f"it ended its process, code {code}"
+        reason = f"it gave no answer for {limit_s:g} s" if code is None else f"it ended its process, code {code}"
         if not running:
             logger.warning("the process that tries kernels is given up: %s; untried kernels stay", reason)
             return False
@@ -201,7 +201,12 @@ class _Search:
                 silence_s=orphan_s,
                 places=dict(tuner.places),
                 shapes=tuple(
-                    TrialShape(operation=self.wanted[one].operation, shape=self.wanted[one].shape, rows=rows)
+                    TrialShape(
+                        operation=self.wanted[one].operation,
+                        shape=self.wanted[one].shape,
+                        rows=rows,
+                        extent=tuner.extent,
+                    )
                     for one in left
                 ),
                 refused=self.refused,

@@ -95,7 +95,7 @@ def operation_with(faults: str, *, own: str = "plain") -> Operation:
     right = (Candidate(name="slow", build=_slow), Candidate(name="plain", build=_right))
     return Operation(
         candidates=planted if own == "none" else (*planted, *right),
-        default=lambda shape, device: ((MANY, planted[0].name if own == "none" else own),),
+        default=lambda shape, device: ((MANY, planted[0].name if own in ("none", "wrong") else own),),
         weights=_weights,
         inputs=_inputs,
         twin=_twin,

@@ -10,17 +10,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
 import torch
 
+from tests.unit.models.test_models import BACKENDS
 from tp_engine.config import EngineConfig
+from tp_engine.distributed.collectives import SingleRank
 from tp_engine.errors import ConfigError
 from tp_engine.job.topology import RankInfo
 from tp_engine.kernels.candidates import MANY, Choice, Choices, key_of
 from tp_engine.kernels.quantization.int8_products import NAME
+from tp_engine.layers.quantization import quantised_products
 from tp_engine.model_config import load_model_config
+from tp_engine.models.causal_lm import build_model
+from tp_engine.weights.loader import load_weights
 from tp_engine.worker.effective_config import resolve
 from tp_engine.worker.tuning import start, table
 from tp_engine.worker.tuning.shapes import wanted_shapes
@@ -236,3 +242,29 @@ def test_shapes_of_a_model(checkpoint: Callable[..., Path]) -> None:
     assert attention is not None and sum(one.count for one in wanted) == 4 * spec.num_layers
     assert all(one.operation == NAME and one.shape["type"] == "bfloat16" for one in wanted)
     assert wanted_shapes(EngineConfig(device="cpu"), spec, torch.bfloat16, "cpu") == []
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+def test_shapes_are_those_of_the_products(quantization: str, checkpoint: Callable[..., Path]) -> None:
+    """Oracle: the shapes of the loaded weights, for a model that is quantised online, as on a GPU."""
+    spec, folder = load_model_config(str(checkpoint("llama")))
+    config = EngineConfig(device="cpu", quantization=quantization)
+    asked: list[str] = []
+
+    class Asked(Choices):
+        def of(self, name: str, shape: Any, device: torch.device) -> Choice:
+            asked.append(key_of(name, shape))
+            return super().of(name, shape, device)
+
+    model = build_model(
+        spec, communicator=SingleRank(), dtype=torch.bfloat16, device=CPU, backends=BACKENDS, max_model_len=32,
+        quantization=quantization, choices=Asked(),
+    )  # fmt: skip
+    load_weights(dict(model.named_parameters()), spec, folder, info=RankInfo(), load_format="dummy")
+    with (
+        patch.object(quantised_products, "runs_triton", lambda _type: True),
+        patch.object(quantised_products, "native_library", lambda: None),
+    ):
+        model.finish_loading()
+    wanted = wanted_shapes(config, spec, torch.bfloat16, "cuda")
+    assert {one.key for one in wanted} == set(asked) and sum(one.count for one in wanted) == len(asked)
