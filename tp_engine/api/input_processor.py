@@ -296,9 +296,7 @@ class InputProcessor:
         if "multi_modal_data" in prompt:
             if self.images is None:
                 how = "as text alone" if self.model.images is None else "without a tokenizer, which images need"
-                raise RequestError(
-                    f"the model {self.model.model!r} is served {how}; leave multi_modal_data out", param=param
-                )
+                raise RequestError(f"this model is served {how}; leave multi_modal_data out", param=param)
             if "prompt_token_ids" in prompt:
                 prompt = {**prompt, "prompt_token_ids": plain_token_ids(prompt["prompt_token_ids"])}
             prompt = self.images.of_prompt(prompt, add_special_tokens=add_special_tokens, param=param)
@@ -379,8 +377,8 @@ class InputProcessor:
             return
         what, path = ("embeddings", "/v1/embeddings") if self.model.convert == "embed" else ("scores", "/classify")
         raise RequestError(
-            f"the model {self.model.model!r} is served for {what} and generates no text; send the request to "
-            f"{path}, or serve a model with an output head with --convert none",
+            f"this model is served for {what} and generates no text; send the request to {path}, or serve a model with "
+            "an output head with --convert none",
             param="model",
         )
 

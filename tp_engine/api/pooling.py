@@ -94,8 +94,8 @@ class PoolingParams:
             )
         if legal is None:
             raise RequestError(
-                f"dimensions is {asked}; the embeddings of {model.model!r} cannot be cut, they have "
-                f"{model.hidden_size}: leave it out, or set is_matryoshka in config.json if it was trained for that",
+                f"dimensions is {asked}; the embeddings of this model cannot be cut, they have {model.hidden_size}: "
+                "leave it out, or set is_matryoshka in config.json if it was trained for that",
                 param="dimensions",
             )
         if (legal and asked not in legal) or not 1 <= asked <= model.hidden_size:
