@@ -13,6 +13,8 @@ import pytest
 from tests.fake_engine import MODEL_INFO
 from tests.text_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
 from tp_engine.api.input_processor import InputProcessor, load_tokenizer, prompt_text
+from tp_engine.api.openai.protocol import CompletionBody
+from tp_engine.api.openai.requests import prepare
 from tp_engine.errors import ConfigError, RequestError
 from tp_engine.requests.sampling_params import SamplingParams
 
@@ -86,6 +88,16 @@ def test_bad_requests_are_refused_by_name(prompt: Any, params: dict[str, Any], p
     with pytest.raises(RequestError, match=text) as caught:
         process(prompt, **params)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("more", [{}, {"use_beam_search": True, "n": 2, "temperature": 0}])
+def test_one_of_several_prompts_of_a_body_is_named(more: dict[str, Any]) -> None:
+    """Oracle: by hand: the place of the one that is bad, and no place where there is one alone."""
+    for prompts, param in ((["a", ""], "prompt[1]"), ([[5], [6], [-1]], "prompt[2]"), ([""], "prompt"), ("", "prompt")):
+        body = CompletionBody.model_validate({"prompt": prompts, "max_tokens": 1, **more})
+        with pytest.raises(RequestError) as caught:
+            prepare(body, PROCESSOR, "m")
+        assert caught.value.param == param and (param == "prompt") == str(caught.value).startswith("the prompt")
 
 
 def test_all_log_probabilities() -> None:

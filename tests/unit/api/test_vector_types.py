@@ -90,6 +90,8 @@ def test_cohere_embeddings() -> None:
             ({"images": ["data:image/png;base64,AA=="]}, "images"),
             ({"inputs": [{"content": [{"type": "image_url"}]}]}, "inputs"),
             ({"texts": ["a"], "output_dimension": 9}, "output_dimension"),
+            ({"texts": ["a", long], "truncate": "NONE"}, "texts[1]"),
+            ({"inputs": [{"content": [{"type": "text", "text": long}]}], "truncate": "NONE"}, "inputs[0]"),
         ):
             refused = await app.post("/v2/embed", wrong)
             assert (refused.status, refused.json()["error"]["param"]) == (400, param), wrong

@@ -74,7 +74,7 @@ def prepare_cohere(body: CohereEmbedBody, processor: InputProcessor, model: str)
     try:
         prepared = prepare_pooled(asked, processor, model)
     except RequestError as error:
-        raise renamed(error, _NAMES) from None
+        raise renamed(error, _NAMES if body.inputs is None else _NAMES | {"input": "inputs"}) from None
 
     def answer(outputs: Sequence[RequestOutput]) -> JsonObject:
         found = prepared.answer(outputs)

@@ -34,11 +34,14 @@ class HttpError(Exception):
 
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """``error`` with the name that its field has in the client's body, if ``names`` has another one for it."""
+    """``error`` with the name that its field, or the list with its field, has in the client's body, if ``names`` has
+    another one for it."""
     ours, text = error.param or "", str(error)
-    theirs = names.get(ours)
+    name, bracket, place = ours.partition("[")
+    theirs = names.get(name)
     if theirs is None:
         return error
+    theirs += bracket + place
     if text.startswith(ours):
         text = theirs + text[len(ours) :]
     return RequestError(text, param=theirs, code=error.code)

@@ -108,8 +108,10 @@ def prepare(
     try:
         params = parsed_params(params, shape.parsing, processor)
         requests = [
-            _engine_request(body, processor, prompt, params, request_id=_engine_id(shape, number), arrival_s=arrival_s)
-            for number, prompt in enumerate(prompts)
+            _engine_request(
+                body, processor, prompt, params, request_id=_engine_id(shape, number), arrival_s=arrival_s, name=name
+            )
+            for number, (name, prompt) in enumerate(_named(body, prompts))
         ]
     except RequestError as error:
         raise named_refusal(error, body) from None
@@ -155,12 +157,18 @@ def _prepare_searches(
     if body.skip_special_tokens is not None:
         fields["skip_special_tokens"] = body.skip_special_tokens
     one, searches = one_token(params, **fields), []
-    for number, prompt in enumerate(prompts):
+    for number, (name, prompt) in enumerate(_named(body, prompts)):
         request_id = _engine_id(shape, number)
-        request = _engine_request(body, processor, prompt, one, request_id=request_id, arrival_s=arrival_s)
+        request = _engine_request(body, processor, prompt, one, request_id=request_id, arrival_s=arrival_s, name=name)
         searches.append(BeamSearch(request, params, processor.model, n=shape.num_per_prompt))
     answer = partial(shape.answer, echoes=echoes)
     return PreparedAnswer(body=body, shape=shape, echoes=echoes, searches=searches, answer=answer)
+
+
+def _named(body: ChatBody | CompletionBody, prompts: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Each prompt, with what the client calls it: ``prompt[3]`` for one of several."""
+    name = "messages" if isinstance(body, ChatBody) else "prompt"
+    return [(f"{name}[{number}]" if len(prompts) > 1 else name, one) for number, one in enumerate(prompts)]
 
 
 def _engine_id(shape: AnswerShape, number: int) -> str:
@@ -176,9 +184,10 @@ def _engine_request(
     *,
     request_id: str,
     arrival_s: float,
+    name: str,
 ) -> EngineRequest:
-    """One checked request.  ``max_tokens`` is a limit, before which the context may be full; only more than the whole
-    context is refused, as in vLLM."""
+    """One checked request, whose prompt errors call ``name``.  ``max_tokens`` is a limit, before which the context may
+    be full; only more than the whole context is refused, as in vLLM."""
     with fields_of(body):
         request = processor.process(
             prompt,
@@ -190,7 +199,7 @@ def _engine_request(
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             truncation_side=body.truncation_side or "left",
             adapter=body.model if body.model in processor.adapters else "",
-            prompt_field="messages" if isinstance(body, ChatBody) else "prompt",
+            prompt_field=name,
         )
         asked, longest = max_output_tokens(body), processor.max_model_len
         if asked is not None and asked > longest:
