@@ -33,9 +33,6 @@ class TextTokens(Protocol):
         """Raise ``ContextLengthError`` for a prompt that is too long."""
 
 
-_KEYS = {"prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs"}
-
-
 class ImagePrompts:
     """Prompts of one model that sees images; unless it ``reads_pixels``, only headers of files are, and no prompt has
     images."""
@@ -75,13 +72,6 @@ class ImagePrompts:
 
     def of_prompt(self, prompt: Mapping[str, Any], *, add_special_tokens: bool, param: str) -> dict[str, Any]:
         """Read the images of a prompt given to ``LLM``, whose text or tokens have a mark for each."""
-        given = {name for name, value in prompt.items() if value is not None}
-        if wrong := given - _KEYS:
-            raise RequestError(
-                f"a prompt with multi_modal_data has {shown(min(wrong))}; beside it may be prompt or prompt_token_ids, "
-                "and mm_processor_kwargs",
-                param=param,
-            )
         sources = _sources(prompt["multi_modal_data"], prompt.get("mm_processor_kwargs"))
         text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if isinstance(text, str) and token_ids is None:

@@ -293,14 +293,16 @@ class InputProcessor:
         self, prompt: Mapping[str, Any], add_special_tokens: bool, param: str
     ) -> tuple[Prompt, tuple[ImageInput, ...]]:
         """The prompt as tokens, and its images."""
+        salt = prompt.get("cache_salt")
         if "multi_modal_data" in prompt:
+            _refuse_unserved(prompt)
             if self.images is None:
                 how = "as text alone" if self.model.images is None else "without a tokenizer, which images need"
                 raise RequestError(f"this model is served {how}; leave multi_modal_data out", param=param)
             if "prompt_token_ids" in prompt:
                 prompt = {**prompt, "prompt_token_ids": plain_token_ids(prompt["prompt_token_ids"])}
             prompt = self.images.of_prompt(prompt, add_special_tokens=add_special_tokens, param=param)
-        return {"prompt_token_ids": prompt["prompt_token_ids"]}, tuple(prompt["images"])
+        return {"prompt_token_ids": prompt["prompt_token_ids"], "cache_salt": salt}, tuple(prompt["images"])
 
     def _token_ids(self, prompt: Prompt, add_special_tokens: bool, param: str, must_fit: bool) -> list[int]:
         if isinstance(prompt, Mapping):
@@ -464,10 +466,15 @@ def check_text(name: str, text: object) -> None:
         ) from error
 
 
+def _refuse_unserved(prompt: Mapping[str, Any]) -> None:
+    """Other keys, such as an id of the caller's, are ignored."""
+    if refused := sorted(name for name in _NOT_SERVED if prompt.get(name) is not None):
+        raise RequestError(f"the prompt has {refused[0]!r}, which is not served; leave it out", param="prompt")
+
+
 def _only_entry(prompt: Mapping[str, Any]) -> Any:
     given = {name for name, value in prompt.items() if value is not None}
-    if refused := sorted(given & _NOT_SERVED):
-        raise RequestError(f"the prompt has {refused[0]!r}, which is not served; leave it out", param="prompt")
+    _refuse_unserved(prompt)
     chosen = given & _CONTENTS
     if len(chosen) != 1:
         raise RequestError(

@@ -464,7 +464,10 @@ def test_prompts_of_python_have_their_images_beside_them() -> None:
         again = process({"prompt_token_ids": given, "multi_modal_data": {"image": [array, PICTURE]}})
         assert again.prompt_token_ids == first.prompt_token_ids
         assert [image.start for image in again.images] == [image.start for image in first.images]
-    assert len(process({"prompt": mark, "multi_modal_data": {"image": PICTURE}}).images) == 1
+    one: dict[str, Any] = {"prompt": mark, "multi_modal_data": {"image": PICTURE}}
+    assert len(process(one).images) == 1
+    salted = process({**one, "cache_salt": "s", "id": 7})  # keys of the caller's own are ignored
+    assert (len(salted.images), salted.params.cache_salt) == (1, "s")
 
 
 @pytest.mark.parametrize(
