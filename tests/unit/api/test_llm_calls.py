@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -102,11 +102,11 @@ def test_one_prompt_of_token_ids(llm: FakeLLM) -> None:
 def test_columns_may_be_generators_and_arrays(llm: FakeLLM) -> None:
     """Oracle: one value for each prompt, in order; too few are told."""
     params = [SamplingParams(max_tokens=one) for one in (1, 2)]
-    for given in (iter(params), tuple(params), np.array(params, dtype=object)):
+    columns: list[Any] = [iter(params), tuple(params), np.array(params, dtype=object), deque(params)]
+    columns += [{"first": params[0], "second": params[1]}.values(), map(SamplingParams.clone, params)]
+    for given in columns:
         assert texts(llm.generate(["abc"] * 2, given, use_tqdm=False)) == ["a", "ab"]
     assert texts(llm.generate(iter(["abc"] * 2), iter(params), False, None, np.array([1, 0]))) == ["a", "ab"]
-    for given in ({"first": params[0], "second": params[1]}.values(), deque(params), map(SamplingParams.clone, params)):
-        assert texts(llm.generate(["abc"] * 2, given, use_tqdm=False)) == ["a", "ab"]
     assert texts(llm.generate(["abc"] * 2, params, False, priority=range(2))) == ["a", "ab"]
     assert texts(llm.generate(iter(["abc"] * 2), itertools.cycle(params), use_tqdm=False)) == ["a", "ab"]
     with pytest.raises(RequestError, match=r"prompts\[1\]: there are 1 sampling_params for more prompts"):
@@ -122,7 +122,8 @@ def test_conversations_as_pandas_reads_them_of_parquet(llm: FakeLLM) -> None:
     expected = texts(llm.chat(chats, SHORT, use_tqdm=False))
     arrays = np.empty(2, dtype=object)
     arrays[:] = [np.array(chats[0]), np.array([{"role": "user", "content": np.array(parts)}])]
-    for given in (arrays, [iter(one) for one in chats], map(deque, chats)):
+    forms: list[Any] = [arrays, [iter(one) for one in chats], map(deque, chats)]
+    for given in forms:
         assert texts(llm.chat(given, SHORT, use_tqdm=False)) == expected
 
 
@@ -413,7 +414,7 @@ def test_progress_bars_of_the_caller(llm: FakeLLM) -> None:
 
 def test_tokenization_is_obeyed(llm: FakeLLM) -> None:
     """Oracle: by hand: the first and the last tokens of a text."""
-    params = SamplingParams(max_tokens=9)
+    params, patience_s = SamplingParams(max_tokens=9), cast(float, np.float32(60))
     for given, expected in (
         ({"truncation": True, "max_length": 2}, "ab"),
         ({"truncation": True, "max_length": 2, "truncation_side": "left"}, "cd"),
@@ -421,7 +422,7 @@ def test_tokenization_is_obeyed(llm: FakeLLM) -> None:
         ({"add_special_tokens": False}, "abcd"),
         ({"truncation": np.bool_(True), "max_length": np.int64(2)}, "ab"),
     ):
-        (output,) = llm.generate(["abcd"], params, use_tqdm=False, tokenization_kwargs=given, timeout_s=np.float32(60))
+        (output,) = llm.generate(["abcd"], params, use_tqdm=False, tokenization_kwargs=given, timeout_s=patience_s)
         assert output.outputs[0].text == expected
     (salted,) = llm.generate([{"prompt": "ab", "cache_salt": "x"}], SHORT, use_tqdm=False)
     assert llm.engine.added[-1].params.cache_salt == "x" and salted.outputs[0].text == "ab"
