@@ -13,7 +13,7 @@ under their functions' names (``naming_calls``), on a tape and elsewhere.
 import ctypes
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cache
 from typing import Any, TypeAlias
@@ -48,17 +48,26 @@ def _form(tensor: torch.Tensor) -> str:
 def _address_as(item: str) -> Callable[[Any], Any]:
     """The maker of an argument for a pointer to C's type ``item``."""
     dtype = _READ_AS.get(item)
-    return lambda argument: address_of(argument, dtype) if isinstance(argument, torch.Tensor) else argument
+
+    def make(argument: Any) -> Any:
+        if not isinstance(argument, torch.Tensor):
+            return argument
+        if argument.is_cpu and (dtype is None or argument.dtype is dtype):
+            return argument.data_ptr()
+        return address_of(argument, dtype)  # which says what is wrong
+
+    return make
 
 
 def _integer(argument: Any) -> int:
     return DTYPE_CODES[argument] if isinstance(argument, torch.dtype) else int(argument)
 
 
-_MADE_BY: dict[Any, Callable[[Any], Any]] = {
-    ctypes.c_int: _integer,
-    ctypes.c_int64: _integer,
-    ctypes.c_float: float,
+# The Python type that is passed as it is, and the maker of all others.
+_MADE_BY: dict[Any, tuple[type, Callable[[Any], Any]]] = {
+    ctypes.c_int: (int, _integer),
+    ctypes.c_int64: (int, _integer),
+    ctypes.c_float: (float, float),
 }
 
 
@@ -72,20 +81,24 @@ class NativeFunction:
     """
 
     def __init__(self, prototype: Prototype, plain: Any, player: Any) -> None:
-        self.plain = plain
+        self.plain: Callable[..., int] = plain
         self._name, self._takes_threads = prototype.name, prototype.takes_threads
         self._prototype = prototype
-        self._makers = [
-            _address_as(item) if item else _MADE_BY[kind]
+        makers = [
+            (int, _address_as(item)) if item else _MADE_BY[kind]
             for kind, item in zip(prototype.parameters, prototype.items, strict=True)
         ]
+        self._types, self._makers = [kind for kind, _ in makers], [make for _, make in makers]
         self._player = None if player is None else ctypes.cast(player, ctypes.c_void_p).value or 0
 
     def __call__(self, *given: Any) -> int:
         if self._takes_threads:
             given = (*given, torch.get_num_threads())
         try:
-            arguments = [make(one) for make, one in zip(self._makers, given, strict=True)]
+            arguments = [
+                one if one.__class__ is kind else make(one)
+                for one, kind, make in zip(given, self._types, self._makers, strict=True)
+            ]
         except TypeError as error:
             raise TypeError(f"{self._name}({', '.join(self._prototype.names)}): {error}") from error
         tape = _recorded.get()
@@ -93,9 +106,10 @@ class NativeFunction:
             check_extents(self._prototype, given)
             tape.add(self._name, self._player, arguments)
         naming = _naming.get() if tape is None and self._player is not None else None
-        with nullcontext() if naming is None else naming(self._name):
-            status: int = self.plain(*arguments)
-        return status
+        if naming is None:
+            return self.plain(*arguments)
+        with naming(self._name):
+            return self.plain(*arguments)
 
 
 class Tape:
