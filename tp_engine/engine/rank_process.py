@@ -11,6 +11,7 @@ import msgspec
 from tp_engine.config import EngineConfig
 from tp_engine.engine.job import Job
 from tp_engine.engine.processes import die_with_parent
+from tp_engine.errors import RankError
 from tp_engine.ipc.job_board import JobBoard
 from tp_engine.job.faults import fault_injector
 from tp_engine.job.progress import RankPhase, RankProgress
@@ -49,8 +50,16 @@ def main() -> int:
             from tp_engine.engine.rank_worker import serve_own_rank
 
             serve_own_rank(spec.rank, (spec.store_host, spec.store_port), config, job)
-    except Exception:
-        logger.exception("rank %d failed", spec.rank)
+    except Exception as error:
+        _log(spec.rank, error)
         sys.stderr.flush()
         os._exit(1)  # at once: the interpreter's normal end could wait for a thread that hangs in a library
     return 0
+
+
+def _log(rank: int, error: Exception) -> None:
+    """Tell why ``rank`` ends.  The fault of another rank has no traceback here: where this one noticed says nothing."""
+    if isinstance(error, RankError) and error.rank != rank:
+        logger.error("rank %d ends: %s", rank, error)
+    else:
+        logger.error("rank %d failed", rank, exc_info=error)
