@@ -73,6 +73,9 @@ HOSTS = {
             assert handlers == [signal.getsignal(number) for number in range(1, signal.NSIG)]
             assert environ == dict(os.environ)
             assert len(torch.utils.data.DistributedSampler(range(10), 1, 0)) == 10
+            loader = torch.utils.data.DataLoader(range(10), batch_size=5, num_workers=2, multiprocessing_context="fork")
+            assert [batch.tolist() for batch in loader] == [list(range(5)), list(range(5, 10))]
+            assert answer(llm) == answer(llm)
     """,
     "two engines": """
         with LLM({model!r}, **OPTIONS) as one, LLM({model!r}, **OPTIONS) as other:
