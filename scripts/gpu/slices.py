@@ -32,7 +32,7 @@ _SHARED = (
 )  # fmt: skip
 # The most of each size in a rehearsal: every kind of layer and kernel is still there.
 _TINY = {
-    "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "intermediate_size": 256, "moe_intermediate_size": 128,
     "shared_expert_intermediate_size": 128, "num_experts": 16, "num_local_experts": 16, "n_routed_experts": 16,
     "q_lora_rank": 128, "vocab_size": 512,
@@ -70,12 +70,15 @@ class Whole:
         """Return the config.json of a tiny model of the same kind."""
         config = self.slice()
         config |= {name: min(config[name], most) for name, most in _TINY.items() if name in config}
-        return config | self.first_layers(config["num_hidden_layers"])
+        return config | self.first_layers()
 
-    def first_layers(self, count: int) -> dict[str, Any]:
-        """Return what is different in the config.json of a model that has the first ``count`` layers alone."""
-        kinds = {"layer_types": self.sizes["layer_types"][:count]} if "layer_types" in self.sizes else {}
-        return {"num_hidden_layers": count, **kinds}
+    def first_layers(self) -> dict[str, Any]:
+        """Return what is different in the config.json of a model that has so many layers that each kind is there."""
+        kinds = self.sizes.get("layer_types")
+        if kinds is None:
+            return {"num_hidden_layers": self.sizes.get("first_k_dense_replace", 0) + 1}
+        count = max(kinds.index(kind) for kind in set(kinds)) + 1
+        return {"num_hidden_layers": count, "layer_types": kinds[:count]}
 
 
 WHOLES = {
@@ -128,7 +131,6 @@ WHOLES = {
 
 # One row, but for the model whose step of many rows is asked for.
 STEPS = dict.fromkeys(WHOLES, "1x128") | {"qwen3-235b-tp8": "64x512"}
-_FEW_LAYERS = 4  # every kind of layer of each model
 # Engines that compile share the GPU with each other and with tests.
 _SMALL_SHARE = {"gpu_memory_utilization": 0.1, "num_gpu_blocks_override": 4096}
 
@@ -180,7 +182,7 @@ def main() -> int:
         first = next(iter(WHOLES))
         return compile_all({first: rehearsed(first)})
     if args.compile:
-        few = {name: whole.slice() | whole.first_layers(_FEW_LAYERS) for name, whole in WHOLES.items()}
+        few = {name: whole.slice() | whole.first_layers() for name, whole in WHOLES.items()}
         return compile_all({name: command_of(name, STEPS[name], few[name], 4, **_SMALL_SHARE) for name in few})
     name, steps = args.name, args.steps or STEPS[args.name]
     command = rehearsed(name) if args.rehearse else command_of(name, steps, WHOLES[name].slice(), 24)

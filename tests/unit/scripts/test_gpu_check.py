@@ -388,7 +388,7 @@ def test_slices_are_compiled_with_few_layers(monkeypatch: pytest.MonkeyPatch, tm
         args = parse_offline(command[command.index("offline") + 1 :])
         (tmp_path / "config.json").write_text(json.dumps(WHOLES[name].slice()))
         few, layers = (load_model_config(str(one))[0].layers for one in (args.model, tmp_path))
-        assert len(few) == 4 and {repr(one) for one in few} == {repr(one) for one in layers}
+        assert len(few) <= 4 and {repr(one) for one in few} == {repr(one) for one in layers}
         assert STEPS[name] in command
         assert json.loads(command[-1])["gpu_memory_utilization"] * len(WHOLES) < 0.6
 
