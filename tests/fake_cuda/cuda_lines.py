@@ -1,8 +1,9 @@
 """Which lines of the CUDA path ran in jobs on fake GPUs.
 
-The CUDA path is every function of four folders that names CUDA, without its branches for CPUs.  The processes of the
-jobs write what coverage.py saw to a folder (``FAKE_GPUS_COVERAGE``);
-``python -m tests.fake_cuda.cuda_lines FOLDER`` prints the share, and the lines that did not run.
+The CUDA path is every function of the package that names CUDA, without its branches for CPUs, every method of a class
+that is named after it, and what launches Triton's kernels (the kernels themselves are rewritten before they run).  The
+processes of the jobs write what coverage.py saw to a folder (``FAKE_GPUS_COVERAGE``);
+``python -m tests.fake_cuda.cuda_lines FOLDER`` prints the lines that did not run, and the share of those that did.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import ast
 import importlib
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -18,28 +20,36 @@ from typing import Any
 
 from tests.fake_cuda.node import ROOT
 
-FOLDERS = ("worker", "distributed", "sampling", "attention")
+PACKAGE = ROOT / "tp_engine"
 _NAMES_CUDA = re.compile(r'"cuda"|is_cuda|on_gpu|torch\.cuda|\bCuda[A-Z]')
 _IS_CUDA = re.compile(r"""(== ['"]cuda['"]|\b_?is_cuda|\bon_gpu)$""")
 _IS_NOT_CUDA = re.compile(r"""(!= ['"]cuda['"]|== ['"]cpu['"])$|^not .*is_cuda$""")
 
 
-def cuda_lines(source: str) -> set[int]:
-    """The first lines of the statements of ``source`` that are for CUDA."""
+def cuda_lines(source: str, *, launches: bool = False) -> set[int]:
+    """The first lines of the statements of ``source`` that are for CUDA; ``launches``: a module of Triton's kernels."""
     found: set[int] = set()
-    for node in _outermost_functions(ast.parse(source)):
+    for node, is_all in _outermost_functions(ast.parse(source), launches):
         text = ast.get_source_segment(source, node) or ""
-        if _NAMES_CUDA.search(text):
+        if is_all or _NAMES_CUDA.search(text):
             found |= set(_statements(node.body))
     return found
 
 
-def _outermost_functions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+def lines_of(path: Path) -> set[int]:
+    """The same of a file of the package."""
+    return cuda_lines(path.read_text(encoding="utf-8"), launches=path.name.endswith("_triton.py"))
+
+
+def _outermost_functions(node: ast.AST, is_all: bool) -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunctionDef, bool]]:
+    """Functions but for kernels, each with whether all of it is for CUDA."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield child
+            if not any("jit" in ast.unparse(one) for one in child.decorator_list):
+                yield child, is_all
         else:
-            yield from _outermost_functions(child)
+            is_named = isinstance(child, ast.ClassDef) and child.name.startswith("Cuda")
+            yield from _outermost_functions(child, is_all or is_named)
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[int]:
@@ -65,7 +75,7 @@ def _statements(body: list[ast.stmt]) -> Iterator[int]:
 
 
 def main(folder: str) -> int:
-    """Print the share of the lines that ran, and the others by file."""
+    """Print the lines that did not run, by file, and the share of those that did, by part."""
     coverage: Any = importlib.import_module("coverage")  # of the environment with torch for CUDA only
     ran: dict[str, set[int]] = {}
     for path in Path(folder).glob(".coverage*"):
@@ -73,14 +83,19 @@ def main(folder: str) -> int:
         data.read()
         for name in data.measured_files():
             ran.setdefault(name, set()).update(data.lines(name) or ())
-    total = missed = 0
-    for path in sorted(one for part in FOLDERS for one in (ROOT / "tp_engine" / part).rglob("*.py")):
-        wanted = cuda_lines(path.read_text())
+    total, missed = Counter[str](), Counter[str]()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        wanted = lines_of(path)
         missing = sorted(wanted - ran.get(str(path), set()))
-        total, missed = total + len(wanted), missed + len(missing)
+        part = "launches of kernels" if path.name.endswith("_triton.py") else path.relative_to(PACKAGE).parts[0]
+        total[part] += len(wanted)
+        missed[part] += len(missing)
         if missing:
             print(f"{path.relative_to(ROOT)}: {_ranges(missing)}")
-    print(f"{total - missed} of {total} lines of the CUDA path ran: {(1 - missed / total):.1%}")
+    for part, number in (*total.items(), ("the CUDA path", total.total())):
+        gone = missed[part] if part in total else missed.total()
+        if number:
+            print(f"{number - gone} of {number} lines of {part} ran: {(1 - gone / number):.1%}")
     return 0
 
 

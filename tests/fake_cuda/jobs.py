@@ -20,13 +20,14 @@ _SMALL: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A program on a node, whose tokens are those of the same program on one CPU rank.
+    """A program on a node, whose answers are those of the same program on one CPU rank.
 
     ``covers`` names parts of the CUDA path.  ``model``: parameters of ``tests.tiny_models.make_checkpoint``; ``node``:
     variables of ``tests.fake_cuda.node``; ``options``: of ``LLM``, beside those of all jobs; ``only_gpu``: those that
     the CPU does not have, in which ``FOLDER`` is one of the job's own; ``environment``: other variables;
     ``kept_bytes``: device memory that torch keeps for ever; ``has_head``: for multi-token prediction, whose drafts are
-    always accepted (``tests.mtp_heads.make_mtp_cycle``).
+    always accepted (``tests.mtp_heads.make_mtp_cycle``); ``tolerance``: of log-probabilities; ``oracle_ranks``: on
+    CPUs, where the number of ranks changes numbers.
     """
 
     name: str
@@ -40,14 +41,17 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
     kept_bytes: int = 0
     has_head: bool = False
+    tolerance: float = 1e-4
+    oracle_ranks: int = 1
 
     def all_options(self) -> dict[str, Any]:
         """Options of ``LLM`` on the node, but for the model."""
         return {"device": "cuda", **_SMALL, **self.options, **self.only_gpu, "tensor_parallel_size": self.ranks}
 
     def oracle_options(self) -> dict[str, Any]:
-        """Options of ``LLM`` for the same tokens on one CPU rank."""
-        return {**_SMALL, **self.options, "device": "cpu", "attention_backend": "torch"}
+        """Options of ``LLM`` for the same answers on CPUs."""
+        cpu = {"device": "cpu", "attention_backend": "torch", "tensor_parallel_size": self.oracle_ranks}
+        return {**_SMALL, **self.options, **cpu}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,7 @@ class Fault:
 
 
 _LAZY = {"LAZY": "1"}
+_EARLY = {"LAZY": "2"}  # what other streams than the default one do comes before what they do not wait for
 _NCCL = {"all_reduce_backend": "nccl"}
 _SYMMETRIC = {"all_reduce_backend": "symm_mem"}
 _NO_SYMMETRIC = r"all_reduce_backend is 'symm_mem', but"
@@ -97,9 +102,9 @@ _EXPERTS = {"architecture": "qwen3-moe", "num_layers": 2, "vocab_size": 101, "hi
 
 JOBS = (
     Job("1 rank", "`readback.py`, `recorder.py`, `transfer.py`, `sampler.py`: streams, decode graphs, every sampler",
-        program="sample", node=_LAZY, only_gpu={"device": "auto"}),
+        program="sample", node=_LAZY, options={"max_num_seqs": 3}, only_gpu={"device": "auto"}),
     Job("2 ranks, NCCL", "`groups.py`, `device_sampler.py`, `ranking.py`: NCCL and a nucleus over ranks, in graphs",
-        ranks=2, program="sample", node=_LAZY, only_gpu=_NCCL),
+        ranks=2, program="sample", node=_LAZY, options={"max_num_seqs": 3}, only_gpu=_NCCL),
     Job("2 ranks, symmetric memory", "`symmetric_memory.py`, `all_reduce.py`: mapping, its checks, sums", ranks=2,
         only_gpu=_SYMMETRIC, node=_LAZY, kept_bytes=2 << 20),  # torch's arrays of addresses
     Job("2 ranks, prompts in graphs", "`padded_batch.py`, `graph_plan.py`: graphs of steps with prompts",
@@ -107,6 +112,16 @@ JOBS = (
         options={"max_num_batched_tokens": 24}, only_gpu={**_NCCL, "cudagraph_prefill_capture_sizes": "24"}),
     Job("2 ranks on one GPU", "`groups.py`: gloo through the host", ranks=2, only_gpu={"device_ids": "0,0"},
         node={"GPUS": "1xH100", **_LAZY}),
+    Job("2 ranks on one GPU, bfloat16", "`gather_triton.py`: sums and gathers of 16-bit floats, in graphs",
+        ranks=2, options={"dtype": "bfloat16"}, only_gpu={"device_ids": "0,0", **_SYMMETRIC}, tolerance=0.1,
+        node={"GPUS": "1xH100", **_LAZY}, kept_bytes=2 << 20),
+    Job("1 rank, a budget", "`meter.py`, `ledger.py`, `trial_steps.py`: the ledger decides, and that much is free",
+        options={"num_gpu_blocks_override": None}, only_gpu={"gpu_memory_utilization": 0.0025},
+        environment={"TP_ENGINE_LOG_LEVEL": "INFO"},
+        # A fourhundredth of 45 GiB, and what torch's blocks are larger than their tensors.
+        node={"GPUS": "1xL40", "FREE_GIB": "0.1208", **_LAZY}),
+    Job("1 rank, long contexts", "`paged_decode_triton.py`: decodes that are split, and joined", program="long",
+        options={"max_model_len": 256, "max_num_batched_tokens": 160}, node=_LAZY),
     Job("8 ranks", "`groups.py`, `layers/attention.py`: KV heads on four ranks each",
         ranks=8, only_gpu={**_NCCL, "enforce_eager": True}, model={**_DENSE, "num_heads": 8}),
     Job("2 ranks, experts", "`kernels/experts/`: whole experts per rank", ranks=2, model=_EXPERTS, node=_LAZY,
@@ -119,9 +134,9 @@ JOBS = (
     Job("1 rank, fp8, another thread", "`quantised_products.py`, `layer_kv.py`, `device.py`: 8-bit weights and cache",
         program="threaded", options={"quantization": "fp8", "kv_cache_dtype": "int8"}, only_gpu={"device_ids": "1"}),
     Job("2 ranks, int4", "`quantised.py`, `packings.py`: packed weights",
-        ranks=2, options={"quantization": "int4"}, only_gpu=_NCCL, node=_LAZY),
+        ranks=2, options={"quantization": "int4"}, only_gpu=_NCCL, node=_LAZY, oracle_ranks=2),  # factors per rank
     Job("1 rank, bfloat16 on A100", "`dependent_launch_triton.py`: a GPU without early launches",
-        options={"dtype": "bfloat16"},
+        options={"dtype": "bfloat16"}, tolerance=0.1,
         node={"GPUS": "1xA100", **_LAZY}),
     Job("2 ranks, adapters", "`lora.py`, `upload.py`: slots and their uploads", ranks=2, program="adapters", node=_LAZY,
         options={"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}, only_gpu=_NCCL),
@@ -138,10 +153,10 @@ JOBS = (
         only_gpu={**_NCCL, **_FEW_BLOCKS, "kv_offloading_size": 4.5 * _BLOCK_GIB, "kv_disk_path": "FOLDER/disk",
                   "kv_disk_size": 32.5 * _BLOCK_GIB}),
     Job("1 rank, a host tier with a codec", "`block_moves.py`, `pca.py`: blobs, and blocks that are refused",
-        program="many", model={**_DENSE, "num_heads": 8, "num_kv_heads": 4}, node=_LAZY,
+        program="many", model={**_DENSE, "num_heads": 8, "num_kv_heads": 4}, node=_EARLY,
         options={**_FEW_BLOCKS, "kv_offloading_size": 0.001, "kv_offloading_codec": "pca:16", "enforce_eager": True}),
     Job("2 of 8 B200, eager", "`device.py`, `step_runner.py`: CUDA_VISIBLE_DEVICES, launches without graphs",
-        ranks=2, only_gpu={**_NCCL, "enforce_eager": True}, node={"GPUS": "8xB200"},
+        ranks=2, only_gpu={**_NCCL, "enforce_eager": True}, node={"GPUS": "8xB200", **_EARLY},
         environment={"CUDA_VISIBLE_DEVICES": "5,2"}),
     Job("GPUs that are not visible", "`gpu_host.py`: the CPU instead", only_gpu={"device": "auto"},
         environment={"CUDA_VISIBLE_DEVICES": "9", "TP_ENGINE_NATIVE": "0"}),

@@ -4,10 +4,12 @@ A log has a line of JSON per call that matters: the thread and the device of eac
 
     context             the first call on a device that needs one
     nccl                a call of NCCL: op, comm, count, type, peer, the graph that records it (-1: none)
-    capture, captured   the beginning and the end of a recording;  replay: it runs
+    capture, captured   the beginning and the end of a recording: others that there are, the memory that it takes
+    replay              a recording runs
     forbidden           a call that a recording does not allow, in its thread or beside it
     kernel, unmodelled  something that the fake does not do, so values after it mean nothing
     fault               one that the job asked for
+    held                events and graphs that a program still has when it has ended
     end                 a process that ended by itself, and the memory that it kept
 
 ``python -m tests.fake_cuda.logs FOLDER`` prints the first fault of a job's logs.
@@ -16,6 +18,7 @@ A log has a line of JSON per call that matters: the thread and the device of eac
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +30,7 @@ from typing import Any, TypeAlias
 Event: TypeAlias = dict[str, Any]
 
 _TYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16")
+_LEDGER = re.compile(r"memory: (\{.*\})")
 _PAIRED = ("Send", "Recv")
 _ENDS = ("CommFinalize", "CommDestroy", "CommAbort")
 _WRONG = {
@@ -34,6 +38,7 @@ _WRONG = {
     "kernel": "launches {name}, which the fake does not run",
     "unmodelled": "does what the fake does not: {name}",
 }
+_HELD = ("events", "graphs")
 _KEPT = ("device_bytes", "pinned_bytes", "registered_bytes", "mapped_bytes")
 
 
@@ -84,6 +89,7 @@ def faults(
         *_different_orders(logs, ends_well),
         *_unpaired(logs, ends_well),
         *(_kept_memory(logs, {"pinned_bytes": pinned_bytes, "device_bytes": device_bytes}) if ends_well else ()),
+        *(_held_handles(logs) if ends_well else ()),
     ]
 
 
@@ -172,6 +178,30 @@ def _kept_memory(logs: Sequence[ProcessLog], allowed: Mapping[str, int]) -> Iter
             ]
             if kept:
                 yield f"{log} kept {', '.join(kept)}"
+
+
+def _held_handles(logs: Sequence[ProcessLog]) -> Iterator[str]:
+    """Events and recordings live no longer than their engine."""
+    for log in logs:
+        for event in log.of("held"):
+            held = [f"{event[name]} {name}" for name in _HELD if event[name]]
+            if held:
+                yield f"{log} still has {', '.join(held)}"
+
+
+def ledger_faults(logs: Sequence[ProcessLog], output: str) -> list[str]:
+    """Where what the ranks have reserved for recordings, as their output says, is less than those took."""
+    found = []
+    for text in _LEDGER.findall(output):
+        ledger = json.loads(text)
+        (log,) = (one for one in logs if (one.rank or 0) == ledger["rank"] and any(one.of("captured")))
+        taken = 0
+        for event in log.of("capture", "captured"):
+            # The first ones are trials, which are gone when the last ones begin.
+            taken = 0 if event.get("others") == 0 else taken + event.get("bytes", 0)
+        if ledger["cuda_graphs"] < taken:
+            found.append(f"{log} has reserved {ledger['cuda_graphs']} bytes for recordings that take {taken}")
+    return found
 
 
 def main(folder: str) -> int:

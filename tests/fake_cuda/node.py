@@ -6,7 +6,8 @@ FREE_GIB   what is free on each GPU before the job
 DRIVER     the newest CUDA that the driver takes, as CUDA numbers it: 12020 is 12.2
 FAULTS     FAULT@GPU:N, with spaces between: the N-th call and all later ones fail.  alloc: an allocation;
            hang: a collective that never ends; lost: every call, because the GPU is gone; start: CUDA's start
-LAZY       1: a stream's work runs as late as it may, when somebody waits for it; 0: at once
+LAZY       1: a stream's work runs as late as it may, when somebody waits for it or the process has nothing to do;
+           2: the default stream's does, and that of others before it, unless they wait; 0: at once
 LOG        the folder of the logs
 """
 
@@ -84,6 +85,6 @@ def _coverage() -> dict[str, str]:
     if folder is None:
         return {}
     settings = Path(folder, "settings")
-    sources = ", ".join(str(ROOT / "tp_engine" / name) for name in ("worker", "distributed", "sampling", "attention"))
-    settings.write_text(f"[run]\nparallel = true\nsigterm = true\ndata_file = {folder}/.coverage\nsource = {sources}\n")
+    source = ROOT / "tp_engine"
+    settings.write_text(f"[run]\nparallel = true\nsigterm = true\ndata_file = {folder}/.coverage\nsource = {source}\n")
     return {"COVERAGE_PROCESS_START": str(settings)}

@@ -1,4 +1,4 @@
-"""Jobs on fake nodes: the tokens of the CPU, and logs without a fault (``logs.py``).
+"""Jobs on fake nodes: the answers of the CPU, and logs without a fault (``logs.py``).
 
 They need torch's CUDA build: ``scripts/test_fake_gpus`` runs them in an environment of its own.
 """
@@ -33,6 +33,7 @@ from tests.mtp_heads import make_mtp_cycle
 _LIMIT_S = 900
 # The oracle is plain PyTorch: compiling the CPU's kernels takes longer than what they save.
 os.environ["TP_ENGINE_NATIVE"] = "0"
+_SHOWN = 9000  # characters of a program's output, if it was wrong
 # A process keeps the rooms for its uploads (layers/upload.py).
 _UPLOAD_BYTES = 3 * (4 << 20)
 _CHILD_ENVIRONMENT = ("PATH", "HOME", "LANG", "TMPDIR", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM")
@@ -75,21 +76,23 @@ def expected(model: Callable[[Job], str]) -> Callable[[Job], Any]:
 
 
 @pytest.mark.parametrize("job", JOBS, ids=[job.name for job in JOBS])
-def test_tokens_and_logs(
+def test_answers_and_logs(
     job: Job, library: Path, model: Callable[[Job], str], expected: Callable[[Job], Any], tmp_path: Path
 ) -> None:
-    """Oracle: the tokens of one CPU rank; the rules of ``logs.faults``."""
+    """Oracle: tokens and log-probabilities of one CPU rank; the rules of ``logs.faults``."""
     result = tmp_path / "result.json"
     options = {**job.all_options(), "model": model(job)}
     text = json.dumps(options).replace("FOLDER", str(tmp_path))
     output = run_program(Node(library, job.node), tmp_path, [job.program, text, str(result)], job)
-    assert result.exists(), output
+    assert result.exists(), output[-_SHOWN:]
+    read = logs.read_logs(tmp_path)
     found = logs.faults(
-        logs.read_logs(tmp_path), pinned_bytes=_UPLOAD_BYTES, device_bytes=job.kept_bytes,
-        shares_devices="device_ids" in options,
-    )  # fmt: skip
-    assert not found, "\n".join(found) + output
-    assert json.loads(result.read_text()) == expected(job), output
+        read, pinned_bytes=_UPLOAD_BYTES, device_bytes=job.kept_bytes, shares_devices="device_ids" in options
+    )
+    found += logs.ledger_faults(read, output)
+    assert not found, "\n".join(found) + output[-_SHOWN:]
+    different = programs.differences(json.loads(result.read_text()), expected(job), job.tolerance)
+    assert not different, "\n".join(different[:3]) + output[-_SHOWN:]
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=[refusal.name for refusal in REFUSALS])
@@ -99,8 +102,8 @@ def test_refusals(refusal: Refusal, library: Path, checkpoint: Callable[..., Pat
               options=refusal.options, environment=refusal.environment)  # fmt: skip
     options = {**job.all_options(), "model": str(checkpoint(**job.model))}
     output = run_program(Node(library, job.node), tmp_path, [job.program, json.dumps(options), "none"], job)
-    assert re.search(refusal.message, " ".join(output.split())), output
-    assert "ConfigError" in output, output
+    assert re.search(refusal.message, " ".join(output.split())), output[-_SHOWN:]
+    assert "ConfigError" in output, output[-_SHOWN:]
     assert not [one for log in logs.read_logs(tmp_path) for one in log.of("capture", "nccl")]
 
 
@@ -120,9 +123,10 @@ def test_server(library: Path, checkpoint: Callable[..., Path], expected: Callab
     """Oracle: the greedy tokens of one CPU rank, through HTTP; SIGTERM ends all ranks with 0, and they keep nothing."""
     with launched("serve", library, checkpoint, tmp_path, {"LAZY": "1"}) as running:
         running.wait_ready(_LIMIT_S)
+        wanted = expected(JOBS[0])[0]
         body = {
             "prompt": programs.PROMPTS[0],
-            "max_tokens": 4,
+            "max_tokens": len(wanted),
             "temperature": 0,
             "ignore_eos": True,
             "return_token_ids": True,
@@ -133,7 +137,7 @@ def test_server(library: Path, checkpoint: Callable[..., Path], expected: Callab
         answer = json.loads(urllib.request.urlopen(request, timeout=_LIMIT_S).read())
         interrupt(running.process, signal.SIGTERM)
         running.wait_end(time.monotonic() + _LIMIT_S)
-    assert answer["choices"][0]["token_ids"] == expected(JOBS[0])[0], answer
+    assert answer["choices"][0]["token_ids"] == wanted, answer
     assert not (found := logs.faults(logs.read_logs(tmp_path / "logs"), pinned_bytes=_UPLOAD_BYTES)), found
 
 
@@ -201,7 +205,7 @@ def run_program(node: Node, folder: Path, arguments: list[str], job: Job) -> str
     command = [sys.executable, "-m", "tests.fake_cuda.programs", *arguments]
     environment = {**_own_environment(), **node.environment(folder), **job.environment}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_LIMIT_S)
-    return f"exit code {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-6000:]}"
+    return f"{done.stdout}{done.stderr}\nexit code {done.returncode}"
 
 
 def _own_environment() -> dict[str, str]:

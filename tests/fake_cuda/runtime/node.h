@@ -1,7 +1,7 @@
 // A node of GPUs that do not exist: what its three libraries (runtime.cpp, driver.cpp, nccl.cpp) share.
 //
 // Memory is the host's.  A stream is a queue of operations.  They run as soon as they can, or, with FAKE_CUDA_LAZY, as
-// late as a program may rely on: when somebody waits.  A collective that waits for another rank holds its stream back.
+// late as a program may rely on: when somebody waits, or the process has nothing else to do.  A collective that waits for another rank holds its stream back.
 // The environment describes the node: ../node.py lists the variables.
 #pragma once
 #include <atomic>
@@ -33,7 +33,7 @@ struct Node {
     std::vector<Gpu> gpus;  // those that are visible
     int counted, driver;    // GPUs on the host, as the driver's library counts them; the newest CUDA that it takes
     size_t free_bytes;      // of each GPU before anybody allocates; 0: all
-    bool is_lazy;
+    int lazy;  // FAKE_CUDA_LAZY
     bool reaches(const char* variable, int a, int b) const;  // FAKE_CUDA_P2P, FAKE_CUDA_ATOMICS
 };
 const Node& node();
@@ -60,6 +60,7 @@ using Operation = std::function<bool()>;
 
 struct Graph {
     int number;
+    size_t bytes_before = 0;  // of the device's memory
     std::vector<Operation> nodes;
 };
 

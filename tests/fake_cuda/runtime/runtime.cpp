@@ -9,6 +9,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include <dirent.h>
 #include <dlfcn.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -39,7 +40,7 @@ const Node& node() {
             all.push_back(gpu);
         }
         Node node{{}, (int)all.size(), atoi(variable("DRIVER", "13000").c_str()),
-                  (size_t)(atof(variable("FREE_GIB").c_str()) * GIB), variable("LAZY") == "1"};
+                  (size_t)(atof(variable("FREE_GIB").c_str()) * GIB), atoi(variable("LAZY").c_str())};
         const char* visible = getenv("CUDA_VISIBLE_DEVICES");
         if (!visible) node.gpus = all;
         for (const std::string& part : parts(visible ? visible : "", ',')) {
@@ -113,13 +114,16 @@ static std::atomic<bool> contexts[64], is_lost[64];
 static auto& lock = *new std::recursive_mutex;
 using Guard = std::lock_guard<std::recursive_mutex>;
 
+static std::string thread_name() {  // torch names its own
+    char name[16] = "";
+    pthread_getname_np(pthread_self(), name, sizeof name);
+    return name;
+}
 int current_device() { return current; }
 bool has_context(int device) { return contexts[device]; }
 void need_context(const char* function) {
-    char thread[16] = "";  // torch names its own
     if (contexts[current].exchange(true)) return;
-    pthread_getname_np(pthread_self(), thread, sizeof thread);
-    say("context", ",\"by\":\"%s\",\"name\":\"%s\"", function, thread);
+    say("context", ",\"by\":\"%s\",\"name\":\"%s\"", function, thread_name().c_str());
 }
 
 #define OK return cudaSuccess
@@ -142,6 +146,7 @@ static cudaError_t ready(const char* function) {
 
 static std::atomic<int> global_captures{0};
 static thread_local int own_captures = 0;
+static std::atomic<int> live_graphs{0};
 static thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 
 static void forbid(const char* call, bool is_own) {
@@ -159,13 +164,14 @@ static bool is_unsafe(const char* function) {
 // ---- Streams
 
 static auto& streams = *new std::set<Stream*>;  // never destroyed, as all that go_on() reads
+static auto& default_streams = *new std::map<int, Stream*>;
 
 Stream* stream_of(void* handle) {
-    static auto& defaults = *new std::map<int, Stream*>;
     if (handle && handle != cudaStreamLegacy && handle != cudaStreamPerThread) return (Stream*)handle;
     Guard guard(lock);
-    if (!defaults[current]) streams.insert(defaults[current] = new Stream{current});
-    return defaults[current];
+    Stream*& found = default_streams[current];
+    if (!found) streams.insert(found = new Stream{current});
+    return found;
 }
 static std::vector<Stream*> streams_of(int device) {  // -1: of all
     std::vector<Stream*> found;
@@ -198,16 +204,60 @@ bool advance_device() {
 static void drain(Stream* stream, uint64_t target) { while (!advance(stream, target)) nap(); }
 static void drain_device() { while (!advance_device()) nap(); }
 
-// A device goes on though nobody waits, so that other ranks are not held up; a lazy one a moment later.
+static bool is_lazy(Stream* stream) {
+    if (node().lazy != 2) return node().lazy;
+    Guard guard(lock);
+    return stream == default_streams[stream->device];
+}
+
+// Whether another thread of this process computes, or would if a processor were free.
+static bool is_busy() {
+    DIR* tasks = opendir("/proc/self/task");
+    bool found = false;
+    for (dirent* task; tasks && !found && (task = readdir(tasks));) {
+        char path[300], line[300] = "";
+        if (atol(task->d_name) == 0 || atol(task->d_name) == syscall(SYS_gettid)) continue;
+        snprintf(path, sizeof path, "/proc/self/task/%s/stat", task->d_name);
+        FILE* file = fopen(path, "r");
+        if (!file) continue;
+        const char* name_end = fgets(line, sizeof line, file) ? strrchr(line, ')') : nullptr;
+        found = name_end && name_end[2] == 'R';
+        fclose(file);
+    }
+    if (tasks) closedir(tasks);
+    return found;
+}
+
+// A device goes on though nobody waits, so that other ranks are not held up.  A lazy one does when this process has
+// nothing else to do: no time is long enough for a thread that is about to forget to wait.
 static void go_on() {
-    for (;;) {
-        usleep(node().is_lazy ? 30000 : 1000);
+    const int patience = 200;  // on a machine with too much to do, whose threads are always about to run
+    for (int busy = 0, idle = 0;;) {
+        usleep(node().lazy ? 10000 : 1000);
+        if (node().lazy) {
+            is_busy() ? (busy++, idle = 0) : idle++;
+            if (idle < 2 && busy < patience) continue;
+        }
+        busy = idle = 0;
         for (Stream* stream : streams_of(-1)) advance(stream, stream->given);
     }
 }
 
+// Whether work has ended.  Who asks the same again and has done nothing in between waits for it, so it runs; who asks
+// once only looks, as NCCL's watchdog always does.
+static thread_local uint64_t num_given = 0;  // what this thread has given to streams, or marked in one
+static bool has_ended(const void* asked, Stream* stream, uint64_t position) {
+    static thread_local std::pair<const void*, uint64_t> before;
+    bool waits = before == std::make_pair(asked, num_given) && thread_name() != "pt_nccl_watchdg";
+    before = {asked, num_given};
+    if (waits || !is_lazy(stream)) return advance(stream, position);
+    Guard guard(lock);
+    return stream->done >= position;
+}
+
 void give(Stream* stream, Operation operation) {
     static std::once_flag goes_on;
+    num_given++;
     std::unique_lock<std::recursive_mutex> guard(lock);
     if (stream->graph) {
         stream->recorded++;
@@ -218,7 +268,7 @@ void give(Stream* stream, Operation operation) {
     stream->queue.push_back(std::move(operation));
     uint64_t target = ++stream->given;
     guard.unlock();
-    for (int tries = 0; !node().is_lazy && tries < 2000 && !advance(stream, target); tries++) nap();
+    for (int tries = 0; !is_lazy(stream) && tries < 2000 && !advance(stream, target); tries++) nap();
 }
 
 // ---- Memory
@@ -409,11 +459,11 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int pri
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
     return cudaStreamCreateWithPriority(stream, 0, 0);
 }
-cudaError_t cudaStreamDestroy(cudaStream_t) { OK; }
+cudaError_t cudaStreamDestroy(cudaStream_t) { OK; }  // events may point to it for ever
 cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) { *priority = stream_of(stream)->priority; OK; }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
     SAFE;
-    return advance(stream_of(stream), stream_of(stream)->given) ? cudaSuccess : cudaErrorNotReady;
+    return has_ended(stream, stream_of(stream), stream_of(stream)->given) ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     SAFE;
@@ -432,13 +482,14 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t handle, uns
     Stream* stream = stream_of(handle);
     Guard guard(lock);
     *(Event*)event = {stream, stream->given, stream->graph, stream->recorded};
+    num_given++;
     OK;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t on) { return cudaEventRecordWithFlags(event, on, 0); }
 cudaError_t cudaEventQuery(cudaEvent_t handle) {
     SAFE;
     Event event = *(Event*)handle;
-    return !event.stream || advance(event.stream, event.position) ? cudaSuccess : cudaErrorNotReady;
+    return !event.stream || has_ended(handle, event.stream, event.position) ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
     SAFE;
@@ -471,7 +522,8 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mo
     stream->recorded = stream->joined = 0;
     own_captures++;
     if (mode == cudaStreamCaptureModeGlobal) global_captures++;
-    say("capture", ",\"graph\":%d", stream->graph->number);
+    stream->graph->bytes_before = sum_of(DEVICE, current);
+    say("capture", ",\"graph\":%d,\"others\":%d", stream->graph->number, (int)live_graphs);
     OK;
 }
 cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
@@ -485,7 +537,9 @@ cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
         other->graph = nullptr;
     }
     *graph = (cudaGraph_t) new Held(made);
-    say("captured", ",\"graph\":%d,\"nodes\":%zu", made->number, made->nodes.size());
+    live_graphs++;
+    say("captured", ",\"graph\":%d,\"nodes\":%zu,\"bytes\":%zu", made->number, made->nodes.size(),
+        sum_of(DEVICE, current) - made->bytes_before);
     OK;
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
@@ -507,6 +561,7 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatu
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) { std::swap(*mode, capture_mode); OK; }
 cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* made, cudaGraph_t graph, unsigned long long) {
     *made = (cudaGraphExec_t) new Held(*(Held*)graph);
+    live_graphs++;
     OK;
 }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream) {
@@ -520,8 +575,8 @@ cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* count
     *count = (*(Held*)graph)->nodes.size();
     OK;
 }
-cudaError_t cudaGraphDestroy(cudaGraph_t graph) { delete (Held*)graph; OK; }
-cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) { delete (Held*)graph; OK; }
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) { delete (Held*)graph; live_graphs--; OK; }
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) { delete (Held*)graph; live_graphs--; OK; }
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
     give(stream_of(stream), [=] { function(data); return true; });
     OK;
@@ -548,12 +603,13 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** found, uns
 int fake_cuda_defers(void* handle) {
     Stream* stream = stream_of(handle);
     Guard guard(lock);
-    return stream->graph ? 2 : node().is_lazy || !stream->queue.empty();
+    return stream->graph ? 2 : is_lazy(stream) || !stream->queue.empty();
 }
 void fake_cuda_give(void* handle, int (*function)(long), long number) {  // 0: it waits for another rank
     if (own_captures && !stream_of(handle)->graph) forbid("an operation of another stream", true);
     give(stream_of(handle), [=] { return function(number) != 0; });
 }
+void fake_cuda_say_held(int events) { say("held", ",\"events\":%d,\"graphs\":%d", events, (int)live_graphs); }
 void fake_cuda_say(const char* event, const char* text) { say(event, ",\"name\":\"%.400s\"", text); }
 }
 

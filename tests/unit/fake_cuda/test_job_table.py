@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fake_cuda.cuda_lines import cuda_lines
+from tests.fake_cuda.cuda_lines import PACKAGE, cuda_lines, lines_of
 from tests.fake_cuda.jobs import FAULTS, JOBS, LAUNCHED_OPTIONS, REFUSALS, Job
 from tests.families import FAMILIES
 from tp_engine.config import EngineConfig
@@ -81,3 +81,25 @@ class Reader:
             stop()
 '''
     assert cuda_lines(source) == {7, 9, 10, 11, 16, 17, 20, 21, 23}
+    kernels = """
+@jit
+def add(a):
+    store(a)
+
+def launch(a):
+    add[(1,)](a)
+
+class CudaMover:
+    def wait(self):
+        self.stream.wait()
+"""
+    assert cuda_lines(kernels) == {11} and cuda_lines(kernels, launches=True) == {7, 11}
+
+
+def test_every_file_with_cuda_counts() -> None:
+    """By hand: files in which most is for CUDA, wherever they lie; the number of all lines, to its order."""
+    of = {str(path.relative_to(PACKAGE)): len(lines_of(path)) for path in PACKAGE.rglob("*.py")}
+    named = ("weights/transfer.py", "layers/upload.py", "features/tiers/block_moves.py", "apps/check/machine.py")
+    launches = ("kernels/attention/paged_decode_triton.py", "kernels/distributed/gather_triton.py")
+    assert all(of[name] > 5 for name in (*named, *launches)) and of["kernels/short_conv.py"] == 0
+    assert sum(of.values()) > 1000

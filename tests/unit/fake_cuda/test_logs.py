@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.fake_cuda.logs import faults, main, read_logs
+from tests.fake_cuda.logs import faults, ledger_faults, main, read_logs
 
 FLOAT32, BFLOAT16 = 7, 9
 
@@ -132,3 +132,26 @@ def test_memory_at_the_end(tmp_path: Path) -> None:
     expected = "rank 0 kept 2 device bytes, 9 pinned bytes, 4 registered bytes, 3 mapped bytes"
     assert found(tmp_path, kept, rank_log(1)) == [expected]
     assert found(tmp_path, rank_log(0, pinned_bytes=9), rank_log(1), pinned_bytes=9) == []
+
+
+def test_reserved_memory(tmp_path: Path) -> None:
+    """What the last recordings take, and not their trials: the ledger has reserved as much, or more."""
+
+    def recorded(graph: int, others: int, num_bytes: int) -> list[dict[str, Any]]:
+        return [event("capture", graph=graph, others=others), event("captured", graph=graph, nodes=1, bytes=num_bytes)]
+
+    trial, last = recorded(0, 0, 900), [*recorded(1, 0, 20), *recorded(2, 1, 3)]
+    assert found(tmp_path, rank_log(0, *trial, *last), rank_log(1)) == []
+    for reserved, faults_found in ((23, []), (22, ["rank 0 has reserved 22 bytes for recordings that take 23"])):
+        line = f'12:00:00 INFO [rank 0] memory: {{"rank": 0, "cuda_graphs": {reserved}}}\nready\n'
+        assert ledger_faults(read_logs(tmp_path), line) == faults_found
+    assert ledger_faults(read_logs(tmp_path), "ready\n") == []
+
+
+def test_handles_at_the_end(tmp_path: Path) -> None:
+    """Events and recordings; a job that was ended may hold anything."""
+    none = event("held", events=0, graphs=0)
+    assert found(tmp_path, rank_log(0, none), rank_log(1)) == []
+    some = event("held", events=23, graphs=1)
+    assert found(tmp_path, rank_log(0, none), rank_log(1, some)) == ["rank 1 still has 23 events, 1 graphs"]
+    assert found(tmp_path, rank_log(0, none), rank_log(1, some), ends_well=False) == []
