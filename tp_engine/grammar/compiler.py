@@ -18,6 +18,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
+import numpy as np
+
 from tp_engine.errors import CODE_UNAVAILABLE, INVALID_GRAMMAR, ConfigError, RequestError
 from tp_engine.grammar.compiler_process import CompilerProcess, TookTooLongError, TriedGrammar
 from tp_engine.grammar.library import SpecialTokens, new_matcher, refusal
@@ -46,13 +48,14 @@ Value = TypeVar("Value")
 
 
 class CompiledGrammar:
-    """A grammar before its first token; every sequence gets a copy."""
+    """A grammar before its first token, whose mask is ``first``; every sequence gets a copy."""
 
-    def __init__(self, matcher: Any, vocabulary: GrammarVocabulary, pace: Pace | None = None) -> None:
+    def __init__(self, matcher: Any, first: bytes, vocabulary: GrammarVocabulary, pace: Pace | None = None) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self.pace = pace or Pace()
         self._place = GrammarPlace()
+        self._place.mask = np.frombuffer(first, dtype=np.int32)
 
     def start(self, *, ignore_eos: bool = False) -> GrammarMatcher:
         """Return a matcher before its first token; takes microseconds."""
@@ -62,7 +65,7 @@ class CompiledGrammar:
 
 def compile_grammar(params: StructuredOutputsParams, vocabulary: GrammarVocabulary) -> CompiledGrammar:
     """Compile in this thread.  ``RequestError`` for unusable ``params``; hostile ones may end the process."""
-    return CompiledGrammar(new_matcher(params, vocabulary.tokens), vocabulary)
+    return CompiledGrammar(*new_matcher(params, vocabulary.tokens), vocabulary)
 
 
 class GrammarCompiler:
@@ -120,8 +123,8 @@ class GrammarCompiler:
         grammar = self.known(params)
         if grammar is None:
             pace = self._reserved(0 if tried is None else tried.num_bytes)
-            matcher = new_matcher(params, self.vocabulary.tokens, None if tried is None else tried.text)
-            grammar = CompiledGrammar(matcher, self.vocabulary, pace)
+            made = new_matcher(params, self.vocabulary.tokens, None if tried is None else tried.text)
+            grammar = CompiledGrammar(*made, self.vocabulary, pace)
             with self._lock:
                 self._compiled.put(params, grammar)
         return grammar

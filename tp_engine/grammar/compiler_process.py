@@ -102,13 +102,14 @@ def try_out(job: bytes) -> bytes:
             raise refusal(params, warnings[0])
     if not any("no tokenizer" in warning for warning in warnings):
         tokens = tokens_of(given["special"])
-        _check_masks(params, new_matcher(params, tokens, text, most_mask_s=_MOST_MASK_S))
+        matcher, _ = new_matcher(params, tokens, text, most_mask_s=_MOST_MASK_S)
+        _check_masks(params, matcher)
     return text.encode()
 
 
 def _check_masks(params: StructuredOutputsParams, matcher: Any) -> None:
-    """Refuse a grammar in which it takes long to find the tokens that may follow its first ones: rank 0 waits for
-    those of a whole vocabulary, which is more."""
+    """Refuse a grammar in which it takes long to find the tokens that may follow its first ones: rank 0 finds those of
+    a whole vocabulary, which is more."""
     for _ in range(_NUM_TRIED):
         mask = timed_mask(params, matcher, _MOST_MASK_S)
         place = next((place for place, bits in enumerate(mask) if bits), None)

@@ -80,8 +80,8 @@ def byte_tokens(special: SpecialTokens = _BYTES_ALONE) -> Any:
 @panics_refused("the grammar cannot be used", PARAM)
 def new_matcher(
     params: StructuredOutputsParams, tokens: Any, text: str | None = None, *, most_mask_s: float = math.inf
-) -> Any:
-    """Return the library's matcher before the first token, for its tokenizer ``tokens``.
+) -> tuple[Any, bytes]:
+    """Return the library's matcher before the first token, for its tokenizer ``tokens``, and the mask of that token.
 
     ``text`` is the ``grammar_text`` if that is known.  Takes milliseconds for ordinary schemas, mostly without the GIL.
     ``RequestError`` for unusable ``params``; also if they allow no output: no first token, and no empty output, or if
@@ -95,7 +95,7 @@ def new_matcher(
     mask = timed_mask(params, first, most_mask_s)
     if first.is_error() or mask.count(0) == len(mask):
         raise refusal(params, f"no output fits it {first.get_error()}")
-    return matcher
+    return matcher, mask
 
 
 def timed_mask(params: StructuredOutputsParams, matcher: Any, most_s: float) -> bytes:

@@ -7,7 +7,7 @@
                           -> after_plan
     Admitter              begin_admission -> on_make -> may_enter -> review_hits -> limit_chunk -> on_hits -> on_enter
     Scheduler.update      on_result -> on_prompts -> the tokens are entered -> on_tokens -> on_first
-                          -> extend_output
+                          -> extend_output -> after_result
     a sequence            on_leave (it gives back its row) -> on_end -> on_request_end
 
 The registry of features (``features/registry.py``) makes them all.  Each appends its functions to the hooks that it
@@ -40,7 +40,7 @@ class SchedulerHooks:
     """A request's first sequence has just been queued, or waits for its grammar."""
 
     on_make: list[Callable[[Sequence], None]] = field(default_factory=list)
-    """Another sequence of a request has been made, and is queued next."""
+    """Another sequence of a request has been made, and is queued next, unless it is ``blocked``."""
 
     announce: list[Callable[[str, str, int], None]] = field(default_factory=list)
     """``session, cache_key, step_id``: a client's session (``SamplingParams.prompt_cache_key``) will go on soon; its
@@ -112,6 +112,9 @@ class SchedulerHooks:
 
     extend_output: list[Callable[[StepOutput], Iterable[Sequence]]] = field(default_factory=list)
     """Adds this feature's tokens of the step to the output; gives the sequences that end with them."""
+
+    after_result: list[Callable[[], None]] = field(default_factory=list)
+    """All tokens of the step are entered, and those sequences have ended that end with them."""
 
     on_end: list[Callable[[Sequence], None]] = field(default_factory=list)
     """A sequence has ended for good, after it had a row."""

@@ -3,13 +3,14 @@
 ::
 
     reason     set when                                              cleared when
-    GRAMMAR    a request with a grammar comes in                     its grammar is compiled (``ConstrainedRows``)
+    MASK       a request with a grammar comes in; the result of a    the grammar is compiled, and the mask of the next
+               step brings a row's token, which its grammar takes    token is there (``ConstrainedRows``)
     TOKEN      a row with a grammar is planned to be sampled         the result brings the token: the next mask needs it
     LOADING    a sequence enters whose K/V is in the host tier       the loads have gone out with a plan
     READING    a sequence could enter whose K/V is on disk           it is on the host, or time is up (``tier_waits``)
 
 A sequence without a row that has a bit is in no queue.  A row with a bit is in no plan, but keeps its blocks, and can
-be preempted like any other.  ``Scheduler.ready`` clears a bit.
+be preempted like any other; MASK then goes with the sequence.  ``SchedulerState.unblock`` clears a bit.
 """
 
 import enum
@@ -24,7 +25,7 @@ class Blocked(enum.IntFlag):
     """The reasons."""
 
     NOTHING = 0
-    GRAMMAR = 1
+    MASK = 1
     TOKEN = 2
     LOADING = 4
     READING = 8
@@ -56,6 +57,14 @@ class Readiness:
     def has(self, row: int, reason: Blocked) -> bool:
         """Return whether the row has the bit of ``reason``."""
         return bool(self.bits[row] & reason.value)
+
+    def kept(self, row: int) -> Blocked:
+        """Return the reasons that the row's sequence has wherever it is."""
+        return Blocked(int(self.bits[row])) & Blocked.MASK
+
+    def num_with(self, rows: IntArray, reason: Blocked) -> int:
+        """Return how many of ``rows`` have the bit of ``reason``."""
+        return int(np.count_nonzero(self.bits[rows] & reason.value))
 
     def are_ready(self, rows: IntArray) -> BoolArray:
         """Return which of ``rows`` have no bit."""

@@ -125,11 +125,8 @@ class Scheduler:
         self._stops.watch(group)
         self.state.num_unmade += group.num_unmade
         (first,) = group.sequences
-        if request.is_constrained:
-            first.blocked = Blocked.GRAMMAR
-            self.state.num_parked += 1
-        else:
-            self.state.waiting.push(first)
+        first.blocked = Blocked.MASK if request.is_constrained else Blocked.NOTHING
+        self.state.wait(first)
         for on_add in self._hooks.on_add:
             on_add(group)
 
@@ -245,6 +242,8 @@ class Scheduler:
         for extend in self._hooks.extend_output:
             for sequence in extend(output):
                 self._finish(sequence)
+        for after in self._hooks.after_result:
+            after()
         return output
 
     def _update_any(self, plan: StepPlan, result: StepResult, may_have_left: bool) -> StepOutput:

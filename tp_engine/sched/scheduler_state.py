@@ -60,8 +60,15 @@ class SchedulerState:
             self.num_unmade -= 1
             for on_make in self.on_make:
                 on_make(following)
-            self.waiting.push(following)
+            self.wait(following)
         return sequence
+
+    def wait(self, sequence: Sequence) -> None:
+        """Put a sequence without a row into the queue; or beside it, as long as something holds it back."""
+        if sequence.blocked:
+            self.num_parked += 1
+        else:
+            self.waiting.push(sequence)
 
     def enter(self, entries: list[Entry], step_id: int) -> list[IntArray]:
         """Seat sequences, with the blocks that they share and new ones; returns their tables."""
@@ -131,12 +138,13 @@ class SchedulerState:
     def preempt(self, sequence: Sequence, why: str = "as the KV cache is full") -> None:
         """Put a running sequence back into the queue with its tokens; its K/V will be computed again."""
         num_lost = int(self.rows.num_computed[sequence.row])
+        sequence.blocked = self.rows.readiness.kept(sequence.row)
         self.leave(sequence, SequencePhase.WAITING)
         sequence.num_lost_tokens += num_lost
         sequence.num_preemptions += 1
         self.counters.num_preemptions += 1
         self.counters.num_preempted_answers += int(len(sequence.token_ids) - sequence.num_prompt_tokens > 1)
-        self.waiting.push(sequence)
+        self.wait(sequence)
         _logger.info(
             "request %s, sequence %d: preempted %s; %d tokens to compute again unless still cached",
             sequence.request_id,

@@ -21,6 +21,7 @@ from tp_engine.plan import NO_FLAGS, NO_IDS, NO_PAIRS, Admission, BoolArray, Int
 from tp_engine.sched.blocks.lru_queue import BlockIds
 from tp_engine.sched.blocks.prefix_cache import identity, is_lost
 from tp_engine.sched.decode_run import RowSet
+from tp_engine.sched.readiness import Blocked
 from tp_engine.sched.running_batch import NO_ROWS, RunningBatch
 from tp_engine.sched.scheduler_state import SchedulerState
 from tp_engine.sched.sequence import Sequence, SequencePhase
@@ -198,10 +199,11 @@ class StepScheduler:
 
     def _ready_rows(self, builder: StepPlanBuilder) -> RowSet:
         """The rows in DECODE, without those whose grammar must see a token first that a step in flight computes
-        (``Blocked.TOKEN``, the only reason that a row in DECODE can have).  If these are half of the rows or more, the
-        step waits for that token: running the others alone would cost more."""
-        chosen, num_decoding = self._rows.ready_decodes(), len(self._rows.decoding().rows)
-        builder.stalled = 2 * len(chosen.rows) <= num_decoding > len(chosen.rows)
+        (``Blocked.TOKEN``), and those whose mask is not there.  If the former are as many as are left, the step waits
+        for that token: running the others alone would cost more.  It never waits for a mask."""
+        chosen, decoding = self._rows.ready_decodes(), self._rows.decoding()
+        if len(chosen.rows) < len(decoding.rows):
+            builder.stalled = self._rows.readiness.num_with(decoding.rows, Blocked.TOKEN) >= max(1, len(chosen.rows))
         return chosen
 
     def _give_blocks(self, builder: StepPlanBuilder, chosen: RowSet, crossing: IntArray) -> RowSet:

@@ -45,7 +45,7 @@ def walk(params: StructuredOutputsParams, text: str) -> tuple[int, set[int]]:
     """How many tokens of ``text`` the constraint takes, and what it allows behind them."""
     tokenizer = thinking_tokenizer()
     vocabulary = make_vocabulary(tokenizer.backend_tokenizer.to_str(), len(tokenizer), [1])
-    matcher = new_matcher(params, vocabulary.tokens)
+    matcher, _ = new_matcher(params, vocabulary.tokens)
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     for place, token_id in enumerate(token_ids):
         if token_id not in allowed(matcher):

@@ -11,11 +11,12 @@ import llguidance
 import numpy as np
 import pytest
 
+from tests.masks import fill
 from tests.text_tokenizers import SlowByteTokenizer, byte_fallback_tokenizer, byte_level_tokenizer, metaspace_tokenizer
 from tests.unit.grammar.structured_cases import Judge, cases, choice_case, regex_case, schema_case
 from tp_engine.errors import RequestError
 from tp_engine.grammar.compiler import GrammarCompiler, compile_grammar
-from tp_engine.grammar.matcher import GrammarMatcher, MaskFiller
+from tp_engine.grammar.matcher import GrammarMatcher
 from tp_engine.grammar.vocabulary import GrammarVocabulary, check_tokenizer, make_vocabulary
 from tp_engine.plan import IntArray
 from tp_engine.requests.structured_outputs import StructuredOutputsParams
@@ -42,7 +43,7 @@ def allowed(mask: IntArray) -> list[int]:
 
 def walk(matcher: GrammarMatcher, rng: random.Random, max_tokens: int = MAX_TOKENS) -> list[int]:
     """Random allowed tokens; EOS, where allowed, with a chance of a half; ends where no token is allowed."""
-    fill, tokens = MaskFiller(), list[int]()
+    tokens = list[int]()
     while not matcher.is_over:
         assert len(tokens) < max_tokens, "the grammar does not end"
         choices = allowed(fill([matcher])[0])
@@ -78,7 +79,7 @@ def test_every_output_is_what_was_asked_for(number: int, vocabulary: tuple[str, 
 def test_copies_change_nothing_and_forced_tokens_fit(number: int, vocabulary: tuple[str, GrammarVocabulary]) -> None:
     """Oracle: the matcher without copies: at each place of an output its mask is the same after a copy has gone another
     way; the copy accepts what is forced."""
-    compiled, rng, fill = compile_grammar(CASES[number][0], vocabulary[1]), random.Random(number), MaskFiller()
+    compiled, rng = compile_grammar(CASES[number][0], vocabulary[1]), random.Random(number)
     plain, asked = compiled.start(), compiled.start()
     for token_id in walk(compiled.start(), rng):
         other = asked.copy()
@@ -113,7 +114,6 @@ def test_any_object_and_whitespace() -> None:
     """Oracle: counts: between two tokens 8 blanks, or one line end and 20 blanks, and none where none is wanted."""
     tokens = vocabulary_of("bytes")
     blank, brace, line_end = byte_level_tokenizer().encode(" {\n", add_special_tokens=False)
-    fill = MaskFiller()
     for tight, before, most in ((False, [], 8), (False, [line_end], 20), (True, [], 0)):
         params = StructuredOutputsParams(json_object=True, disable_any_whitespace=tight)
         matcher = compile_grammar(params, tokens).start()
@@ -137,10 +137,7 @@ def test_any_object_and_whitespace() -> None:
 def test_white_space_of_json_within_a_grammar(grammar: str, most: int) -> None:
     """Oracle: as for JSON alone, 8 blanks, unless the schema itself says otherwise; other text is as it was."""
     blank, brace = byte_level_tokenizer().encode(" {", add_special_tokens=False)
-    fill, matcher = (
-        MaskFiller(),
-        compile_grammar(StructuredOutputsParams(grammar=grammar), vocabulary_of("bytes")).start(),
-    )
+    matcher = compile_grammar(StructuredOutputsParams(grammar=grammar), vocabulary_of("bytes")).start()
     assert matcher.accept(brace)
     count = 0
     while blank in allowed(fill([matcher])[0]) and count < 100:
@@ -165,7 +162,7 @@ def test_copies_are_independent_and_masks_are_the_same_in_parallel() -> None:
     """Oracle: each matcher's own mask; sequences of one request begin at the same place and then diverge."""
     tokens = vocabulary_of("bytes")
     compiled = compile_grammar(regex_case("[a-c]{2,9}x")[0], tokens)
-    matchers, rng, fill = [compiled.start() for _ in range(12)], random.Random(0), MaskFiller()
+    matchers, rng = [compiled.start() for _ in range(12)], random.Random(0)
     for _ in range(6):
         together = fill(matchers)
         assert together.dtype == np.int32 and together.shape == (len(matchers), tokens.num_words)
@@ -187,7 +184,7 @@ def test_a_refused_token_ends_the_output() -> None:
 def test_end_tokens(regex: str) -> None:
     """Oracle: an end token is allowed where the expression matches; with ``ignore_eos`` only where it is the only
     choice."""
-    tokens, fill = vocabulary_of("bytes"), MaskFiller()
+    tokens = vocabulary_of("bytes")
     compiled = compile_grammar(regex_case(regex)[0], tokens)
     matcher, stubborn = compiled.start(), compiled.start(ignore_eos=True)
     assert EOS in allowed(fill([matcher])[0]) and EOS not in allowed(fill([stubborn])[0])
@@ -203,7 +200,7 @@ def test_vocabularies_of_other_sizes() -> None:
     num_tokens = len(byte_level_tokenizer())
     for vocab_size in (num_tokens, num_tokens + 100, 200):
         tokens = vocabulary_of("bytes", vocab_size)
-        (mask,) = MaskFiller()([compile_grammar(regex_case("(?s:.)*")[0], tokens).start()])
+        (mask,) = fill([compile_grammar(regex_case("(?s:.)*")[0], tokens).start()])
         assert len(mask) == -(-vocab_size // 32)
         assert max(allowed(mask)) < num_tokens and EOS in allowed(mask)
 
@@ -248,7 +245,7 @@ def test_a_grammar_that_reaches_a_limit(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr("tp_engine.grammar.library.parser_limits", few_states)
     matcher = compile_grammar(StructuredOutputsParams(regex="(a|b)*c(a|b){400}d"), vocabulary_of("bytes")).start()
-    rng, fill, count = random.Random(0), MaskFiller(), 0
+    rng, count = random.Random(0), 0
     while not matcher.is_over:
         choices = allowed(fill([matcher])[0])
         if matcher.error is not None:

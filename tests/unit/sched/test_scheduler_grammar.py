@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.masks import FoundMasks
 from tests.tiers import slow_but
 from tests.unit.features.speculation.test_speculation import PROPOSERS, ScriptedSource
 from tests.unit.sched.scheduler_harness import (
@@ -69,6 +70,7 @@ class FakeConstraint:
         self.is_over = False
         self.error: str | None = None
         self.error_code = INVALID_GRAMMAR
+        self.is_quick, self.may_be_over = True, False
 
     def accept(self, token_id: int) -> bool:
         if token_id not in allowed_after(self.generated):
@@ -83,6 +85,9 @@ class FakeConstraint:
         while len(allowed := allowed_after(self.generated + found)) == 1 and len(found) < 9:
             found += allowed
         return found
+
+    def decide(self) -> None:
+        raise AssertionError("it knows itself")
 
     def may_end(self, mask: IntArray) -> bool:
         return len(self.generated) % 2 == 0
@@ -162,11 +167,18 @@ class GrammarSimulation(Simulation):
     """Requests with a large seed have a grammar, which is ready at once, or when ``compiled`` says so."""
 
     def __init__(
-        self, given: SchedulerLimits, *, ahead: int = 0, at_once: bool = True, proposer: Proposer | None = None
+        self,
+        given: SchedulerLimits,
+        *,
+        ahead: int = 0,
+        at_once: bool = True,
+        proposer: Proposer | None = None,
+        masks: FoundMasks | None = None,
     ) -> None:
         super().__init__(given, ahead=ahead)
         sources = None if proposer is None else [proposer]
-        self.scheduler = Scheduler(given, given={"speculation": sources, "structured_output": fill_masks})
+        self.masks = FoundMasks(fill_masks) if masks is None else masks
+        self.scheduler = Scheduler(given, given={"speculation": sources, "structured_output": self.masks})
         self.worker = MaskedWorker(given)
         self.at_once = at_once
         self.grammar = FakeGrammar()

@@ -49,7 +49,7 @@ from tp_engine.features.speculation.proposers import DraftPart, Proposers, make_
 from tp_engine.features.speculation.step_costs import StepCosts
 from tp_engine.features.structured_output.constraint import TokenConstraint, follow, masks_of
 from tp_engine.features.structured_output.feature import MASK_ROWS, MASKS
-from tp_engine.features.structured_output.scheduling import ConstrainedRows, accept, constraint_of
+from tp_engine.features.structured_output.scheduling import ConstrainedRows, constraint_of
 from tp_engine.plan import NO_IDS, IntArray, StepPlan, StepResult, TokenLogprobs
 from tp_engine.requests.request import SequenceDelta, StepOutput
 from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks, SchedulerParts
@@ -62,13 +62,15 @@ from tp_engine.sched.step_scheduler import StepPlanBuilder
 
 class DraftRun(msgspec.Struct, gc=False):
     """The draft rows of a row in a step, from the ``first`` on: ``tokens`` (n,) are their draft tokens, by the sources
-    of ``parts``, and ``masks`` (n, words) what a grammar allows there.  Once the result of the step ``step_id`` is
+    of ``parts``.  Of a row with a grammar, ``masks`` (n, words) are what it allows there, and ``places`` its copies
+    behind the draft tokens, while which are there their masks are known.  Once the result of the step ``step_id`` is
     there, ``kept`` (a,) are the tokens behind the row's own that were sampled right, with their ``logprobs``."""
 
     row: int
     tokens: IntArray
     parts: list[DraftPart]
     masks: IntArray | None = None
+    places: list[TokenConstraint] = []
     first: int = 0
     kept: IntArray = NO_IDS
     logprobs: TokenLogprobs | None = None
@@ -165,7 +167,8 @@ class Speculation(SchedulerFeature):
         return [run for run in runs if len(run.tokens)]
 
     def _allowed(self, runs: list[DraftRun]) -> list[DraftRun]:
-        """``runs`` up to the first draft token that the row's grammar refuses, with their masks."""
+        """``runs`` up to the first draft token that the row's grammar refuses, or whose mask is late, with their
+        masks."""
         free, constrained, places = list[DraftRun](), list[DraftRun](), list[list[TokenConstraint]]()
         for run in runs:
             sequence = self._rows.sequences[run.row]
@@ -177,9 +180,9 @@ class Speculation(SchedulerFeature):
                 places.append(copies)
         if not constrained:
             return free
-        assert self._constrained is not None, "a request has a grammar, and nothing fills masks"
-        for run, masks in zip(constrained, masks_of(places, self._constrained.masks), strict=True):
-            run.tokens, run.masks = run.tokens[: len(masks)], masks
+        assert self._constrained is not None, "a request has a grammar, and nothing finds masks"
+        for run, copies, masks in zip(constrained, places, masks_of(places, self._constrained.masks), strict=True):
+            run.tokens, run.masks, run.places = run.tokens[: len(masks)], masks, copies[: len(masks)]
         return free + [run for run in constrained if len(run.tokens)]
 
     def extend_plan(self, builder: StepPlanBuilder) -> None:
@@ -307,8 +310,8 @@ class Speculation(SchedulerFeature):
         for place in np.flatnonzero(may_end).tolist():
             token_id = int(run.kept[place])
             end = ending(sequence, token_id, known + place + 1, sequence.max_total_tokens)
-            if constraint is not None:
-                is_accepted, end = accept(constraint, token_id, end)
+            if constraint is not None and self._constrained is not None:
+                is_accepted, end = self._constrained.accept(constraint, token_id, end)
             if end is not None:
                 run.kept = run.kept[: place + is_accepted]
                 return end

@@ -9,16 +9,17 @@ are known too, because together with a grammar or with words they may leave no t
 A mask without a token ends its sequence when the step's token comes in, without that token: complete where the grammar
 may end there, else with an error.  A request whose first mask is empty is refused.
 
-A sequence waits outside of the queue (``Blocked.GRAMMAR``) while its grammar is compiled.  It then keeps a constraint
-of its own for life, also through preemption, because known tokens stay known.  The mask of the next token depends on
-the token before it, so such a row is planned only when that token is known (``StepScheduler``); its mask travels with
-that plan.
+A sequence waits outside of the queue (``Blocked.MASK``) while its grammar is compiled.  It then keeps a constraint of
+its own for life, also through preemption, because known tokens stay known.  The mask of the next token depends on the
+token before it, so such a row is planned only when that token is known (``StepScheduler``) and its mask has been found
+(``Masks``), which travels with that plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -41,11 +42,17 @@ class WordRules(Protocol):
 
 
 class TokenConstraint(Protocol):
-    """One sequence's place in its grammar.  ``is_over``: no token may follow.  ``error``: why the grammar cannot be
-    followed further, though the output is not complete, with its ``error_code``."""
+    """One sequence's place in its grammar.  ``is_quick``: to follow it takes hardly any time, as far as is known.
+    ``is_over``: no token may follow; where it ``may_be_over``, what is found with the mask of the next token tells.
+    ``error``: why the grammar cannot be followed further, though the output is not complete, with its ``error_code``.
+    """
 
     is_over: bool
 
+    @property
+    def is_quick(self) -> bool: ...
+    @property
+    def may_be_over(self) -> bool: ...
     @property
     def error(self) -> str | None: ...
     @property
@@ -56,6 +63,9 @@ class TokenConstraint(Protocol):
 
     def forced(self) -> list[int]:
         """Tokens that must follow, as far as they are known cheaply; they could be cut otherwise."""
+
+    def decide(self) -> None:
+        """Find out whether it is over, now that its mask has been found."""
 
     def may_end(self, mask: IntArray) -> bool:
         """Return whether the output is complete here, by the ``mask`` (words,) of the next token."""
@@ -71,8 +81,28 @@ class Grammar(Protocol):
         """Return the place before the first token."""
 
 
-FillMasks: TypeAlias = Callable[[Sequence[Any]], IntArray]
-"""From the constraints of n sequences to the masks (n, words) of their next tokens, as a plan has them (``MASKS``)."""
+class Masks(Protocol):
+    """Finds the masks of the next tokens, beside the scheduler's thread, which asks for them and then looks."""
+
+    def ask(self, constraints: Iterable[TokenConstraint]) -> None:
+        """Begin to find their masks, unless that has begun; one that nobody holds any more is forgotten."""
+
+    def be_patient(self) -> None:
+        """Wait a moment for those that will be there in a moment."""
+
+    def is_ready(self, constraint: TokenConstraint) -> bool:
+        """Return whether its mask has been found; then it stays so until the next token."""
+
+    def of(self, constraints: Sequence[TokenConstraint]) -> IntArray:
+        """Return the masks (n, words) of constraints that are ready, as a plan has them (``MASKS``); a new array."""
+
+
+class GrammarMasks(Protocol):
+    """What finds the masks of grammars alone (``MaskFiller``)."""
+
+    def ask(self, matchers: Iterable[Any]) -> None: ...
+    def be_patient(self) -> None: ...
+    def wait(self, matchers: Sequence[Any]) -> None: ...
 
 
 class TokenLists:
@@ -134,6 +164,16 @@ class TokenGuard:
         self._is_stuck = False
 
     @property
+    def is_quick(self) -> bool:
+        """Whether its grammar is."""
+        return self.inner is None or self.inner.is_quick
+
+    @property
+    def may_be_over(self) -> bool:
+        """Whether the mask of its grammar tells whether it is over."""
+        return self.inner is not None and self.inner.may_be_over
+
+    @property
     def error(self) -> str | None:
         """Why it cannot go on, though the output is not complete."""
         if self._is_stuck:
@@ -160,6 +200,11 @@ class TokenGuard:
 
     def forced(self) -> list[int]:
         return [] if self.inner is None else self.inner.forced()
+
+    def decide(self) -> None:
+        if self.inner is not None:
+            self.inner.decide()
+            self.is_over = self.inner.is_over
 
     def may_end(self, mask: IntArray) -> bool:
         """Return whether the grammar may end here; text without one is never complete."""
@@ -190,26 +235,44 @@ class TokenGuard:
 
 
 class MaskWriter:
-    """``FillMasks`` for all kinds of constraints; ``fill_grammars`` is for those of grammars alone."""
+    """``Masks`` of all kinds of constraints; ``grammars`` finds those of grammars alone, whose place knows them."""
 
-    def __init__(self, fill_grammars: FillMasks, vocab_size: int) -> None:
-        self._fill_grammars = fill_grammars
+    def __init__(self, grammars: GrammarMasks, vocab_size: int) -> None:
+        self._grammars = grammars
         self._num_words = ceil_div(vocab_size, MASK_TOKENS)
 
-    def __call__(self, constraints: Sequence[TokenConstraint]) -> IntArray:
+    def ask(self, constraints: Iterable[TokenConstraint]) -> None:
+        self._grammars.ask([matcher for one in constraints if (matcher := _grammar_of(one)) is not None])
+
+    def be_patient(self) -> None:
+        self._grammars.be_patient()
+
+    def is_ready(self, constraint: TokenConstraint) -> bool:
+        matcher = _grammar_of(constraint)
+        return matcher is None or bool(matcher.is_ready)
+
+    def of(self, constraints: Sequence[TokenConstraint]) -> IntArray:
         """Masks (n, words) int32; a new array.  A constraint whose mask would be empty is over."""
-        guards = [one for one in constraints if isinstance(one, TokenGuard)]
-        if not guards:
-            return self._fill_grammars(constraints)
-        matchers = [one.inner if isinstance(one, TokenGuard) else one for one in constraints]
-        places = [place for place, matcher in enumerate(matchers) if matcher is not None]
         masks: IntArray = np.full((len(constraints), self._num_words), -1, dtype=np.int32)
-        if places:
-            masks[places] = self._fill_grammars([matchers[place] for place in places])
         for mask, one in zip(masks, constraints, strict=True):
+            if (matcher := _grammar_of(one)) is not None:
+                mask[:] = matcher.settle_mask()
             if isinstance(one, TokenGuard):
                 one.narrow(mask)
         return masks
+
+    def wait(self, constraint: TokenConstraint) -> IntArray:
+        """Wait for the mask (words,) of one constraint; not for the scheduler's thread."""
+        if (matcher := _grammar_of(constraint)) is not None:
+            self._grammars.wait([matcher])
+        (mask,) = self.of([constraint])
+        found: IntArray = mask
+        return found
+
+
+def _grammar_of(constraint: TokenConstraint) -> Any | None:
+    """The matcher of a constraint; None if it has no grammar."""
+    return constraint.inner if isinstance(constraint, TokenGuard) else constraint
 
 
 def _packed(flags: BoolArray) -> IntArray:
@@ -236,10 +299,11 @@ def follow(constraint: TokenConstraint, draft_tokens: Iterable[int]) -> list[Tok
         copies[1]           a copy of that, and draft token 1               mask of draft row 1
 
     The row's own constraint never sees a draft token: it accepts what is kept, token by token.  So a draft token that
-    is wrong has nothing to take back, and an error of a copy ends the draft tokens before it, not the request.
+    is wrong has nothing to take back, and an error of a copy ends the draft tokens before it, not the request.  In a
+    slow grammar nothing is drafted, as its masks would come too late.
     """
     copies: list[TokenConstraint] = []
-    for token_id in draft_tokens:
+    for token_id in draft_tokens if constraint.is_quick else ():
         constraint = constraint.copy()
         if not constraint.accept(token_id) or constraint.is_over:
             break
@@ -247,14 +311,16 @@ def follow(constraint: TokenConstraint, draft_tokens: Iterable[int]) -> list[Tok
     return copies
 
 
-def masks_of(places: list[list[TokenConstraint]], fill_masks: FillMasks) -> list[IntArray]:
-    """Return for each list of ``follow`` the masks (n, words) of its first n: of those before one that has come to a
-    limit, or where no token may follow."""
-    masks = fill_masks([one for copies in places for one in copies])
-    found: list[IntArray] = []
-    for copies in places:
+def masks_of(places: list[list[TokenConstraint]], masks: Masks) -> list[IntArray]:
+    """Return for each list of ``follow`` the masks (n, words) of its first n: of those before one whose mask is not
+    there in a moment, that has come to a limit, or where no token may follow."""
+    masks.ask(one for copies in places for one in copies)
+    masks.be_patient()
+    ready = [list(takewhile(masks.is_ready, copies)) for copies in places]
+    found = masks.of([one for copies in ready for one in copies])
+    parts: list[IntArray] = []
+    for copies in ready:
         ends = (place for place, one in enumerate(copies) if one.is_over or one.error is not None)
-        count = next(ends, len(copies))
-        found.append(masks[:count])
-        masks = masks[len(copies) :]
-    return found
+        parts.append(found[: next(ends, len(copies))])
+        found = found[len(copies) :]
+    return parts

@@ -1,4 +1,4 @@
-"""Structured output beside rank 0's loop: grammars are compiled while it runs."""
+"""Structured output beside rank 0's loop: grammars are compiled, and masks found, while it runs."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 from tp_engine.config import EngineConfig
 from tp_engine.engine.feature import EngineFeature, EngineHooks
-from tp_engine.features.structured_output.constraint import FillMasks
+from tp_engine.features.structured_output.constraint import Masks
 from tp_engine.features.structured_output.queue import GrammarQueue, make_compiler
 from tp_engine.requests.request import EngineRequest, SequenceDelta
 from tp_engine.sched.scheduler import Scheduler
 from tp_engine.worker.effective_config import EffectiveConfig
 
-_COMPILING_SLICE_S = 0.005
+_IDLE_SLICE_S = 0.005
 
 
 def open_grammars(config: EngineConfig) -> GrammarsOfEngine:
@@ -27,9 +27,9 @@ class GrammarsOfEngine(EngineFeature):
         self._queue: GrammarQueue | None = None
 
     @property
-    def given(self) -> FillMasks | None:
-        """What fills masks, once it is prepared."""
-        return None if self._queue is None else self._queue.fill_masks
+    def given(self) -> Masks | None:
+        """What finds masks, once it is prepared."""
+        return None if self._queue is None else self._queue.masks
 
     def prepare(self, effective: EffectiveConfig) -> None:
         """Make the compiler, which holds Python's lock for a while, so not between steps."""
@@ -51,7 +51,7 @@ class GrammarsOfEngine(EngineFeature):
         hooks.forget.append(queue.forget)
         hooks.settle.append(lambda: queue.settle(scheduler))
         hooks.settle_all.append(settle_all)
-        hooks.idle.append(lambda: queue.wait(_COMPILING_SLICE_S))
+        hooks.idle.append(lambda: queue.wait(_IDLE_SLICE_S))
 
     def close(self) -> None:
         if self._queue is not None:

@@ -22,7 +22,7 @@ from tp_engine.features.structured_output.scheduling import ConstrainedRows
 from tp_engine.grammar.banned_words import WordRulesMaker
 from tp_engine.grammar.compiler import GrammarCompiler
 from tp_engine.grammar.library import llguidance
-from tp_engine.grammar.matcher import MaskFiller
+from tp_engine.grammar.mask_filler import MaskFiller
 from tp_engine.grammar.vocabulary import make_vocabulary
 from tp_engine.requests.request import EngineRequest, SequenceDelta
 from tp_engine.requests.structured_outputs import PARAM
@@ -65,14 +65,16 @@ def _let_run(scheduler: Scheduler, request_id: str, grammar: Grammar) -> None:
 
 
 class GrammarQueue:
-    """The requests of a scheduler that wait for their grammars.  ``fill_masks`` is for that scheduler.  Only the
-    engine's own thread calls the methods."""
+    """The requests of a scheduler that wait for their grammars.  ``masks`` is for that scheduler.  Only the engine's
+    own thread calls the methods."""
 
     def __init__(self, compiler: GrammarCompiler | RequestError, vocab_size: int) -> None:
         self._compiler = compiler
         self._vocab_size = vocab_size
         self._words = WordRulesMaker(None if isinstance(compiler, RequestError) else compiler.vocabulary)
-        self.fill_masks = MaskWriter(MaskFiller(), vocab_size)
+        self._wake = threading.Event()
+        self._filler = MaskFiller(self._wake.set)
+        self.masks = MaskWriter(self._filler, vocab_size)
         self._threads: ThreadPoolExecutor | None = None
         # With a request if its rules are still to be made, once its grammar is there.
         self._waiting: dict[str, tuple[Future[Any], EngineRequest | None]] = {}
@@ -107,14 +109,19 @@ class GrammarQueue:
         """The request's rules; ``RequestError`` if they leave no first token."""
         rules = TokenRules(self._words.rules(request, banned_words(request)), request, self._vocab_size, grammar)
         first = rules.start(ignore_eos=request.params.ignore_eos)
-        self.fill_masks([first])
+        self.masks.wait(first)
         if first.is_over:
             raise RequestError(rules.no_token_left, code=NO_TOKEN_LEFT)
         return rules
 
     def _wait_for(self, request_id: str, future: Future[Any], with_words: EngineRequest | None = None) -> None:
         self._waiting[request_id] = future, with_words
-        future.add_done_callback(lambda _future: self._is_done.set())
+
+        def done(_future: Future[Any]) -> None:
+            self._is_done.set()
+            self._wake.set()
+
+        future.add_done_callback(done)
 
     def forget(self, request_ids: Iterable[str] | None) -> None:
         """Drop the grammars of these requests, which have been aborted; of all if None."""
@@ -155,12 +162,18 @@ class GrammarQueue:
         return failed
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a grammar is done, ``timeout_s`` at most; returns at once if no request waits for one."""
-        if self._waiting:
-            self._is_done.wait(timeout_s)
+        """Wait until a grammar is done or a mask found, ``timeout_s`` at most; returns at once if none is in work.
+
+        What has come before the last call may end the next one at once: whoever waits looks again before that."""
+        if self._waiting and self._is_done.is_set():
+            return
+        if self._waiting or self._filler.is_busy:
+            self._wake.wait(timeout_s)
+            self._wake.clear()
 
     def close(self) -> None:
-        """End what compiles, without waiting for it."""
+        """End what compiles and what finds masks, without waiting for it."""
+        self._filler.close()
         if isinstance(self._compiler, GrammarCompiler):
             self._compiler.close()
         if self._threads is not None:

@@ -117,7 +117,7 @@ class Prefetcher(SchedulerFeature):
             if announced is not None:
                 before, wait = WAIT.of(announced), WAIT.of(sequence)
                 wait.num_prefetched_tokens, wait.num_read_blocks = before.num_prefetched_tokens, before.num_read_blocks
-        if sequence.blocked & Blocked.GRAMMAR:
+        if sequence.blocked & Blocked.MASK:
             self._add(sequence.request_id, sequence)
 
     def on_end(self, sequence: Sequence) -> None:

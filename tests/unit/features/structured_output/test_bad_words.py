@@ -13,6 +13,7 @@ import pytest
 
 from tests.asgi import App, run_served
 from tests.fake_engine import MODEL_INFO
+from tests.masks import AtOnce
 from tests.text_tokenizers import byte_level_tokenizer
 from tests.tiny_server import assert_nothing_in_use, chat_tokenizer, tiny_engine
 from tp_engine.api.input_processor import InputProcessor
@@ -36,6 +37,7 @@ class OnlyThese:
         self.is_over = False
         self.error: str | None = None
         self.error_code = INVALID_GRAMMAR
+        self.may_be_over, self.is_quick, self.is_ready = False, True, True
 
     def start(self, *, ignore_eos: bool) -> OnlyThese:
         return self
@@ -47,18 +49,19 @@ class OnlyThese:
     def forced(self) -> list[int]:
         return []
 
+    def decide(self) -> None:
+        raise AssertionError("it knows itself")
+
+    def settle_mask(self) -> IntArray:
+        flags = np.zeros(3 * 32, dtype=np.uint8)
+        flags[list(self.allowed)] = 1
+        return np.packbits(flags, bitorder="little").view(np.int32)
+
     def may_end(self, mask: IntArray) -> bool:
         return 9 in self.allowed
 
     def copy(self) -> OnlyThese:
         return OnlyThese(self.allowed)
-
-
-def fill_grammars(constraints: Sequence[OnlyThese]) -> IntArray:
-    masks = np.zeros((len(constraints), 3 * 32), dtype=np.uint8)
-    for mask, one in zip(masks, constraints, strict=True):
-        mask[list(one.allowed)] = 1
-    return np.packbits(masks, axis=1, bitorder="little").view(np.int32)
 
 
 def guard_of(words: WordRules, grammar: OnlyThese | None = None, vocab_size: int = VOCAB, **params: Any) -> TokenGuard:
@@ -74,7 +77,7 @@ def allowed(mask: IntArray) -> set[int]:
 def test_the_last_token_of_a_word_is_masked_behind_the_others() -> None:
     """Oracle: the definition, by hand: words [5], [1, 2, 64], [2, 63]."""
     guard = guard_of(TokenWords([[5], [1, 2, 64], [2, 63]]))
-    write = MaskWriter(fill_grammars, VOCAB)
+    write = MaskWriter(AtOnce(), VOCAB).of
     everything = set(range(VOCAB))
     for token_id, banned in ((None, {5}), (1, {5}), (2, {5, 63, 64}), (2, {5, 63}), (7, {5}), (1, {5}), (3, {5})):
         if token_id is not None:
@@ -86,7 +89,7 @@ def test_a_grammar_and_banned_words_together() -> None:
     """Oracle: the tokens that both allow; where there are none, no token follows, with an error; both end with the
     grammar."""
     grammar = OnlyThese([5, 33, 69])
-    write = MaskWriter(fill_grammars, VOCAB)
+    write = MaskWriter(AtOnce(), VOCAB).of
     both = guard_of(TokenWords([[5], [33, 69]]), grammar)
     words_only = guard_of(TokenWords([[69]]))
     impossible = guard_of(TokenWords([[5], [33], [69]]), grammar)
@@ -96,7 +99,7 @@ def test_a_grammar_and_banned_words_together() -> None:
     assert not any(impossible.accept(token_id) for token_id in range(VOCAB))
     assert both.accept(33) and allowed(write([both])[0]) == {33}
     assert not both.accept(9) and both.is_over
-    assert np.array_equal(write([grammar]), fill_grammars([grammar]))
+    assert np.array_equal(write([grammar]), [grammar.settle_mask()])
 
 
 def test_words_are_found_at_the_beginning_and_within_text() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.text_tokenizers import byte_level_tokenizer
@@ -17,7 +19,9 @@ from tp_engine.features.structured_output.queue import GrammarQueue
 from tp_engine.grammar.compiler import CompiledGrammar, GrammarCompiler
 from tp_engine.grammar.compiler_process import TriedGrammar
 from tp_engine.grammar.library import grammar_text
+from tp_engine.grammar.matcher import GrammarMatcher
 from tp_engine.grammar.vocabulary import make_vocabulary
+from tp_engine.plan import IntArray, StepResult
 from tp_engine.requests.request import EngineRequest, FinishReason
 from tp_engine.requests.sampling_params import SamplingParams
 from tp_engine.requests.structured_outputs import StructuredOutputsParams
@@ -59,7 +63,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.queue = GrammarQueue(self.compiler, VOCAB)
-        self.scheduler = Scheduler(limits(), given={"structured_output": self.queue.fill_masks})
+        self.scheduler = Scheduler(limits(), given={"structured_output": self.queue.masks})
 
     def add(self, request_id: str, regex: str) -> None:
         self.compiler.go.setdefault(regex, threading.Event())
@@ -78,6 +82,9 @@ class Bench:
             future.exception(DEADLINE_S)
         self.queue.wait(DEADLINE_S)
         return self.queue.settle(self.scheduler)
+
+    def tokens(self, text: str) -> IntArray:
+        return np.array(byte_level_tokenizer().encode(text, add_special_tokens=False), dtype=np.int32)
 
     def num_masked_rows(self) -> int:
         """The rows of the next plan; all of them have masks."""
@@ -131,10 +138,36 @@ def test_the_grammar_of_an_aborted_request_is_not_for_the_next_of_its_name(bench
     assert bench.num_masked_rows() == 1
 
 
+def test_a_mask_that_comes_wakes_the_engine(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: by hand: the wait ends with the mask, before or after it began; with none in work it ends at once."""
+    bench.add("waiting", "ab*")
+    assert bench.finish("ab*") == []
+    plan = bench.scheduler.schedule()
+    assert plan is not None
+    found, find = threading.Event(), GrammarMatcher.find_mask
+
+    def hanging(matcher: GrammarMatcher) -> None:
+        assert found.wait(DEADLINE_S)
+        find(matcher)
+
+    monkeypatch.setattr(GrammarMatcher, "find_mask", hanging)
+    bench.scheduler.update(plan, StepResult(step_id=plan.step_id, token_ids=bench.tokens("a")))
+    assert bench.num_masked_rows() == 0 and bench.scheduler.has_unfinished
+    timer = threading.Timer(0.02, found.set)
+    timer.start()
+    began_s = time.monotonic()
+    while not bench.num_masked_rows():
+        bench.queue.wait(DEADLINE_S)
+        assert time.monotonic() - began_s < DEADLINE_S / 2
+    timer.join()
+    bench.queue.wait(DEADLINE_S)
+    assert time.monotonic() - began_s < DEADLINE_S / 2
+
+
 def test_without_a_compiler() -> None:
     """Oracle: the reason why there is no compiler; the scheduler does not know the request."""
     queue = GrammarQueue(RequestError("no tokenizer", param="structured_outputs"), VOCAB)
-    scheduler = Scheduler(limits(), given={"structured_output": queue.fill_masks})
+    scheduler = Scheduler(limits(), given={"structured_output": queue.masks})
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
     with pytest.raises(RequestError, match="no tokenizer"):
         queue.add(EngineRequest(request_id="r", prompt_token_ids=[5], params=params), scheduler)

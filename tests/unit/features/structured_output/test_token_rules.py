@@ -13,6 +13,7 @@ import pytest
 
 from tests.asgi import App, Reply, run_served
 from tests.fake_engine import MODEL_INFO
+from tests.masks import AtOnce
 from tests.tiny_server import assert_nothing_in_use, chat_tokenizer, tiny_engine
 from tp_engine import LLM
 from tp_engine.api.input_processor import InputProcessor
@@ -21,7 +22,6 @@ from tp_engine.errors import NO_TOKEN_LEFT, RequestError
 from tp_engine.features.structured_output.constraint import MaskWriter, TokenGuard, TokenRules, follow, masks_of
 from tp_engine.grammar.banned_words import TokenWords
 from tp_engine.grammar.compiler import compile_grammar
-from tp_engine.grammar.matcher import MaskFiller
 from tp_engine.grammar.vocabulary import make_vocabulary
 from tp_engine.plan import IntArray
 from tp_engine.requests.request import EngineRequest
@@ -49,7 +49,7 @@ def allowed(mask: IntArray) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
 
 
-WRITE = MaskWriter(MaskFiller(), VOCAB)
+MASKS = MaskWriter(AtOnce(), VOCAB)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,9 @@ def test_what_is_left(tokens: list[int], left: set[int], ends: str | None, rules
     """Oracle: by hand: the tokens that all allow; where none is left, nothing follows: a grammar's output is complete
     where the grammar may end, and all other outputs end with an error."""
     guard = guard_of(**rules)
-    WRITE([guard])
+    MASKS.wait(guard)
     assert not guard.is_over and all(guard.accept(token) for token in tokens), guard.error
-    (mask,) = WRITE([guard])
+    mask = MASKS.wait(guard)
     assert guard.is_over is (ends is not None)
     if ends is None:
         assert allowed(mask) == left
@@ -98,10 +98,10 @@ def test_draft_tokens_end_where_no_token_is_left() -> None:
     """Oracle: by hand: a draft token that a list refuses is none, and behind the last that may follow there is none."""
     guard = guard_of(words=[(A, A)], allowed_token_ids=[A])
     copies = follow(guard, [A, A])
-    assert len(copies) == 2 and [len(one) for one in masks_of([copies], WRITE)] == [0]
+    assert len(copies) == 2 and [len(one) for one in masks_of([copies], MASKS)] == [0]
     assert follow(guard, [B, A]) == [] and not guard.is_over
     longer = follow(guard_of(words=[(A, A, A)], allowed_token_ids=[A]), [A, A, A])
-    assert [len(one) for one in masks_of([longer], WRITE)] == [1]
+    assert [len(one) for one in masks_of([longer], MASKS)] == [1]
 
 
 @pytest.mark.parametrize(
