@@ -148,8 +148,9 @@ def prompt_result(plan: StepPlan, asked: list[int]) -> StepResult:
 
 
 def test_prompt_logprobs_come_with_the_first_token_and_use_no_cache() -> None:
-    """By hand, chunks of 4: three chunks of one prompt arrive in order with the first record, though it is cached."""
-    scheduler = Scheduler(limits(max_num_batched_tokens=4))
+    """By hand, chunks of 4, half a step: three of one prompt arrive in order with the first record, though it is
+    cached."""
+    scheduler = Scheduler(limits(max_num_batched_tokens=8))
     for name, wanted in (("warm", None), ("asks", 1)):
         add(scheduler, list(range(10)), name, prompt_logprobs=wanted, max_tokens=2)
         deltas: list[SequenceDelta] = []
@@ -160,6 +161,21 @@ def test_prompt_logprobs_come_with_the_first_token_and_use_no_cache() -> None:
         assert chunks == ([4, 4, 2] if wanted is not None else [])
         assert deltas[0].num_cached_tokens == 0
     assert deltas[0].prompt_logprobs[0].token_ids.tolist() == [[0, 1], [1, 2], [2, 3], [3, 4]]
+
+
+def test_a_step_scores_at_most_half_of_its_tokens() -> None:
+    """What waits beside scored prompts does not wait longer than beside others, though these take more time.  By hand,
+    8 tokens in a step: a scored prompt of 6, one of 5, and a prompt of 7 that nobody scores, which fills what is left;
+    alone a scored prompt goes on by 4."""
+    scheduler = Scheduler(limits(max_num_batched_tokens=8))
+    for name, length, wanted in (("a", 6, 0), ("b", 5, 0), ("plain", 7, None)):
+        add(scheduler, [len(name)] * length, name, prompt_logprobs=wanted, max_tokens=1)
+    steps = []
+    while (plan := scheduler.schedule()) is not None:
+        steps.append(dict(zip(plan.prefill_rows.tolist(), plan.prefill_tokens.tolist(), strict=True)))
+        scheduler.update(plan, prompt_result(plan, list(steps[-1])))
+        scheduler.check_integrity()
+    assert [sorted(step.values()) for step in steps] == [[4, 4], [2, 2, 3], [3]]
 
 
 def test_only_the_first_sibling_reports_the_prompt() -> None:
@@ -176,7 +192,7 @@ def test_only_the_first_sibling_reports_the_prompt() -> None:
 
 def test_preemption_before_the_first_token_starts_the_report_again() -> None:
     """By hand, 4 blocks of 4: the long prompt loses its first chunk to a request of higher priority."""
-    scheduler = Scheduler(limits(num_blocks=4, max_num_batched_tokens=8))
+    scheduler = Scheduler(limits(num_blocks=4, max_num_batched_tokens=16))
     add(scheduler, [1] * 12, "late", priority=1, prompt_logprobs=0, max_tokens=1)
     plan = scheduler.schedule()
     assert plan is not None and plan.prefill_tokens.tolist() == [8]

@@ -113,7 +113,10 @@ def test_random_loads_are_planned_as_ever(seed: int, windows: tuple[int | None, 
     blocks."""
 
     def run() -> Simulation:
-        shape = limits(num_blocks=40 * len(windows), max_model_len=200, max_num_seqs=6, windows=windows, tile_tokens=8)
+        shape = limits(
+            num_blocks=40 * len(windows), max_num_batched_tokens=48, max_model_len=200, max_num_seqs=6, windows=windows,
+            tile_tokens=8,
+        )  # fmt: skip
         simulation = Simulation(shape, ahead=seed % 3)
         load = RandomLoad(simulation, seed=seed)
         for _ in range(600):

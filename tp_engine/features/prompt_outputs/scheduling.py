@@ -1,4 +1,9 @@
-"""What the chunks of a prompt give is kept until its sequence's first record, which has all of it."""
+"""What the chunks of a prompt give is kept until its sequence's first record, which has all of it.
+
+A step scores at most half as many positions as it may have tokens.  A scored position takes more time than another (the
+whole last layer, the output head, its order of tokens, and its way to the client), for which all others in the step
+wait for their next token.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +20,7 @@ from tp_engine.sched.feature import SchedulerFeature, SchedulerHooks, SchedulerP
 from tp_engine.sched.outcome import slice_logprobs
 from tp_engine.sched.running_batch import RunningBatch
 from tp_engine.sched.sequence import Sequence
+from tp_engine.sched.step_scheduler import StepPlanBuilder
 
 
 @dataclass(slots=True)
@@ -29,15 +35,30 @@ KEPT = Extension("prompt_outputs", Kept)
 
 
 class PromptOutputs(SchedulerFeature):
-    """Keeps what the prompts of ``rows`` give."""
+    """Keeps what the prompts of ``rows`` give; of a step's ``most_tokens``, half are scored at most."""
 
-    def __init__(self, rows: RunningBatch) -> None:
+    def __init__(self, rows: RunningBatch, most_tokens: int) -> None:
         self._rows = rows
+        self._most_scored = max(1, most_tokens // 2)
+        self._builder = StepPlanBuilder(0, 0)
 
     def attach(self, hooks: SchedulerHooks) -> None:
+        hooks.begin_plan.append(self.begin_plan)
+        hooks.limit_chunk.append(self.limit_chunk)
         hooks.on_enter.append(self.on_enter)
         hooks.on_prompts.append(self.on_prompts)
         hooks.on_first.append(self.on_first)
+
+    def begin_plan(self, builder: StepPlanBuilder) -> None:
+        """Look at this plan from now on."""
+        self._builder = builder
+
+    def limit_chunk(self, sequence: Sequence, start: int, end: int) -> int:
+        """End a chunk where the step has no room for further scores."""
+        if not sequence.wants_prompt_logprobs:
+            return end
+        num_scored = sum(count for other, count in self._builder.prefills if other.wants_prompt_logprobs)
+        return min(end, start + max(0, self._most_scored - num_scored))
 
     def on_enter(self, sequence: Sequence) -> None:
         """Forget what was kept before a preemption: it is computed again."""
@@ -72,4 +93,4 @@ class PromptOutputs(SchedulerFeature):
 
 def make(parts: SchedulerParts) -> Iterator[PromptOutputs]:
     """Make the scheduler's half."""
-    yield PromptOutputs(parts.state.rows)
+    yield PromptOutputs(parts.state.rows, parts.state.limits.max_num_batched_tokens)
