@@ -43,7 +43,7 @@ from tp_engine.kernels.recurrent_triton import (
 
 _ELEMENTS_PER_THREAD, _MAX_WARPS = 8, 16
 # Of a program of a chunk.
-_TILE, _COLUMNS, _SCAN_WARPS = 64, 64, 8
+_TILE, _COLUMNS, _SCAN_WARPS = 32, 32, 8
 
 
 @jit

@@ -94,7 +94,6 @@ def op(name: str, device_type: str) -> Callable[..., Any]:
     return implementation(name, kind_of(name, device_type))
 
 
-@cache
 def kind_of(name: str, device_type: str) -> Kind:
     """Triton on CUDA where Triton is installed and the GPU has proved it, if that is asked of it (``proofs.py``); C on
     CPUs where it can be compiled; otherwise the twin."""
@@ -106,6 +105,7 @@ def kind_of(name: str, device_type: str) -> Kind:
     return "twin"
 
 
+@cache
 def _is_proven(name: str) -> bool:
     """Whether the kernel of ``name`` may be used on the current GPU; without one there is nothing to prove."""
     if name not in TRIALS or not torch.cuda.is_available():
