@@ -183,6 +183,7 @@ def identity_of(effective: EffectiveConfig) -> dict[str, str]:
         "torch": str(torch.__version__),
         "weights": "dummy" if effective.config.load_format == "dummy" else checkpoint_fingerprint(effective.model_path),
         "kind of device": kind_of_device(torch.device(effective.config.device)),
+        "tuned": "a file" if effective.config.tuned is not None else "none",  # whose choices all ranks exchange
     }
 
 

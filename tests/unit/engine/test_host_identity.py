@@ -23,6 +23,7 @@ from tp_engine.system.env import LaunchedRank
 from tp_engine.system.interfaces import address_towards, interface_of, is_loopback
 from tp_engine.weights.fingerprint import checkpoint_fingerprint
 from tp_engine.worker.effective_config import resolve
+from tp_engine.worker.tuning.table import TunedTable, write_pinned
 
 
 def launched(rank: int, *, world_size: int, here: int, local_rank: int, num_hosts: int) -> LaunchedRank:
@@ -75,6 +76,11 @@ def test_what_hosts_must_agree_on(tmp_path: Path) -> None:
         "kv_events_config", "lora_modules", "allowed_local_media_path",
     }  # fmt: skip
     assert differences(first, identity(model=str(copied), flight_recorder_dir="elsewhere"), 1) == []
+    here, there = str(tmp_path / "here"), str(tmp_path / "there")
+    for path in (here, there):
+        write_pinned(path, TunedTable(device={}, shapes=()))
+    assert differences(identity(tuned=here), identity(tuned=there), 1) == []
+    assert differences(first, identity(tuned=here), 1) == ["tuned is none on host 0 and a file on host 1"]
     weights = next(copied.glob("*.safetensors"))
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1  # the last place that is sampled
