@@ -20,15 +20,13 @@ from torch import nn
 
 from tp_engine.kernels.candidates import DEFAULTS, Choices, Shape
 from tp_engine.kernels.experts.experts import ExpertWeights
-from tp_engine.kernels.quantization.int8_products import NAME as INT8
-from tp_engine.kernels.quantization.int8_products import Int8Weight, shape_of, takes_int8_products
+from tp_engine.kernels.quantization.int8_products import make_int8_linear, takes_int8_products
 from tp_engine.kernels.quantization.linear_candidates import NAME as QUANTISED
 from tp_engine.kernels.quantization.linear_candidates import shape_of as quantised_shape
 from tp_engine.kernels.quantization.weights import Codes, QuantisedWeight
 from tp_engine.layers.quantization.base import ExpertsProduct, ParameterFactory, Product
 from tp_engine.layers.quantization.dense import ThenGate, choose_experts, expert_biases
 from tp_engine.layers.quantization.experts import ExpertsShape
-from tp_engine.layers.quantization.int8 import choose_int8_product
 from tp_engine.layers.quantization.packings import Scalar, Tensors, pack_codes, pack_zeros, tensors_of
 from tp_engine.layers.quantization.quantised_products import choose_quantised_product
 from tp_engine.layers.quantization.stored import LinearShape, StoredTensor, Unit
@@ -76,8 +74,7 @@ class Quantised:
         weight, activation = self.weight(parameters, shape), shape.activation
         if self._is_of_integers(weight, weight.codes.device.type):
             assert weight.factors is not None
-            integers = Int8Weight(weight.codes.view(torch.int8), weight.factors)
-            product = choose_int8_product(integers, dtype, self.choices)
+            product = make_int8_linear(weight.codes.view(torch.int8), weight.factors)
             return product if activation is None else ThenGate(product, activation, "cpu")
         input_scale = parameters.get("input_scale")
         return choose_quantised_product(
@@ -93,13 +90,13 @@ class Quantised:
     def tuned(
         self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype, device_type: str
     ) -> tuple[str, Shape] | None:
-        weight = self.weight(parameters, shape)
-        if self._is_of_integers(weight, device_type):
-            return INT8, shape_of(weight.codes, dtype)
-        return (QUANTISED, quantised_shape(weight, dtype, shape.activation)) if device_type == "cuda" else None
+        if device_type != "cuda":
+            return None
+        return QUANTISED, quantised_shape(self.weight(parameters, shape), dtype, shape.activation)
 
     def _is_of_integers(self, weight: QuantisedWeight, device_type: str) -> bool:
-        """Whether weight and activations are integers of 8 bits, whose products are exact there."""
+        """Whether weight and activations are integers of 8 bits, whose products are exact there.  The checkpoint asks
+        for rounded activations, so its products are oneDNN's for any number of rows."""
         is_whole = weight.kind == "int8" and weight.scales is None and self.scheme.activations is not None
         return is_whole and takes_int8_products(device_type)
 

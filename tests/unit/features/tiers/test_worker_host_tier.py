@@ -125,6 +125,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch, status: int) -> tuple[Any, Runtime,
     monkeypatch.setattr("torch.cuda.cudart", lambda: runtime)
     monkeypatch.setattr("torch.cuda.synchronize", waited.append)
     monkeypatch.setattr("torch.cuda.Stream", lambda _device: None)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _device: (9, 0))
     pool = SimpleNamespace(device=SimpleNamespace(type="cuda"), shape=(4, 3 * MIB))
     return pool, runtime, waited
 
