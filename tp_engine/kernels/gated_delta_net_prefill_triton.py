@@ -26,7 +26,15 @@ from tp_engine.kernels.gated_delta_net import LENGTH_EPS, DeltaRule
 from tp_engine.kernels.gated_delta_net_triton import gated_norm, gates_of
 from tp_engine.kernels.jit import jit
 from tp_engine.kernels.recurrent import Chunk, LayerStates
-from tp_engine.kernels.recurrent_triton import conv_chunks, decays_of, load_tile, matrix_blocks, product, tile_table
+from tp_engine.kernels.recurrent_triton import (
+    conv_chunks,
+    decays_of,
+    load_state,
+    load_tile,
+    matrix_blocks,
+    product,
+    tile_table,
+)
 
 _LENGTH_EPS = tl.constexpr(LENGTH_EPS)
 _NORMED = 16  # tokens of a program
@@ -96,12 +104,12 @@ def scan_tiles_kernel(
     begin_program(PDL)
     start, count, slot, is_fresh, _ = load_tile(chunks)
     head = tl.program_id(1)
-    i, j = tl.arange(0, KEY_BLOCK), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     keys: tl.constexpr = KEY_HEADS * KEY_DIM
     values: tl.constexpr = VALUE_HEADS * VALUE_DIM
-    inside = (i < KEY_DIM)[:, None] & (j < VALUE_DIM)[None, :]
-    own = states + slot * slot_stride + head * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
-    state = tl.load(own, mask=inside & (slot >= 0) & (is_fresh == 0), other=0.0)
+    # fmt: off
+    i, j, own, inside, state = load_state(
+        states, slot, slot_stride, is_fresh, head, KEY_DIM, VALUE_DIM, KEY_BLOCK, VALUES)
+    # fmt: on
     for first in range(0, count, SIZE):
         token = first + tl.arange(0, SIZE)
         exists, row = token < count, start + token
@@ -120,7 +128,7 @@ def scan_tiles_kernel(
         tl.store(out + place[:, None] * VALUE_DIM + j[None, :], attended, mask=in_value)
         left = key * tl.where(exists, tl.exp(last - sums), 0.0)[:, None]
         state = tl.exp(last) * state + product(tl.trans(left), change)
-    tl.store(own, state, mask=inside & (slot >= 0))
+    tl.store(own, state, mask=inside)
 
 
 @jit

@@ -32,6 +32,7 @@ from tp_engine.kernels.recurrent_triton import (
     conv_chunks,
     decays_of,
     load_run,
+    load_state,
     load_tile,
     matrix_blocks,
     product,
@@ -116,12 +117,12 @@ def mamba2_scan_kernel(
     begin_program(PDL)
     start, count, slot, is_fresh, _ = load_tile(chunks)
     head = tl.program_id(1)
-    i, j = tl.arange(0, KEY_BLOCK), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     keys: tl.constexpr = KEY_HEADS * KEY_DIM
     values: tl.constexpr = VALUE_HEADS * VALUE_DIM
-    inside = (i < KEY_DIM)[:, None] & (j < VALUE_DIM)[None, :]
-    own = states + slot * slot_stride + head * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
-    state = tl.load(own, mask=inside & (slot >= 0) & (is_fresh == 0), other=0.0)
+    # fmt: off
+    i, j, own, inside, state = load_state(
+        states, slot, slot_stride, is_fresh, head, KEY_DIM, VALUE_DIM, KEY_BLOCK, VALUES)
+    # fmt: on
     factor, bias, share = tl.load(log_decay + head), tl.load(dt_bias + head), tl.load(skip + head)
     for first in range(0, count, SIZE):
         token = first + tl.arange(0, SIZE)
@@ -145,7 +146,7 @@ def mamba2_scan_kernel(
         tl.store(out + row[:, None] * values + head * VALUE_DIM + j[None, :], attended * gate, mask=in_value)
         left = key * tl.exp(last - sums)[:, None]
         state = tl.exp(last) * state + product(tl.trans(left), value)
-    tl.store(own, state, mask=inside & (slot >= 0))
+    tl.store(own, state, mask=inside)
 
 
 def mamba2_prefill_triton(

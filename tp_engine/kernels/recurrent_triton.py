@@ -193,6 +193,19 @@ def conv_chunks_kernel(
 
 
 @jit
+def load_state(
+    states, slot, slot_stride, is_fresh, head,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """Return the program's rows i and columns j (VALUES of them) of the matrix of a chunk's ``head``, where it lies,
+    which elements exist there, and the matrix, which is zero if the chunk is fresh or has no slot."""
+    i, j = tl.arange(0, KEY_BLOCK), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+    inside = (i < KEY_DIM)[:, None] & (j < VALUE_DIM)[None, :] & (slot >= 0)
+    own = states + slot * slot_stride + head * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
+    return i, j, own, inside, tl.load(own, mask=inside & (is_fresh == 0), other=0.0)
+
+
+@jit
 def load_tile(tiles):
     """Return the program's row of ``tile_table``: the chunk's first token and slot (64 bits), its number of tokens,
     whether it is fresh, and which of its tiles this is."""

@@ -33,7 +33,7 @@ def reading_ahead(files: Sequence[Path], info: RankInfo, free_bytes: int) -> Ite
     Does nothing for files of a local disk, and if they are larger than the host's ``free_bytes`` of memory: then pages
     would be dropped before they are touched.
     """
-    far = [path for path in files if is_far(file_system_of(path))]
+    far = [path for path in files if path.is_file() and is_far(file_system_of(path))]  # the loader tells of others
     num_bytes = sum(path.stat().st_size for path in far)
     if not far or num_bytes > free_bytes:
         yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -42,23 +42,30 @@ class ValuelessRanks(SingleRank):
         return torch.empty(4 * tensor.numel(), dtype=tensor.dtype, device="meta")
 
 
+Valueless: TypeAlias = tuple[DeviceSampler, ValuelessRanks, tuple[torch.Tensor, ...]]
+
+
+@pytest.fixture
+def valueless(monkeypatch: pytest.MonkeyPatch) -> Valueless:
+    """A sampler of four ranks without values, and logits, rows and positions of five rows."""
+    monkeypatch.setattr("tp_engine.kernels.dependent_launch_triton.can_launch_early", lambda device: True)
+    ranks, device = ValuelessRanks(), torch.device("meta")
+    state = SamplingState(max_num_seqs=8, vocab_size=5000, device=device, info=ranks.info, has_tables=True)
+    logits, rows = torch.empty(5, state.vocab.width, device=device), torch.empty(5, dtype=torch.int32, device=device)
+    return DeviceSampler(state, ranks), ranks, (logits, rows, torch.empty(5, dtype=torch.int64, device=device))
+
+
 @needs_triton
-def test_recorded_kinds_have_fixed_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_kinds_have_fixed_launches(monkeypatch: pytest.MonkeyPatch, valueless: Valueless) -> None:
     """Oracle: the meta device, whose tensors have no values, so that a host's look at one raises; and the sizes of the
     exchanges that ``graph_plan`` counts on."""
     from triton.runtime.jit import JITFunction
 
     launched: set[str] = set()
     monkeypatch.setattr(JITFunction, "run", lambda self, *_, **__: launched.add(self.fn.__name__))
-    monkeypatch.setattr("tp_engine.kernels.dependent_launch_triton.can_launch_early", lambda device: True)
-    ranks = ValuelessRanks()
-    state = SamplingState(
-        max_num_seqs=8, vocab_size=5000, device=torch.device("meta"), info=ranks.info, has_tables=True
-    )
-    sampler = DeviceSampler(state, ranks)
-    logits, rows = torch.empty(5, state.vocab.width, device="meta"), torch.empty(5, dtype=torch.int32, device="meta")
+    sampler, ranks, inputs = valueless
     for kind in sampler.kinds:
-        tokens = sampler.sample(kind, logits, rows, torch.empty(5, dtype=torch.int64, device="meta"))
+        tokens = sampler.sample(kind, *inputs)
         assert tokens.shape == (5,) and tokens.dtype == torch.int32
     assert set(ranks.gathered) == {5 * size for size in SHARE_BYTES}
     assert {"front_of_slice_kernel", "weigh_front_kernel", "choose_kernel", "top_keys_kernel"} <= launched
@@ -79,7 +86,9 @@ class Launches(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("kind", "most"), [(SamplerVariant(), 8), (SamplerVariant(nucleus=True), 17), (SamplerVariant(ranked=True), 12)]
 )
-def test_sampling_on_ranks_takes_few_launches(monkeypatch: pytest.MonkeyPatch, kind: SamplerVariant, most: int) -> None:
+def test_sampling_on_ranks_takes_few_launches(
+    monkeypatch: pytest.MonkeyPatch, valueless: Valueless, kind: SamplerVariant, most: int
+) -> None:
     """Oracle: the nodes of a recorded step, counted on the meta device; the exchange is one. By PyTorch alone top_k
     took 110."""
     from triton.runtime.jit import JITFunction
@@ -90,16 +99,9 @@ def test_sampling_on_ranks_takes_few_launches(monkeypatch: pytest.MonkeyPatch, k
         counted.count += 1
 
     monkeypatch.setattr(JITFunction, "run", launch)
-    monkeypatch.setattr("tp_engine.kernels.dependent_launch_triton.can_launch_early", lambda device: True)
-    ranks = ValuelessRanks()
-    state = SamplingState(
-        max_num_seqs=8, vocab_size=5000, device=torch.device("meta"), info=ranks.info, has_tables=True
-    )
-    sampler = DeviceSampler(state, ranks)
-    logits, rows = torch.empty(5, state.vocab.width, device="meta"), torch.empty(5, dtype=torch.int32, device="meta")
-    positions = torch.empty(5, dtype=torch.int64, device="meta")
+    sampler, ranks, inputs = valueless
     with counted:
-        sampler.sample(kind, logits, rows, positions)
+        sampler.sample(kind, *inputs)
     assert counted.count + len(ranks.gathered) <= most
 
 

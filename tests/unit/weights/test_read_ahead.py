@@ -87,3 +87,12 @@ def test_nothing_is_read_ahead_from_a_disk_or_without_room(
     with reading_ahead([path], RankInfo(), free_bytes=free_bytes):
         pass
     assert not pieces
+
+
+def test_what_is_no_file_is_the_loaders_to_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: no error and no wait for a missing file, a loop of links and a FIFO without a writer."""
+    monkeypatch.setattr(read_ahead, "file_system_of", lambda path: "nfs")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    os.mkfifo(tmp_path / "fifo")
+    with reading_ahead([tmp_path / name for name in ("absent", "loop", "fifo")], RankInfo(), free_bytes=1000):
+        pass

@@ -19,6 +19,7 @@ import msgspec
 from tp_engine.errors import ConfigError
 from tp_engine.kernels.candidates import Choice, Choices, key_of, operation
 from tp_engine.system import env
+from tp_engine.system.files import MAX_JSON_BYTES, read_bytes
 from tp_engine.system.log import get_logger
 from tp_engine.system.version import __version__
 
@@ -175,7 +176,7 @@ def read_pinned(path: str) -> TunedTable:
     """Return the table of ``--tuned``; ``ConfigError`` if there is none in it."""
     remedy = "make it on this device with tp-engine tune MODEL --to FILE"
     try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=TunedTable)
+        return msgspec.json.decode(read_bytes(Path(path), MAX_JSON_BYTES), type=TunedTable)
     except OSError as error:
         raise ConfigError(f"tuned is {path!r}, which cannot be read ({error.strerror}); {remedy}") from error
     except msgspec.DecodeError as error:
