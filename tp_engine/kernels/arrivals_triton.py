@@ -1,4 +1,4 @@
-"""The last program of a group to end goes on with what all of them have stored, without another launch.
+"""The last program of a group to arrive goes on with what all of them have stored, without another launch.
 
 ::
 
@@ -15,8 +15,8 @@ from tp_engine.kernels.jit import jit
 
 @jit
 def arrives_last(arrived, num_programs):
-    """Return whether this program is the last of ``num_programs`` to come here; if so, what the others have stored can
-    be read, past the first-level cache (``.cg``), which does not see what other multiprocessors have written.
+    """Whether this program is the last of ``num_programs`` to arrive; it may then read what the others have stored,
+    past the first-level cache (``.cg``), which does not see what other multiprocessors have written.
 
     The counter is at ``arrived``.
     """

@@ -42,16 +42,16 @@ Choice: TypeAlias = tuple[tuple[int, str], ...]
 
 
 def always(shape: Shape, device: torch.device) -> str | None:
-    """A candidate that needs nothing."""
+    """``why_not`` of a candidate that runs anywhere."""
     return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One implementation.  ``build`` makes it of weights and their shape; what it returns is called with ``Inputs``.
+    """One implementation.  ``build`` makes it from weights and their shape; what it returns is called with ``Inputs``.
 
-    ``why_not`` is the reason, in words, why a shape or a device cannot have it.  It takes ``least_rows`` to
-    ``most_rows`` rows.  One that is not ``is_quick`` is for a full search, or for a pinned file.
+    ``why_not`` says why a shape or a device cannot have it, None if it can.  It takes ``least_rows`` to ``most_rows``
+    rows.  One that is not ``is_quick`` is only for a full search, or a pinned file.
     """
 
     name: str
@@ -62,23 +62,23 @@ class Candidate:
     is_quick: bool = True
 
     def takes(self, num_rows: int) -> bool:
-        """Return whether it takes so many rows."""
+        """Whether it takes ``num_rows``."""
         return self.least_rows <= num_rows <= self.most_rows
 
 
 Twin: TypeAlias = Callable[[Any, Shape, Inputs], tuple[torch.Tensor, torch.Tensor]]
-"""The oracle, of weights, a shape and inputs: the result in float64, and that of plain PyTorch in the model's own type,
-whose rounding a candidate may have too."""
+"""The oracle for weights, a shape and inputs: the result in float64, and that of plain PyTorch in the model's type,
+whose rounding error a candidate may have as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """An operation and its ``candidates``; of equal ones the first is taken.
+    """An operation and its ``candidates``; of equally fast ones the first is taken.
 
-    ``weights`` are random ones of a shape, ``inputs`` random rows for them, and ``rows_of`` cuts inputs to some of
-    their rows, so that a twin need not compute all.  ``copy`` makes other memory of weights that ``build`` keeps as
-    they are.  ``num_bytes`` is what a call reads at least.  ``sources`` are files of the package (globs) that
-    candidates are made of: times and proofs of others say nothing.
+    ``weights`` makes random ones of a shape, ``inputs`` random rows for them, and ``rows_of`` cuts inputs down to some
+    of their rows, so that a twin need not compute all.  ``copy`` copies weights that ``build`` keeps as they are.
+    ``num_bytes`` is the least that a call reads.  ``sources`` are the files of the package (globs) that candidates are
+    made of: times and proofs hold only while these do not change.
     """
 
     candidates: Sequence[Candidate]
@@ -92,12 +92,12 @@ class Operation:
     rows_of: Callable[[Inputs, torch.Tensor], Inputs] = lambda inputs, rows: (inputs[0][rows], *inputs[1:])
 
     def named(self, name: str) -> Candidate | None:
-        """Return the candidate ``name``; None if there is none, such as one of an older version."""
+        """The candidate ``name``; None if this version has none."""
         return next((one for one in self.candidates if one.name == name), None)
 
 
 def operation(name: str, places: Mapping[str, str] | None = None) -> Operation:
-    """Return the operation ``name``, of ``CANDIDATES`` or of other ``places``."""
+    """The operation ``name``, from ``CANDIDATES`` or from other ``places``."""
     place = (CANDIDATES if places is None else places)[name]
     found = import_module(place[1:] if place.startswith(":") else f"tp_engine.kernels.{place}").OPERATION
     assert isinstance(found, Operation)
@@ -105,7 +105,7 @@ def operation(name: str, places: Mapping[str, str] | None = None) -> Operation:
 
 
 def key_of(name: str, shape: Shape) -> str:
-    """Return the operation and its shape as one line, such as ``int8_linear in=576 out=960``."""
+    """The operation and its shape as one line, such as ``int8_linear in=576 out=960``."""
     return " ".join((name, *(f"{key}={value}" for key, value in shape.items())))
 
 
@@ -116,7 +116,7 @@ class Choices:
     found: Mapping[str, Choice] = field(default_factory=dict)
 
     def of(self, name: str, shape: Shape, device: torch.device) -> Choice:
-        """Return the choice for a product of ``shape`` on ``device``."""
+        """The choice for a product of ``shape`` on ``device``."""
         chosen = self.found.get(key_of(name, shape))
         return operation(name).default(shape, device) if chosen is None else chosen
 
@@ -125,7 +125,7 @@ DEFAULTS = Choices()
 
 
 def normal(size: tuple[int, ...], device: torch.device, generator: torch.Generator) -> torch.Tensor:
-    """Return float32 numbers of mean 0 and spread 1; ``generator`` is the CPU's, on every device."""
+    """Normally distributed float32 numbers; ``generator`` is the CPU's, on every device."""
     block = torch.randn(min(_BLOCK, prod(size)), generator=generator, dtype=torch.float32, device="cpu")
     return _spread(block, size, device)
 
@@ -133,7 +133,7 @@ def normal(size: tuple[int, ...], device: torch.device, generator: torch.Generat
 def integers(
     low: int, high: int, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> torch.Tensor:
-    """Return integers from ``low`` to below ``high``, as ``normal``."""
+    """Integers from ``low`` to below ``high``, otherwise like ``normal``."""
     block = torch.randint(low, high, (min(_BLOCK, prod(size)),), generator=generator, dtype=dtype, device="cpu")
     return _spread(block, size, device)
 
@@ -145,7 +145,7 @@ def _spread(block: torch.Tensor, size: tuple[int, ...], device: torch.device) ->
 
 
 def build(name: str, weights: Any, shape: Shape, choice: Choice) -> list[tuple[int, Run]]:
-    """Return what ``choice`` names, made of ``weights``, with the most rows of each."""
+    """The candidates that ``choice`` names, made from ``weights``, with the most rows of each."""
     table, made = operation(name), dict[str, Run]()
     for _, candidate in choice:
         if candidate not in made:
@@ -156,5 +156,5 @@ def build(name: str, weights: Any, shape: Shape, choice: Choice) -> list[tuple[i
 
 
 def pick(parts: Sequence[tuple[int, Run]], num_rows: int) -> Run:
-    """Return the one of ``build``'s that is for ``num_rows``."""
+    """The part of ``build``'s that is for ``num_rows``."""
     return next(run for most, run in parts if num_rows <= most)

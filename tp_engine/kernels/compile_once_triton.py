@@ -1,7 +1,7 @@
-"""Triton's kernels are compiled once per host: of the ranks that need one, the first compiles it, and the others wait.
+"""Triton kernels are compiled once per host: of the ranks that need one, the first compiles it, and the others wait.
 
 Triton keeps what it has compiled in a folder, ``TRITON_CACHE_DIR`` or ``~/.triton/cache``, but every process that does
-not find a kernel there compiles it.  Ranks launch the same kernels at the same time, so each of them would compile all.
+not find a kernel there compiles it, and ranks launch the same kernels at the same time.
 Inside ``compiling_once`` a process that finds none takes turns (``compile_turn.py``) with those that look for the same
 kernel in the same folder, and looks again when it is its turn.
 """
@@ -27,7 +27,7 @@ _SAY_S = 10.0
 
 
 class _Kernels:
-    """What this process has found and compiled; the log has it from time to time, if anything was compiled."""
+    """Counts what this process has found and compiled, for the log."""
 
     def __init__(self, note: Callable[[], None]) -> None:
         self.turn = ExitStack()
@@ -36,8 +36,8 @@ class _Kernels:
         self._seconds, self._began_s, self._said_s = 0.0, 0.0, time.monotonic()
 
     def begin(self, file: Path, name: str, find: Callable[[], Any]) -> Any:
-        """Return what ``find`` gives of a kernel: at once, or when another process has compiled it; None if this
-        process must."""
+        """What ``find`` returns for a kernel, at once or when another process has compiled it; None if this process
+        must compile it."""
         self.turn.close()  # that of a kernel which could not be compiled
         if (kernel := find()) is None:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -70,9 +70,9 @@ class _Kernels:
 
 @contextmanager
 def compiling_once(note: Callable[[], None]) -> Iterator[None]:
-    """Share the compilation of kernels with the other ranks of this host, within; a fault of the compiler is raised.
+    """Within it, the ranks of this host share the compilation of kernels; errors of the compiler are raised.
 
-    ``note`` is called when a kernel is ready, the same number of times on each rank: a long compilation is progress.
+    ``note`` is called for each kernel that is ready, equally often on each rank: a long compilation is progress.
     """
     kernels = _Kernels(note)
     before = knobs.cache.manager_class

@@ -2,11 +2,11 @@
 
 ::
 
-    <file>.lock      locked (flock) by the process that compiles; holds its pid, host, begin and progress
-    <file>.lock-2    the same, for the case that the first process hangs
+    <file>.lock      locked (flock) by the process that compiles; holds its pid, host, start time and progress
+    <file>.lock-2    the same, in case the first process hangs
 
-The kernel drops a lock with its process, however that ends.  A process that lives, but gets no further, is named in the
-log and left behind after ``STALL_S``: the next one compiles beside it.
+The operating system drops a lock with its process, however that ends.  A process that lives but makes no progress for
+``STALL_S`` is named in the log, and the next one compiles beside it.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _SAY_S = 10.0
 
 
 class Turn:
-    """The right to compile; ``report`` shows the others how far this process is."""
+    """The right to compile; ``report`` tells the others how far this process is."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -45,10 +45,10 @@ class Turn:
 
 @contextlib.contextmanager
 def take_turn(file: Path, is_there: Callable[[], bool], *, what: str) -> Iterator[Turn | None]:
-    """Wait for the turn to compile ``file``; None if ``is_there()`` before, or if those before both hang.
+    """Wait for the turn to compile ``file``; None if ``is_there()`` first, or if two processes before this one hang.
 
-    Whoever enters looks again whether the file is there.  Where the file system has no locks, everybody has a turn.
-    ``what`` the file is, in words, for the log.
+    Whoever has the turn looks again whether the file is there.  Where the file system has no locks, everybody has a
+    turn.  ``what`` names the file in the log.
     """
     for path in (Path(f"{file}.lock"), Path(f"{file}.lock-2")):
         descriptor = _wait(path, is_there, what)
@@ -66,7 +66,7 @@ def take_turn(file: Path, is_there: Callable[[], bool], *, what: str) -> Iterato
 
 
 def _wait(path: Path, is_there: Callable[[], bool], what: str) -> int | None:
-    """The locked file; None once the library is there, or if the holder of the lock gets no further."""
+    """The locked lock file; None once ``is_there()``, or if the holder of the lock makes no progress."""
     seen, seen_s, said_s = "", time.monotonic(), 0.0
     while (descriptor := _try(path)) is None:
         if is_there():
@@ -91,7 +91,7 @@ def _wait(path: Path, is_there: Callable[[], bool], what: str) -> int | None:
 
 
 def _try(path: Path) -> int | None:
-    """The file, locked by this process, or None while another has it."""
+    """The file, locked by this process; None while another has it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -27,7 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tp_engine.kernels.jit import jit
 
 _MIN_CAPABILITY = (9, 0)
-# Of each program.  All programs that run at a time then send for less than a second-level cache holds.
+# Bytes per program.  All programs that run at a time then prefetch less than a second-level cache holds.
 _MOST_PREFETCHED = 1 << 16
 LINE_BYTES = 128
 
@@ -71,7 +71,7 @@ def begin_row_block(SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 @jit
 def prefetch_weights(place, PDL: tl.constexpr):
-    """Send for the lines of weights at ``place``, pointers, into the second-level cache; call it before the wait."""
+    """Prefetch the cache lines of weights at ``place``, pointers, into the second-level cache, before the wait."""
     if PDL:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1
@@ -79,13 +79,12 @@ def prefetch_weights(place, PDL: tl.constexpr):
 
 
 def prefetched_columns(columns: int, rows: int, itemsize: int, block_in: int) -> int:
-    """Return how many of the next ``columns`` of ``rows`` of weights a program sends for: whole blocks, within its
-    share."""
+    """How many of the next ``columns`` of ``rows`` of weights a program prefetches: whole blocks, within its share."""
     return min(columns, _MOST_PREFETCHED // (rows * itemsize)) // block_in * block_in
 
 
 def dependent_launch(device: torch.device) -> dict[str, bool]:
-    """Arguments of a launch on ``device``: the kernel's constant PDL, and Triton's option if the GPU can."""
+    """Arguments of a launch on ``device``: the kernel's constant PDL, and Triton's option if the GPU supports it."""
     return {"PDL": True, "launch_pdl": True} if can_launch_early(device) else {"PDL": False}
 
 
@@ -102,5 +101,5 @@ def launch_row_blocks(
 
 @cache
 def can_launch_early(device: torch.device) -> bool:
-    """Return whether ``device`` is a GPU with programmatic dependent launch."""
+    """Whether ``device`` is a GPU with programmatic dependent launch."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY

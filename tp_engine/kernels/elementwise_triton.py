@@ -1,5 +1,4 @@
-"""Operations that go through their tensors once, element by element, and round once: gate, sigmoid_gate, embed,
-cap_logits.
+"""Elementwise operations, in one pass and with one rounding: gate, sigmoid_gate, embed, cap_logits.
 
 The Triton twins of ``layer_ops``.  Program (i, j) makes elements [j * BLOCK, (j + 1) * BLOCK) of row i.
 """
@@ -13,7 +12,7 @@ from tp_engine.kernels.dependent_launch_triton import begin_row_block, launch_ro
 from tp_engine.kernels.jit import jit
 from tp_engine.model_config.mlp import Activation
 
-# The numbers of Activation.code; 2 is "swiglu_clamped".
+# Values of ``Activation.code``; 2 is "swiglu_clamped".
 _SILU, _GELU_TANH, RELU2 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(3)
 _TWO_ROOTS_OF_TWO_OVER_PI = tl.constexpr(1.5957691216057308)
 _TWO_LOG2_E = tl.constexpr(2 * 1.4426950408889634)
@@ -23,7 +22,7 @@ _SMALL = tl.constexpr(0.2)
 
 @jit
 def gated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """Return the activated ``gate`` times ``up``, both float32.  NaN stays NaN.
+    """The activated ``gate`` times ``up``, both float32.  NaN stays NaN.
 
     With tanh: (1 + tanh(z)) / 2 = 1 / (1 + exp(-2 z)), which neither overflows nor cancels.
     """
@@ -41,7 +40,7 @@ def gated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr
 
 @jit
 def squared_relu(up):
-    """Return the activation of an MLP without a gate, KIND == RELU2; float32, NaN stays NaN."""
+    """The activation of an MLP without a gate, KIND == RELU2; float32, NaN stays NaN."""
     kept = tl.where(up < 0, 0.0, up)
     return kept * kept
 
@@ -76,7 +75,7 @@ def gate_triton(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def activation_constants(activation: Activation | None) -> dict[str, Any]:
-    """Return the constants of ``gated`` and of what calls it; for None, those of a kernel that applies nothing."""
+    """The constants of ``gated`` and its callers; for None, those of a kernel that applies nothing."""
     if activation is None:
         return {"GATED": False, "KIND": -1, "ALPHA": 0.0, "LIMIT": 0.0}
     constants = {"KIND": activation.code, "ALPHA": activation.alpha, "LIMIT": activation.limit}
@@ -119,7 +118,7 @@ def embed_kernel(
 def embed_triton(
     token_ids: torch.Tensor, weight: torch.Tensor, first_id: int | None, scale: float = 1.0
 ) -> torch.Tensor:
-    """``layer_ops.embed``; ids that ``weight`` does not hold give zeros, even if ``first_id`` is None."""
+    """``layer_ops.embed``; ids outside of ``weight`` give zeros, even if ``first_id`` is None."""
     num_ids, size = weight.shape
     assert weight.is_contiguous() and token_ids.is_contiguous(), (weight.stride(), token_ids.stride())
     out = torch.empty((len(token_ids), size), dtype=weight.dtype, device=weight.device)
@@ -157,8 +156,7 @@ def cap_logits_triton(logits: torch.Tensor, scale: float, cap: float | None) -> 
 
 @jit
 def tanh(x):
-    """Return the hyperbolic tangent of float32, within a few units in the last place; nothing overflows, and NaN stays
-    NaN."""
+    """The hyperbolic tangent in float32, within a few units in the last place; nothing overflows, and NaN stays NaN."""
     magnitude = tl.abs(x)
     shrunk = tl.exp2(magnitude * -_TWO_LOG2_E)
     far = (1.0 - shrunk) / (1.0 + shrunk)

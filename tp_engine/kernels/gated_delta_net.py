@@ -5,17 +5,17 @@ A layer's projections make of each token, for the heads of this rank::
     mixed (N, 2 KH DK + 2 VH DV) = [ q | k | v | z ]        gates (N, 2 VH) = [ b | a ]
 
 1.  Each channel of q, k and v goes through a causal convolution over the last ``taps`` tokens, then SiLU.
-2.  q and k are divided by their length (its square plus 1e-6); q is multiplied by DK^-0.5.  Key head i serves the value
-    heads i r to i r + r - 1, where r = VH / KH.
-3.  With beta = sigmoid(b) and g = -exp(A_log) softplus(a + dt_bias), each value head's state S (DK, DV) goes on::
+2.  q and k are L2-normalised (1e-6 is added to the squared norm); q is multiplied by DK^-0.5.  Key head i serves the
+    value heads i r to i r + r - 1, where r = VH / KH.
+3.  With beta = sigmoid(b) and g = -exp(A_log) softplus(a + dt_bias), each value head's state S (DK, DV) is updated::
 
         S = exp(g) S;  S = S + k (beta (v - S' k))';  o = S' q
 
 4.  o is divided by its root mean square (with eps), then multiplied by a weight and by SiLU(z).
 
-``gated_delta_net_decode`` does that for one token of each row, or for one and the draft tokens behind it, and
-``gated_delta_net_prefill`` for many tokens, in chunks: all that depends on the state before a chunk is a product with
-it, so a chunk's tokens are computed together.
+``gated_delta_net_decode`` does that for one token of each row, or for one and the draft tokens after it, and
+``gated_delta_net_prefill`` for many tokens, in chunks: the state before a chunk enters only by products with it, so a
+chunk's tokens are computed together.
 Within a chunk, with c the sums of g, D[i, j] = exp(c_i - c_j) for j <= i, and A the part of beta (K K') * D below the
 diagonal::
 
@@ -23,7 +23,7 @@ diagonal::
     O = exp(c) Q S + (Q K' * D) V'                         S = exp(c_last) S + (exp(c_last - c) K)' V'
 
 All of it is computed in float32.  A row's state is its recurrent matrices and the last ``taps - 1`` inputs of the
-convolution.  An update is not idempotent: what runs a step twice must put the states back in between.
+convolution.  An update is not idempotent: whoever runs a step twice must restore the states in between.
 """
 
 from dataclasses import dataclass
@@ -72,15 +72,15 @@ def gated_delta_net_decode(
     slots: torch.Tensor,
     runs: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Advance B rows by a token each: ``mixed`` (B, ...), ``gates`` (B, 2 VH) -> (B, VH DV), of the type of ``mixed``.
+    """Advance B rows by a token each: ``mixed`` (B, ...), ``gates`` (B, 2 VH) -> (B, VH DV), in the type of ``mixed``.
 
     Row i changes the states in ``slots[i]`` (B,) int32, which are distinct, and not the last slot of all.  A slot of -1
     is padding: its output is arbitrary, and it may change the last slot, which no row has.  Without ``runs`` nothing
     waits for the device, so a CUDA graph can hold this twin too.
 
-    ``runs`` (B, 2) int32: some rows are draft rows, which go on behind others.  ``runs[i]`` is the place of row i's
-    first draft row, behind which its others follow, and their number, or (0, -1) for a draft row.  The state behind
-    each token goes to the slot of its own row; what lies in a draft row's slot before is not read.
+    ``runs`` (B, 2) int32: some rows are draft rows, which continue others.  ``runs[i]`` is the index of row i's first
+    draft row, which its others follow, and their number, or (0, -1) for a draft row.  The state after each token goes
+    to the slot of its own row; a draft row's slot is not read.
     """
     return in_runs(lambda rows: _decode(mixed[rows], gates[rows], rule, states, slots[rows]), states, slots, runs)
 
@@ -130,10 +130,9 @@ def attend_in_chunks(
     beta: torch.Tensor,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the outputs (T, VH, DV) of T tokens that follow ``state`` (VH, DK, DV), and the state behind them;
-    float32.
+    """The outputs (T, VH, DV) of T tokens that follow ``state`` (VH, DK, DV), and the state after them; float32.
 
-    ``query``, ``key`` (T, KH, DK), of their length; ``value`` (T, VH, DV); ``decay`` (g), ``beta`` (T, VH).
+    ``query``, ``key`` (T, KH, DK), normalised; ``value`` (T, VH, DV); ``decay`` (g), ``beta`` (T, VH).
     """
     num_tokens, num_key_heads = len(query), query.shape[1]
     size = min(CHUNK, num_tokens)
@@ -166,7 +165,7 @@ def _split(mixed: torch.Tensor, kind: StateKind) -> tuple[torch.Tensor, torch.Te
 
 
 def _heads(turned: torch.Tensor, kind: StateKind) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(N, channels) -> query and key (N, KH, DK), of their length, and value (N, VH, DV)."""
+    """(N, channels) -> query and key (N, KH, DK), normalised, and value (N, VH, DV)."""
     width = kind.num_key_heads * kind.key_dim
     query, key, value = turned.split_with_sizes((width, width, kind.num_value_heads * kind.value_dim), 1)
     query, key = (x.reshape(-1, kind.num_key_heads, kind.key_dim) for x in (query, key))

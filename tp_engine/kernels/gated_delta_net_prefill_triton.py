@@ -6,7 +6,7 @@ launches for all prompts of a step.
     conv_chunks_kernel     tile x channels      mixed, kept inputs -> q, k, v after SiLU (float32)
     solve_tiles_kernel     tile x value head    U, W and the sums c of each tile of SIZE tokens, which need no state
     scan_tiles_kernel      chunk x value head   tile after tile: what its tokens read of the state, and the next state
-    norm_outputs_kernel    token x value head   divided by its root mean square, gated
+    norm_outputs_kernel    token x value head   output divided by its root mean square, gated
 
 The letters are those of ``gated_delta_net``.  Only the scan goes from tile to tile; each of its programs holds VALUES
 columns of a state.  Products are of float32, on tensor cores in three parts each (tf32x3), which keeps float32's
@@ -44,7 +44,7 @@ _WIDE_KEYS = 128  # of more, half as many tokens and columns
 
 @jit
 def inverse_of(below, SIZE: tl.constexpr):
-    """Return the inverse of the unit lower triangular matrix (SIZE, SIZE) that has ``below`` below its diagonal."""
+    """The inverse of the unit lower triangular matrix (SIZE, SIZE) that has ``below`` below its diagonal."""
     row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     inverse = tl.where(row == column, 1.0, 0.0)
     half = 1
@@ -59,7 +59,7 @@ def inverse_of(below, SIZE: tl.constexpr):
 
 @jit
 def unit_rows(place, inside):
-    """Return rows, each divided by its length."""
+    """The rows at ``place``, each L2-normalised."""
     rows = tl.load(place, mask=inside, other=0.0)
     return rows * tl.rsqrt(tl.sum(rows * rows, axis=1) + _LENGTH_EPS)[:, None]
 

@@ -3,15 +3,15 @@ launches.
 
 ::
 
-    causal_conv_kernel   row x channels    mixed, kept inputs -> q, k, v after SiLU (float32); the inputs move on by one
-    gated_delta_net_decode_kernel    row x value head  q, k, v, gates, z, state -> output; the state moves one token on
+    causal_conv_kernel               row x channels    mixed, kept inputs -> q, k, v after SiLU (float32), kept inputs
+    gated_delta_net_decode_kernel    row x value head  q, k, v, gates, z, state -> output, next state
 
-There are two because value heads share the convolved query and key of their key head, whose inputs one program moves
-on.  A state is read and written once: a program holds all of it, so that the output's root mean square needs no third
-launch.  Padding rows read and write no state.
+There are two because value heads share the convolved query and key of their key head, whose kept inputs one program
+updates.  A state is read and written once: a program holds all of it, so that the output's root mean square needs no
+third launch.  Padding rows read and write no state.
 
-The programs of a row with draft rows take their tokens too, in order, and write the state behind each to its slot;
-those of draft rows do nothing.
+The programs of a row with draft rows take their tokens too, in order, and write the state after each to its slot; those
+of draft rows do nothing.
 """
 
 import torch
@@ -28,13 +28,13 @@ _LENGTH_EPS = tl.constexpr(LENGTH_EPS)
 
 @jit
 def gated_norm(attended, mean_square, gain, z, eps):
-    """Return heads' outputs over their root mean square, times ``gain`` and SiLU(z)."""
+    """Heads' outputs over their root mean square, times ``gain`` and SiLU(z)."""
     return attended * tl.rsqrt(mean_square + eps) * gain * silu(z.to(tl.float32))
 
 
 @jit
 def gates_of(gates, gates_stride, log_decay, dt_bias, row, head, exists, VALUE_HEADS: tl.constexpr):
-    """Return beta and g of a head at ``row``, 0 where no row ``exists``."""
+    """beta and g of a head at ``row``, 0 where no row ``exists``."""
     own = gates + row * gates_stride + head
     b = tl.load(own, mask=exists, other=0.0).to(tl.float32)
     a = tl.load(own + VALUE_HEADS, mask=exists, other=0.0).to(tl.float32)

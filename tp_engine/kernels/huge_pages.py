@@ -1,8 +1,8 @@
-"""Host memory that steps read from end to end, in huge pages if the system gives them.
+"""Host memory that steps read from end to end, in huge pages if the system has them.
 
 On a CPU a step reads every weight, and the K/V of its rows.  In pages of 4 KiB the processor translates an address
 every 64 cache lines, in a virtual machine through two tables; with pages of 2 MiB it reads 3 to 10 % faster.
-``madvise`` asks for them; if /sys/kernel/mm/transparent_hugepage/enabled is "never" the pages stay small.
+``madvise`` asks for them; if /sys/kernel/mm/transparent_hugepage/enabled is "never", pages stay small.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _ALIGNMENT = 64
 
 
 def map_zeros(num_bytes: int) -> torch.Tensor:
-    """Zeros (num_bytes,) uint8 that begin at a huge page.  The system allocates a page at its first write.
+    """Zeros (num_bytes,) uint8 that begin at a huge page; pages are allocated when first written.
 
     Raises ``OSError`` if the address space has no room.
     """
@@ -58,7 +58,7 @@ class _Shelf:
         self._used = 0
 
     def zeros(self, num_bytes: int) -> torch.Tensor:
-        """Return the next ``num_bytes``, aligned to a cache line."""
+        """The next ``num_bytes``, aligned to a cache line."""
         with self._lock:
             pages = self._pages() if self._pages is not None else None
             if pages is None or self._used + num_bytes > _SHARED_BYTES:
@@ -73,7 +73,7 @@ _shelf = _Shelf()
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros for a weight, which lives long and is read as a whole in each step."""
+    """Zeros for a weight, which lives long and is read whole in each step."""
     num_bytes = math.prod(shape) * dtype.itemsize
     room = map_zeros(num_bytes) if num_bytes > _SHARED_BYTES // 2 else _shelf.zeros(num_bytes)
     return room.view(dtype).view(shape)

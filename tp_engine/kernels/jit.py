@@ -1,8 +1,8 @@
-"""The decorator of Triton kernels.
+"""The decorator for Triton kernels.
 
 A kernel is a function of Triton's language: its arguments have no Python types, and no type checker knows what its
-body means.  For a type checker ``jit`` is therefore ``typing.no_type_check``, and a kernel is Any; when the program
-runs, ``jit`` is ``triton.jit`` itself.  A kernel with options has both decorators::
+body means.  For a type checker ``jit`` is therefore ``typing.no_type_check``, and a kernel is Any; at run time it is
+``triton.jit`` itself.  A kernel with options has both decorators::
 
     @triton.jit(do_not_specialize=["num_rows"])
     @no_type_check

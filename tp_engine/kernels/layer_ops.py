@@ -1,7 +1,7 @@
 """The layers' small operations in plain PyTorch: normalisation, the residual sum, activations, embedding, logits.
 
-They are the twins of ``norm_triton``, ``elementwise_triton`` and ``cpu/ops.py``.  Each computes in float32
-(float64 stays) and rounds once, unless its text says otherwise.
+The twins of ``norm_triton``, ``elementwise_triton`` and ``cpu/ops.py``.  Each computes in float32 (float64 stays) and
+rounds once, unless its text says otherwise.
 
 ::
 
@@ -33,7 +33,7 @@ class NormRule:
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
-    """``x`` in the type that twins compute in: float32, or float64 if it is float64."""
+    """``x`` in the type that twins compute in: float64 if it has it, else float32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -75,8 +75,8 @@ def add_norm(
 
 
 def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Return the two halves of a gated MLP multiplied: (N, 2 * size), gate then up, -> (N, size); of an MLP without a
-    gate, (N, size) -> (N, size).
+    """Apply an MLP's activation: ``gate_up`` (N, 2 * size), gate then up, -> (N, size), the activated gate times up;
+    without a gate (N, size) -> (N, size).
 
     The activated gate is rounded before the product, as the models' own code does; ``swiglu_clamped`` is rounded once.
     """

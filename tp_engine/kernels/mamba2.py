@@ -6,7 +6,7 @@ A layer's projection makes of each token, for the heads of this rank::
 
 1.  Each channel of C, B and x goes through a causal convolution over the last ``taps`` tokens, with a bias, then SiLU.
     C and B of key head (in the paper: group) i serve the value heads i r to i r + r - 1, where r = VH / KH.
-2.  With d = softplus(dt + dt_bias), unbounded, and g = -exp(A_log) d, each value head's state S (DK, DV) goes on::
+2.  With d = softplus(dt + dt_bias), unbounded, and g = -exp(A_log) d, each value head's state S (DK, DV) is updated::
 
         S = exp(g) S + B (d x)';  y = S' C + D x
 
@@ -14,8 +14,8 @@ A layer's projection makes of each token, for the heads of this rank::
     value heads of a key head, and multiplies it by a weight.
 
 In the terms of ``gated_delta_net``: C is the query, B the key, d x the value.  ``mamba2_decode`` does that for one
-token of each row, or for one and the draft tokens behind it, and ``mamba2_prefill`` for many tokens, in tiles.  Within
-a tile, with c the sums of g and D[i, j] = exp(c_i - c_j) for j <= i::
+token of each row, or for one and the draft tokens after it, and ``mamba2_prefill`` for many tokens, in tiles.  Within a
+tile, with c the sums of g and D[i, j] = exp(c_i - c_j) for j <= i::
 
     Y = exp(c) C S + (C B' * D) V                          S = exp(c_last) S + (exp(c_last - c) B)' V
 
@@ -41,7 +41,7 @@ from tp_engine.kernels.recurrent import (
 from tp_engine.model_config.kv_layout import StateKind
 
 CHUNK = 64
-TOGETHER = 8  # tiles, which bounds the memory that a chunk takes
+TOGETHER = 8  # tiles computed at once; it bounds the memory that a chunk takes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,8 +109,8 @@ def mamba2_prefill(
 def scan_chunk(
     turned: torch.Tensor, z: torch.Tensor, dt: torch.Tensor, rule: Mamba2Rule, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a chunk's outputs (T, VH DV), and the state behind it, (VH, DK, DV): ``turned`` (T, channels) behind SiLU,
-    z (T, VH DV), dt (T, VH)."""
+    """A chunk's outputs (T, VH DV), and the state after it, (VH, DK, DV), from ``turned`` (T, channels), the convolved
+    inputs after SiLU, z (T, VH DV), and dt (T, VH)."""
     query, key, x = _heads(turned, rule.kind)
     step, decay = _steps(dt, rule)
     attended, state = scan_in_chunks(query, key, x * step.unsqueeze(-1), decay, state)
@@ -120,8 +120,7 @@ def scan_chunk(
 def scan_in_chunks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what T tokens that follow ``state`` (VH, DK, DV) read of it, (T, VH, DV), and the state behind them;
-    float32.
+    """What T tokens that follow ``state`` (VH, DK, DV) read from it, (T, VH, DV), and the state after them; float32.
 
     ``query``, ``key`` (T, KH, DK); ``value`` (T, VH, DV); ``decay`` (g) (T, VH).
     """
@@ -136,8 +135,7 @@ def scan_in_chunks(
 def _scan(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Some tiles of a chunk at once: only the states between them depend on one another.  ``state`` (KH, VH / KH, DK,
-    DV)."""
+    """Some tiles of a chunk at once: only the states between them are sequential.  ``state`` (KH, VH / KH, DK, DV)."""
     num_tokens, size = len(query), min(CHUNK, len(query))
     q, k, v, sums = (in_tiles(x, size, query.shape[1]) for x in (query, key, value, decay))
     sums = sums.cumsum(-1)
@@ -152,7 +150,7 @@ def _scan(
 
 
 def group_squares(x: torch.Tensor, num_groups: int) -> torch.Tensor:
-    """Return the sum of squares of each group of a row's elements: ``x`` (N, width) float32 -> (N, groups) float32."""
+    """The sum of squares of each group of a row's elements: ``x`` (N, width) float32 -> (N, groups) float32."""
     groups: torch.Tensor = x.unflatten(1, (num_groups, -1))
     return groups.square().sum(-1)
 
@@ -160,11 +158,11 @@ def group_squares(x: torch.Tensor, num_groups: int) -> torch.Tensor:
 def norm_groups(
     x: torch.Tensor, weight: torch.Tensor, num_groups: int, eps: float, squares: torch.Tensor | None, group_size: int
 ) -> torch.Tensor:
-    """Return each group of a row's elements, divided by its root mean square, times ``weight`` (width,), in the type
-    of ``weight``: ``x`` (N, width) float32 -> (N, width).
+    """RMS norm of each group of a row's elements: ``x`` (N, width) float32, ``weight`` (width,) -> (N, width), in the
+    type of ``weight``.
 
-    ``squares`` (N, groups) float32 are the sums over groups of ``group_size`` elements, of which a rank has a part
-    here; None: the groups are whole here.
+    ``squares`` (N, groups) float32 are the sums over whole groups of ``group_size`` elements, where a rank has only
+    parts of them; None: this rank has whole groups.
     """
     if squares is None:
         squares = group_squares(x, num_groups)
@@ -174,7 +172,7 @@ def norm_groups(
 
 
 def split_inputs(mixed: torch.Tensor, kind: StateKind) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the convolution's inputs (N, channels), z (N, VH DV), dt (N, VH)."""
+    """The convolution's inputs (N, channels), z (N, VH DV), dt (N, VH)."""
     sizes = kind.num_channels, kind.num_value_heads * kind.value_dim, kind.num_value_heads
     inputs, z, dt = mixed.split_with_sizes(sizes, 1)
     return inputs, z, dt

@@ -1,16 +1,16 @@
 """Mamba2's state space layer: the Triton twins of ``mamba2.mamba2_decode`` and ``mamba2_prefill``, in two launches
-each, and of the norm of groups behind them.
+each, and of the grouped norm after them.
 
 ::
 
-    causal_conv_kernel     row x channels      mixed, kept inputs -> C, B, x after SiLU (float32); the inputs move on
-    mamba2_decode_kernel   row x value head    C, B, x, z, dt, state -> output; the state moves one token on
+    causal_conv_kernel     row x channels      mixed, kept inputs -> C, B, x after SiLU (float32), kept inputs
+    mamba2_decode_kernel   row x value head    C, B, x, z, dt, state -> output, next state
 
-    conv_chunks_kernel     tile x channels     the same of prompts, all chunks of a step at once
+    conv_chunks_kernel     tile x channels     the convolution of prompts, all chunks of a step at once
     mamba2_scan_kernel     chunk x value head  tile after tile: outputs, and the next state
 
 A decode's program holds all of a state, which is read and written once.  Padding rows read and write no state.  The
-programs of a row with draft rows take their tokens too, in order, and write the state behind each to its slot; those of
+programs of a row with draft rows take their tokens too, in order, and write the state after each to its slot; those of
 draft rows do nothing.
 """
 
@@ -136,7 +136,7 @@ def mamba2_scan_kernel(
         gates = mixed + row * mixed_stride + 2 * keys + values
         dt = tl.load(gates + values + head, mask=exists, other=0.0).to(tl.float32)
         step = tl.where(exists, softplus(dt + bias), 0.0)
-        sums = tl.cumsum(factor * step, axis=0)  # of tokens that do not exist that of the last one
+        sums = tl.cumsum(factor * step, axis=0)  # tokens that do not exist repeat the last sum
         last = tl.sum(tl.where(tl.arange(0, SIZE) == SIZE - 1, sums, 0.0), axis=0)
         value = x * step[:, None]
         scores = product(query, tl.trans(key)) * decays_of(sums, SIZE)
@@ -233,7 +233,7 @@ def norm_groups_triton(
 
 
 def _group_sizes(x: torch.Tensor, num_groups: int) -> dict[str, int | bool]:
-    """Constants of a launch, and its warps."""
+    """Constants of a launch, and its number of warps."""
     width = x.shape[1] // num_groups
     block = int(triton.next_power_of_2(width))
     num_warps = min(max(block // (32 * _ELEMENTS_PER_THREAD), 1), _MAX_WARPS)

@@ -1,4 +1,4 @@
-"""Normalisation as one pass over memory: the Triton twins of ``norm``, ``add_norm`` and ``add`` in ``layer_ops``.
+"""Normalisation in one pass over memory: the Triton twins of ``norm``, ``add_norm`` and ``add`` in ``layer_ops``.
 
 One program holds one token's row, so it is read once: x, and the residual if there is one, which becomes their sum.
 The sum is rounded to the residual's type before it is normalised, as the twin does.
@@ -27,8 +27,8 @@ _MAX_WARPS = 16
 
 @jit
 def begin_norm(weight, SIZE: tl.constexpr, BLOCK: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr):
-    """Begin a program that normalises one row: return the row, its columns, which of them are below SIZE, and their
-    factors, float32, which are loaded before the wait."""
+    """Begin a program that normalises one row: the row, its columns, which of them are below SIZE, and their weights,
+    float32, which are loaded before the wait."""
     let_next_begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -42,7 +42,7 @@ def begin_norm(weight, SIZE: tl.constexpr, BLOCK: tl.constexpr, OFFSET: tl.const
 
 @jit
 def normalised(values, gain, inside, eps, SIZE: tl.constexpr, CENTRED: tl.constexpr):
-    """Return the normalised row of ``values``: SIZE elements, float32, then zeros."""
+    """``values`` normalised: SIZE elements, float32, then zeros."""
     if CENTRED:
         values = tl.where(inside, values - tl.sum(values, axis=0) / SIZE, 0.0)
     scale = tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + eps)
@@ -54,8 +54,8 @@ def normalised_row(
     x, residual, gain, token, column, inside, x_stride, residual_stride, eps, stream_scale,
     SIZE: tl.constexpr, ADDS: tl.constexpr, SCALE: tl.constexpr, SCALES_STREAM: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
-    """Return the row ``token`` normalised, in float32; with ADDS, SCALE times the row is added to the residual first,
-    and with SCALES_STREAM the sum is multiplied by ``stream_scale``, which differs between layers."""
+    """The row ``token`` normalised, in float32; with ADDS, SCALE times the row is added to the residual first, and with
+    SCALES_STREAM the sum is multiplied by ``stream_scale``, which differs between layers."""
     if ADDS:
         rounded = added_to_stream(
             x + token * x_stride, residual + token * residual_stride, column, inside, stream_scale, SCALE, SCALES_STREAM
@@ -68,7 +68,7 @@ def normalised_row(
 
 @jit
 def added_to_stream(x, residual, column, inside, stream_scale, SCALE: tl.constexpr, SCALES_STREAM: tl.constexpr):
-    """Add a row to that of the stream; return the sum as it is stored."""
+    """Add a row to the residual stream's; return the sum as it is stored."""
     values = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     if SCALE != 1:
         values *= SCALE
@@ -146,7 +146,7 @@ def add_triton(x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0, stre
 
 
 def row_constants(size: int, rule: NormRule) -> dict[str, Any]:
-    """Return the constants of a kernel in which each program normalises a row of ``size`` elements at a time."""
+    """The constants of a kernel in which each program normalises a row of ``size`` elements at a time."""
     assert rule.weight.shape == (size,) and rule.weight.is_contiguous(), (rule.weight.shape, size)
     assert size <= MAX_SIZE, f"rows of {size} elements; one program holds at most {MAX_SIZE}"
     block = int(triton.next_power_of_2(size))

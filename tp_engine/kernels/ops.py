@@ -1,7 +1,7 @@
-"""The table of operations: what implements each, and which implementation runs for a type of device.
+"""The table of operations: what implements each, and which implementation runs on a type of device.
 
 A new operation is a file with its twin in plain PyTorch, which runs everywhere and is the oracle, and a line of
-``OPS``.  A Triton kernel is a file beside it; a C function is one in ``cpu/``, and a function that calls it.
+``OPS``.  A Triton kernel is a file beside it; a C function is in ``cpu/``, with a Python function that calls it.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ Kind: TypeAlias = Literal["twin", "triton", "native"]
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operation: its ``twin``, and the modules of faster implementations, imported at their first use.
+    """One operation: its ``twin``, and the modules of faster implementations, imported when first used.
 
     ``triton`` is below ``tp_engine.kernels``: its ``NAME_triton`` takes and returns what the twin does.  ``native`` is
     below ``tp_engine.cpu``: the first argument of its ``NAME`` is the compiled library.
@@ -90,13 +90,13 @@ OPS: dict[str, Op] = {
 
 @cache
 def op(name: str, device_type: str) -> Callable[..., Any]:
-    """Return the implementation of ``name`` that runs on tensors of ``device_type``."""
+    """The implementation of ``name`` that runs on tensors of ``device_type``."""
     return implementation(name, kind_of(name, device_type))
 
 
 def kind_of(name: str, device_type: str) -> Kind:
-    """Triton on CUDA where Triton is installed and the GPU has proved it, if that is asked of it (``proofs.py``); C on
-    CPUs where it can be compiled; otherwise the twin."""
+    """Triton on CUDA where Triton is installed, and the kernel proven if it must be (``proofs.py``); C on CPUs where it
+    can be compiled; otherwise the twin."""
     entry = OPS[name]
     if device_type == "cuda" and entry.triton is not None and has_triton():
         return "triton" if _is_proven(name) else "twin"
@@ -119,12 +119,12 @@ def _is_proven(name: str) -> bool:
 
 @cache
 def is_recordable(name: str, device_type: str) -> bool:
-    """Return whether a recorded step may use ``name``: a CUDA graph holds every operation, a tape (on a CPU) only C."""
+    """Whether a recorded step may use ``name``: a CUDA graph holds every operation, a tape (on a CPU) only C."""
     return device_type == "cuda" or kind_of(name, device_type) == "native"
 
 
 def implementation(name: str, kind: Kind) -> Callable[..., Any]:
-    """Return the implementation of ``name`` of one ``kind``; an assertion fails if there is none."""
+    """The implementation of ``name`` of one ``kind``; an assertion fails if there is none."""
     entry = OPS[name]
     if kind == "twin":
         return entry.twin
@@ -139,13 +139,12 @@ def implementation(name: str, kind: Kind) -> Callable[..., Any]:
 
 
 def has_triton() -> bool:
-    """Return whether the ``triton`` package is installed; asked without importing it, which costs each rank 0.2 s."""
+    """Whether the ``triton`` package is installed, without importing it, which costs each rank 0.2 s."""
     return find_spec("triton") is not None
 
 
 @cache
 def int8_rows() -> Int8Rows:
-    """Return what linear layers with int8 weights do to rows on a CPU: in C if it can be compiled, else in plain
-    PyTorch."""
+    """How rows are rounded and scaled for int8 weights on a CPU: in C if it can be compiled, else in plain PyTorch."""
     library = native_library()
     return TorchInt8Rows() if library is None else NativeInt8Rows(library)

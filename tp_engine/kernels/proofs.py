@@ -1,4 +1,4 @@
-"""Kernels that a GPU has to prove: before an operation takes one there, it is compared with its twin, and timed.
+"""Kernels that must be proven on a GPU: before an operation takes one there, it is compared with its twin, and timed.
 
 ::
 
@@ -6,8 +6,8 @@
     bound             = 2 * rms(twin - exact) + 2**-20 * rms(exact)
 
 A kernel that does not run, is wrong by this rule or slower than its twin is named in the log, and the twin is taken.
-One product of tf32 instead of float32 is 500 times the bound.  This takes some hundredths of a second on a GPU, and
-what compiling takes, which a step would need anyhow.
+One product in tf32 instead of float32 has 500 times the error allowed.  A proof takes some hundredths of a second on a
+GPU, and the time to compile, which a step would need anyway.
 """
 
 import time
@@ -27,25 +27,25 @@ Results: TypeAlias = Sequence[torch.Tensor]
 """What an implementation returns, and what it has changed."""
 
 Trial: TypeAlias = Callable[[Implementation, torch.dtype], Results]
-"""Runs an implementation on inputs of a type, always the same."""
+"""Runs an implementation on inputs of a type, which are the same each time."""
 
 _ROUNDING = 2.0**-20
 _TIMED_RUNS = 3
 _NUM_SLOTS = 4
-# Behind a state and without one, shorter than a tile, as long and longer, and one whose state is not kept.
+# After a state and without one; shorter than a tile, as long, and longer; and one whose state is not kept.
 _CHUNKS = [Chunk(0, 1, 1, False), Chunk(1, 200, 0, False), Chunk(201, 64, 2, True), Chunk(265, 70, None, False)]
 _NUM_TOKENS = 335
 
 
 def why_not(candidate: Implementation, twin: Implementation, trial: Trial, clock: Callable[[], float]) -> str | None:
-    """Return why ``candidate`` is not taken on the device of ``trial``; None if it is right and not slower than
-    ``twin``.  ``clock`` gives seconds, after all launched work."""
+    """Why ``candidate`` is not taken on the device of ``trial``; None if it is right and not slower than ``twin``.
+    ``clock`` gives seconds, after all launched work."""
     try:
         found = trial(candidate, torch.float32)
         plain, exact = trial(twin, torch.float32), trial(twin, torch.float64)
         for one, other, wide in zip(found, plain, exact, strict=True):
             error, bound = _rms(one.double() - wide), 2 * _rms(other.double() - wide) + _ROUNDING * _rms(wide)
-            if not error <= bound:  # nor if it is no number
+            if not error <= bound:  # or if it is NaN
                 return f"its error is {error:.3g}, where {bound:.3g} is allowed"
         of_candidate, of_twin = (_seconds(one, trial, clock) for one in (candidate, twin))
     except Exception as error:  # whatever a compiler or a driver says
@@ -69,7 +69,7 @@ def _rms(values: torch.Tensor) -> float:
 
 
 def gpu_clock() -> float:
-    """Return seconds, after all launched work of the current GPU."""
+    """Seconds, after all launched work of the current GPU."""
     torch.cuda.synchronize()
     return time.perf_counter()
 
@@ -86,13 +86,13 @@ class _Numbers:
         return drawn.to(self._device, self._dtype)
 
     def states(self, kind: StateKind) -> LayerStates:
-        """States of the slots of ``_CHUNKS``, and one more."""
+        """States for the slots of ``_CHUNKS``, and one more."""
         matrices = (_NUM_SLOTS, kind.num_value_heads, kind.key_dim, kind.value_dim)
         return LayerStates(self(_NUM_SLOTS, kind.taps - 1, kind.num_channels), self(*matrices))
 
 
 def delta_trial(device: torch.device) -> Trial:
-    """``gated_delta_net_prefill``: gates from slow to fast, and tokens that repeat, whose keys are alike."""
+    """``gated_delta_net_prefill``: slow to fast decays, and repeated tokens, whose keys are alike."""
     kind = StateKind(num_key_heads=2, num_value_heads=4, key_dim=128, value_dim=128, taps=4)
 
     def run(one: Implementation, dtype: torch.dtype) -> Results:

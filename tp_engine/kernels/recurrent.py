@@ -1,8 +1,8 @@
-"""What kernels with a recurrent state have in common: their states, chunks of prompts, draft rows, and the causal
-convolution, in plain PyTorch.
+"""What layers with a recurrent state share: their states, chunks of prompts, draft rows, and the causal convolution, in
+plain PyTorch.
 
-A causal convolution turns each channel of a token by the token's own input and the ``taps - 1`` inputs before it, which
-a row's state keeps::
+A causal convolution makes each channel of a token from the token's own input and the ``taps - 1`` inputs before it,
+which a row's state keeps::
 
     out_t = sum over i < taps of weight[i] input_(t - taps + 1 + i), plus a bias if there is one
 """
@@ -28,14 +28,14 @@ class LayerStates(NamedTuple):
 
 
 Computed: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Outputs of a chunk's tokens, and both parts of the state behind it."""
+"""Outputs of a chunk's tokens, and both parts of the state after it."""
 
 
 class Chunk(NamedTuple):
-    """``num_tokens`` of one row, from token ``start`` of the step on.
+    """``num_tokens`` tokens of one row, from token ``start`` of the step on.
 
-    Its state is in ``slot``; if it ``is_fresh`` the state before the first token is zero, whatever the slot holds.
-    None: it begins with zero and is not kept.
+    Its state is in ``slot``; if it ``is_fresh``, the state before the first token is zero, whatever the slot holds.
+    Without a slot (None) the state begins with zero and is not kept.
     """
 
     start: int
@@ -47,7 +47,7 @@ class Chunk(NamedTuple):
 def convolve_step(
     inputs: torch.Tensor, kept: torch.Tensor, places: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Convolve one token of each row: ``inputs`` (B, channels) behind those in ``kept[places]`` -> (B, channels).
+    """Convolve one token of each row: ``inputs`` (B, channels) after those in ``kept[places]`` -> (B, channels).
 
     ``kept`` (slots, taps - 1, channels) moves on by one token; ``weight`` (taps, channels); ``bias`` (channels,).
     """
@@ -60,7 +60,7 @@ def convolve_step(
 def convolve_chunk(
     inputs: torch.Tensor, kept: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a chunk of T tokens, ``inputs`` (T, channels) behind ``kept`` (taps - 1, channels) -> (T, channels), and
+    """Convolve a chunk of T tokens, ``inputs`` (T, channels) after ``kept`` (taps - 1, channels) -> (T, channels), and
     the inputs to keep."""
     window = torch.cat((kept, inputs))
     turned = F.conv1d(window.t().unsqueeze(0), weight.t().unsqueeze(1), bias, groups=inputs.shape[1])
@@ -68,8 +68,8 @@ def convolve_chunk(
 
 
 def in_tiles(x: torch.Tensor, size: int, num_key_heads: int) -> torch.Tensor:
-    """Return the tokens of a chunk in tiles of ``size``, the last one filled up with zeros: (T, heads, ...) -> (KH,
-    heads / KH, tiles, size, ...)."""
+    """The tokens of a chunk in tiles of ``size``, the last one padded with zeros: (T, heads, ...) -> (KH, heads / KH,
+    tiles, size, ...)."""
     padded = F.pad(x, (*(0,) * (2 * x.dim() - 1), -len(x) % size))
     tiles: torch.Tensor = padded.view(-1, size, *x.shape[1:]).movedim(2, 0)
     return tiles.reshape(num_key_heads, -1, *tiles.shape[1:])
@@ -81,11 +81,10 @@ def in_runs(
     slots: torch.Tensor,
     runs: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Take the tokens of B rows, those of rows with draft rows in order -> (B, width).
+    """Compute the tokens of B rows, those of rows with draft rows in order -> (B, width).
 
-    ``step`` computes the rows that it gets, from the states in their own slots, which it moves on.  ``runs`` (B, 2)
-    int32: the place of a row's first draft row, behind which its others follow, and their number, or (0, -1) for a
-    draft row.
+    ``step`` computes the rows that it gets and updates the states in their slots.  ``runs`` (B, 2) int32: the index of
+    a row's first draft row, which its others follow, and their number, or (0, -1) for a draft row.
     """
     if runs is None:
         return step(slice(None))
@@ -110,9 +109,9 @@ def in_chunks(
     chunks: list[Chunk],
     like: torch.Tensor,
 ) -> torch.Tensor:
-    """Take the tokens of ``chunks``, in their order -> (N, width).
+    """Compute the tokens of ``chunks``, in their order -> (N, width).
 
-    ``compute`` gets the tokens of a chunk, and both parts of the state before it, of the type of ``like``.
+    ``compute`` gets the tokens of a chunk, and both parts of the state before it, in the type of ``like``.
     """
     found = []
     for start, count, slot, is_fresh in chunks:

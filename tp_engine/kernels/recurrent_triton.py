@@ -1,8 +1,8 @@
-"""What Triton kernels of layers with a recurrent state (``kernels/recurrent.py``) have in common, and their causal
-convolutions: that of a decode step, and that of a prompt's chunk, a launch each.
+"""What Triton kernels of layers with a recurrent state (``kernels/recurrent.py``) share, and their causal convolutions:
+that of a decode step, and that of prompts, one launch each.
 
-Padding rows read and write no state.  The programs of a row with draft rows take their tokens too, in order, and write
-the inputs behind each to its slot; those of draft rows do nothing.
+Padding rows read and write no state.  The programs of a row with draft rows take their tokens too, and write the inputs
+to keep after each to its slot; those of draft rows do nothing.
 """
 
 from typing import no_type_check
@@ -23,9 +23,9 @@ from tp_engine.model_config.kv_layout import StateKind
 
 _BLOCK = 256
 _WARPS = 2
-# Of a program of a chunk.
+# Of a program for a chunk.
 _TOKENS, _CHANNELS, _CHUNK_WARPS = 16, 128, 4
-# Fewer elements of a state than threads would make threads share an element, which is changed in place.
+# A state has at least as many elements as threads: two threads must not update the same element in place.
 _MIN_BLOCK = 16
 _ELEMENTS_PER_THREAD = 32
 _MAX_WARPS = 16
@@ -39,7 +39,7 @@ def silu(x):
 
 @jit
 def softplus(x):
-    """log(1 + exp(x)), float32, with a small relative error for any x: a slow decay is many steps' product.
+    """log(1 + exp(x)), float32, with a small relative error for any x, because a slow decay is a product of many steps.
 
     log(1 + e) = 2 artanh(s) with s = e / (2 + e), at most 1/3 for e = exp(-|x|): seven terms of the series.
     """
@@ -53,8 +53,7 @@ def softplus(x):
 
 @jit
 def load_run(runs, own, HAS_RUNS: tl.constexpr):
-    """Return the first draft row of row ``own``, behind which its others follow, and their number, -1 for a draft
-    row."""
+    """The first draft row of row ``own``, which its others follow, and their number, -1 for a draft row."""
     first, count = own, 0
     if HAS_RUNS:
         first = tl.load(runs + 2 * own).to(tl.int64)
@@ -64,13 +63,13 @@ def load_run(runs, own, HAS_RUNS: tl.constexpr):
 
 @jit
 def row_of(token, own, first):
-    """Return the row of a token of the run of row ``own``."""
+    """The row of the ``token``-th token of the run of row ``own``."""
     return tl.where(token == 0, own, first + token - 1)
 
 
 @jit
 def input_at(place, mask, SIZE: tl.constexpr, IS_GATED: tl.constexpr):
-    """Return a token's inputs, float32; if IS_GATED, times their gates, which lie 2 SIZE behind."""
+    """A token's inputs, float32; if IS_GATED, times their gates, 2 SIZE elements further on."""
     item = tl.load(place, mask=mask, other=0.0).to(tl.float32)
     if IS_GATED:
         item *= tl.load(place + 2 * SIZE, mask=mask, other=0.0).to(tl.float32)
@@ -83,8 +82,8 @@ def causal_conv_kernel(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RUNS: tl.constexpr,
     IS_GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: up to BLOCK of the SIZE channels of one row, and of its draft rows: the last one first, because the
-    inputs before all of them are in the slot of the row itself.  SiLU follows, or if IS_GATED the output's gate."""
+    """One program: up to BLOCK of the SIZE channels of one row, and of its draft rows, the last one first, because the
+    row's own slot holds the inputs before all of them.  SiLU follows, or if IS_GATED the output's gate."""
     own, column, inside = begin_row_block(SIZE, BLOCK, PDL)
     before = kept + tl.load(slots + own).to(tl.int64) * slot_stride + column
     first, count = load_run(runs, own, HAS_RUNS)
@@ -109,7 +108,7 @@ def causal_conv_kernel(
             total += old * tl.load(weight + tap * SIZE + column, mask=inside, other=0.0)
             if tap > 0:
                 tl.store(place + (tap - 1) * SIZE, old, mask=is_kept)
-            tl.debug_barrier()  # all threads have read this tap before the next store, which is to its place
+            tl.debug_barrier()  # all threads have read this tap before the next store overwrites it
         if TAPS > 1:
             tl.store(place + (TAPS - 2) * SIZE, item, mask=is_kept)
         if IS_GATED:
@@ -130,11 +129,11 @@ def causal_conv(
     bias: torch.Tensor | None = None,
     is_gated: bool = False,
 ) -> None:
-    """Convolve one token of each row, ``mixed`` (B, ...), of which the first C elements are inputs, into ``out``
-    (B, C), with SiLU.  The inputs that ``states`` keep move on.  ``bias`` (C,) float32.
+    """Convolve one token of each row, ``mixed`` (B, ...), whose first C elements are inputs, into ``out`` (B, C), with
+    SiLU, and update the inputs in ``states``.  ``bias`` (C,) float32.
 
-    If ``is_gated``, the next C elements are gates of the output, in the place of SiLU, and those behind them gates of
-    the input.  ``weight`` (taps, C) float32.  Rows of ``mixed`` may lie apart.
+    If ``is_gated``, the next C elements are gates of the output, instead of SiLU, and the C after them gates of the
+    input.  ``weight`` (taps, C) float32.  Rows of ``mixed`` may lie apart.
     """
     taps, channels = weight.shape
     assert mixed.stride(1) == slots.stride(0) == 1, (mixed.stride(), slots.stride())
@@ -147,7 +146,7 @@ def causal_conv(
     )
 
 
-# A step's chunks begin behind its decodes, so at any address.
+# A step's chunks follow its decodes, so they begin at any address.
 @triton.jit(do_not_specialize_on_alignment=["mixed"])
 @no_type_check
 def conv_chunks_kernel(
@@ -155,8 +154,8 @@ def conv_chunks_kernel(
     SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, TAPS: tl.constexpr, HAS_BIAS: tl.constexpr,
     IS_GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: up to BLOCK of the SIZE channels of up to TOKENS tokens of a chunk.  Those of its first tokens also
-    store the inputs to keep, because they alone read those that were kept before."""
+    """One program: up to BLOCK of the SIZE channels of up to TOKENS tokens of a chunk.  The programs of its first
+    tokens, which alone read the inputs kept before, also store those to keep."""
     begin_program(PDL)
     start, count, slot, is_fresh, block = load_tile(tiles)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -188,7 +187,7 @@ def conv_chunks_kernel(
         at = count + tap - (TAPS - 1)
         item = input_at(rows + at.to(tl.int64) * mixed_stride, is_kept & (at >= 0), SIZE, IS_GATED)
         item += tl.load(place + (tap + count) * SIZE, mask=is_kept & is_read & (at < 0), other=0.0)
-        tl.debug_barrier()  # all threads have read what lies at this place
+        tl.debug_barrier()  # all threads have read what the store overwrites
         tl.store(place + tap * SIZE, item, mask=is_kept)
 
 
@@ -197,8 +196,8 @@ def load_state(
     states, slot, slot_stride, is_fresh, head,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Return the program's rows i and columns j (VALUES of them) of the matrix of a chunk's ``head``, where it lies,
-    which elements exist there, and the matrix, which is zero if the chunk is fresh or has no slot."""
+    """The program's rows i and columns j (VALUES of them) of the matrix of a chunk's ``head``, where it lies, which of
+    its elements exist, and the matrix, which is zero if the chunk is fresh or has no slot."""
     i, j = tl.arange(0, KEY_BLOCK), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     inside = (i < KEY_DIM)[:, None] & (j < VALUE_DIM)[None, :] & (slot >= 0)
     own = states + slot * slot_stride + head * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
@@ -207,7 +206,7 @@ def load_state(
 
 @jit
 def load_tile(tiles):
-    """Return the program's row of ``tile_table``: the chunk's first token and slot (64 bits), its number of tokens,
+    """The program's row of ``tile_table``: the chunk's first token (64 bits), its number of tokens, its slot (64 bits),
     whether it is fresh, and which of its tiles this is."""
     own = tiles + tl.program_id(0) * 5
     return (
@@ -217,13 +216,13 @@ def load_tile(tiles):
 
 @jit
 def product(a, b):
-    """Return a b, float32: on tensor cores in three parts (tf32x3), which keeps that precision."""
+    """a b, float32: on tensor cores in three parts (tf32x3), which keeps that precision."""
     return tl.dot(a, b, input_precision="tf32x3")
 
 
 @jit
 def decays_of(sums, SIZE: tl.constexpr):
-    """Return D (SIZE, SIZE): exp of the ``sums`` at token i less those at token j; 0 above the diagonal."""
+    """D (SIZE, SIZE): exp of the ``sums`` at token i minus those at token j; 0 above the diagonal."""
     is_below = tl.arange(0, SIZE)[:, None] >= tl.arange(0, SIZE)[None, :]
     return tl.where(is_below, tl.exp(tl.where(is_below, sums[:, None] - sums[None, :], 0.0)), 0.0)
 
@@ -253,8 +252,8 @@ def conv_chunks(
 
 
 def tile_table(chunks: list[Chunk], size: int | None, states: LayerStates | None, device: torch.device) -> torch.Tensor:
-    """Return the chunks' tiles of ``size`` tokens, one for each chunk if None: (tiles, 5) int32 on ``device``, of
-    ``start``, ``num_tokens``, slot (-1: none, or without ``states``), ``is_fresh`` and the tile's place in its
+    """The chunks' tiles of ``size`` tokens, or one tile per chunk if None: (tiles, 5) int32 on ``device``, namely
+    ``start``, ``num_tokens``, slot (-1 for none, or without ``states``), ``is_fresh``, and the tile's index in its
     chunk."""
     rows = [
         (start, count, slot if states is not None and slot is not None else -1, int(is_fresh), tile)
@@ -265,7 +264,7 @@ def tile_table(chunks: list[Chunk], size: int | None, states: LayerStates | None
 
 
 def matrix_blocks(kind: StateKind) -> dict[str, int]:
-    """Return the constants of a launch whose programs hold a whole matrix of a state, and their warps."""
+    """The constants of a launch whose programs hold a whole matrix of a state, and their number of warps."""
     key, value = (max(int(triton.next_power_of_2(dim)), _MIN_BLOCK) for dim in (kind.key_dim, kind.value_dim))
     num_warps = key * value // (32 * _ELEMENTS_PER_THREAD)
     return {"KEY_BLOCK": key, "VALUE_BLOCK": value, "num_warps": min(max(num_warps, 1), _MAX_WARPS)}

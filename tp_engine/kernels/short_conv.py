@@ -1,14 +1,14 @@
-"""A short convolution between two gates (LFM2, https://arxiv.org/abs/2511.23404) in plain PyTorch: the twin of the
-compiled kernels.
+"""A short convolution between two gates (LFM2, https://arxiv.org/abs/2511.23404) in plain PyTorch: the compiled
+kernels' twin.
 
 A layer's projection makes of each token, for the channels of this rank::
 
     mixed (N, 3 C) = [ b | c | x ]
 
 Each channel of b x goes through a causal convolution over the last ``taps`` tokens (``kernels/recurrent.py``); the
-output is c times that.  ``short_conv_decode`` does so for one token of each row, or for one and the draft tokens behind
-it, and ``short_conv_prefill`` for many tokens.  All of it is computed in float32.  A row's state is the last ``taps -
-1`` products b x, and an update is not idempotent.
+output is c times that.  ``short_conv_decode`` does so for one token of each row, or for one and the draft tokens after
+it, and ``short_conv_prefill`` for many tokens.  All of it is computed in float32.  A row's state is the last
+``taps - 1`` products b x, and an update is not idempotent.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ def short_conv_decode(
     slots: torch.Tensor,
     runs: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Advance B rows by a token each: ``mixed`` (B, 3 C) -> (B, C), of its type.
+    """Advance B rows by a token each: ``mixed`` (B, 3 C) -> (B, C), in its type.
 
     ``slots`` (B,) int32, -1 for padding, and ``runs`` (B, 2) int32 are as for
     ``gated_delta_net.gated_delta_net_decode``.
@@ -53,7 +53,7 @@ def short_conv_decode(
 def short_conv_prefill(
     mixed: torch.Tensor, rule: ShortConvRule, states: LayerStates | None, chunks: list[Chunk]
 ) -> torch.Tensor:
-    """Chunks of prompts: ``mixed`` (N, 3 C) -> (N, C), of its type.  The ``chunks`` hold all tokens, in order."""
+    """Chunks of prompts: ``mixed`` (N, 3 C) -> (N, C), in its type.  The ``chunks`` hold all tokens, in order."""
 
     def compute(own: slice, kept: torch.Tensor, state: torch.Tensor) -> Computed:
         before, behind, x = widened(mixed[own]).chunk(3, 1)

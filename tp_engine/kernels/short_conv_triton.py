@@ -1,5 +1,5 @@
-"""A short convolution between two gates: the Triton twins of ``short_conv.short_conv_decode``, in one launch, and of
-``short_conv_prefill``, in one for each chunk."""
+"""A short convolution between two gates: the Triton twins of ``short_conv.short_conv_decode`` and
+``short_conv_prefill``, one launch each."""
 
 import torch
 

@@ -3,7 +3,7 @@
 ::
 
     heads (N, H + 2 KV, head_dim) = [ H queries | KV keys | KV values ]     squares (N, 2): of the queries, of the keys
-    squares:  program (i, part)   adds up all of one part of token i
+    squares:  program (i, part)   adds up the squares of one part of token i
     norm:     program (i, j)      BLOCK elements of token i: first programs for the queries, then for the keys
 """
 
@@ -22,7 +22,7 @@ def head_squares_kernel(
     heads, squares, token_stride,
     QUERY_SIZE: tl.constexpr, KEY_SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: the sum of one part of one token."""
+    """One program: the sum of squares of one part of one token."""
     begin_program(PDL)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     size = tl.where(part == 0, QUERY_SIZE, KEY_SIZE)

@@ -1,4 +1,4 @@
-"""Queries and keys made ready for attention, in plain PyTorch: the twins of ``heads_triton`` and ``head_width_triton``.
+"""Norm and rotation of queries and keys, in plain PyTorch: the twins of ``heads_triton`` and ``head_width_triton``.
 
 The heads of a token come as the merged projection leaves them, and are normalised (Qwen3; in Gemma 4 values too) and
 rotated (https://arxiv.org/abs/2104.09864, in the half-split order of transformers' Llama)::
@@ -6,7 +6,7 @@ rotated (https://arxiv.org/abs/2104.09864, in the half-split order of transforme
     heads (N, H + 2 KV, head_dim) = [ H queries | KV keys | KV values ]
                                       norm, rotate           kept, or norm
 
-A partial rotation turns the first ``rotary_dim`` elements of a head, half-split among themselves.
+A partial rotation rotates the first ``rotary_dim`` elements of a head, half-split among themselves.
 
 Some models normalise all queries of a token together, and all keys.  These may lie on several ranks, so it takes two
 operations: each rank adds up its squares, and with the sums of all ranks each normalises its own heads::
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from tp_engine.kernels.kv_cache.layer_kv import LayerKv
 from tp_engine.kernels.layer_ops import widened
 
-# Query, and key and value unless they are in the cache already.
+# Query, key and value; the last two are None if they are in the cache already.
 Heads: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
@@ -33,7 +33,7 @@ Heads: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 class HeadNorm:
     """RMS normalisation of single heads: ``q_weight`` and ``k_weight`` (head_dim,); ``weights`` (H + KV, head_dim)
     repeats them for every head; ``offset`` is added to them.  If it ``includes_values``, ``weights`` has rows for the
-    value heads too, (H + 2 KV, head_dim), which make no difference."""
+    value heads too, (H + 2 KV, head_dim), which with the offset are 1."""
 
     q_weight: torch.Tensor
     k_weight: torch.Tensor
@@ -44,7 +44,7 @@ class HeadNorm:
 
 
 class Rotation:
-    """How far the tokens of one step turn; all layers of a kind share it.
+    """The rotation of one step's tokens; all layers of a kind share it.
 
     ``table`` (max_model_len, rotary_dim): cosines of a position's pairs, then their sines; ``rotary_dim`` is even and
     at most head_dim, 0 where only queries are scaled.  ``positions`` (N,) int64.  Queries are multiplied by
@@ -59,7 +59,7 @@ class Rotation:
 
     @property
     def rotary_dim(self) -> int:
-        """Elements of a head that turn."""
+        """Elements of a head that are rotated."""
         return self.table.shape[1]
 
     def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,7 +71,7 @@ class Rotation:
 
 
 def apply_rotary(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate ``heads`` (N, heads, head_dim): element i of a head's first half turns with element i of its second.
+    """Rotate ``heads`` (N, heads, head_dim): element i of a head's first half is paired with element i of its second.
 
     ::
 
@@ -81,7 +81,7 @@ def apply_rotary(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 
 
 def norm_heads(heads: torch.Tensor, norm: HeadNorm) -> torch.Tensor:
-    """``heads`` (N, heads, head_dim), as many as weights: normalise all at once, then multiply by a weight per head."""
+    """``heads`` (N, heads, head_dim), normalised all at once, then multiplied by the weights of each head."""
     if norm.offset == 0.0:
         return F.rms_norm(heads, heads.shape[-1:], None, norm.eps).mul_(norm.weights)
     scaled = F.rms_norm(widened(heads), heads.shape[-1:], None, norm.eps)
@@ -89,19 +89,19 @@ def norm_heads(heads: torch.Tensor, norm: HeadNorm) -> torch.Tensor:
 
 
 def rotate_heads(heads: torch.Tensor, num_heads: int, rotation: Rotation) -> torch.Tensor:
-    """``heads`` (N, H + KV, head_dim), queries then keys: rotate both, and scale the first ``num_heads``."""
+    """``heads`` (N, H + KV, head_dim), queries then keys: rotate both, and scale the ``num_heads`` queries."""
     size = rotation.rotary_dim
     if size == heads.shape[-1]:
-        turned = apply_rotary(heads, *rotation.cos_sin())
+        rotated = apply_rotary(heads, *rotation.cos_sin())
     elif size:
-        turned = torch.cat((apply_rotary(heads[..., :size], *rotation.cos_sin()), heads[..., size:]), -1)
+        rotated = torch.cat((apply_rotary(heads[..., :size], *rotation.cos_sin()), heads[..., size:]), -1)
     else:
-        turned = heads
+        rotated = heads
     if rotation.query_scale is None:
-        return turned
+        return rotated
     scale = rotation.query_scale.index_select(0, rotation.positions).view(-1, 1, 1)
-    queries = (turned[:, :num_heads] * scale).to(heads.dtype)
-    return torch.cat((queries, turned[:, num_heads:]), 1)
+    queries = (rotated[:, :num_heads] * scale).to(heads.dtype)
+    return torch.cat((queries, rotated[:, num_heads:]), 1)
 
 
 def qk_norm_rope_store(
@@ -114,8 +114,8 @@ def qk_norm_rope_store(
 ) -> Heads:
     """``heads`` (N, H + 2 KV, head_dim) -> query (N, H, head_dim), key and value (N, KV, head_dim).
 
-    Without a ``rotation`` nothing turns.  This twin leaves the store to the attention backend.  An implementation may
-    store K/V at the slots ``slot_mapping`` (N,) int64 of ``kv``, if there is one, and then returns None for both.  It
+    Without a ``rotation`` nothing is rotated.  This twin leaves the store to the attention backend; others may
+    store K/V at the slots ``slot_mapping`` (N,) int64 of ``kv``, if there is one, and then return None for both.  They
     may overwrite ``heads``.
     """
     num_rotated = heads.shape[1] - num_kv_heads
@@ -146,7 +146,7 @@ def norm_width(
     widths: tuple[int, int],
     eps: float,
 ) -> None:
-    """Normalise the queries and keys of ``heads``, in place; values are left.
+    """Normalise the queries and keys of ``heads``, in place; values stay as they are.
 
     ``squares`` (N, 2) float32, summed over all ranks; ``weights`` (H + KV, head_dim); ``widths``: of queries, of keys.
     """

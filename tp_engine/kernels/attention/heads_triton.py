@@ -7,9 +7,9 @@
     program (i, t), the others:       TILE keys, stored at their slot (without a cache: in place), and their values
     cache, scales                     as in layer_kv.py
 
-    a head    | a: rotary_dim / 2 | b: rotary_dim / 2 | c: the others |      element j of a turns with element j of b
+    a head    | a: rotary_dim / 2 | b: rotary_dim / 2 | c: the rest |      element j of a is paired with element j of b
 
-A program holds each part of a tile of heads as one matrix; c only if it exists.  If nothing turns, a and b are the
+A program holds each part of a tile of heads as one matrix; c only if it exists.  If nothing is rotated, a and b are the
 halves of the head.
 """
 
@@ -95,7 +95,7 @@ def prepared_parts(
     place, weight, eps, table, positions, token, pair, rest, is_head,
     HALF: tl.constexpr, REST: tl.constexpr, NORMALISES: tl.constexpr, OFFSET: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
-    """Parts, float32, of the queries or keys of ``token`` at ``place``, normalised and turned."""
+    """Parts, float32, of the queries or keys of ``token`` at ``place``, normalised and rotated."""
     a, b, c = load_parts(place, pair, rest, is_head, HALF, REST)
     if NORMALISES:
         a, b, c = _normalise_parts(a, b, c, weight, eps, pair, rest, HALF, REST, OFFSET)

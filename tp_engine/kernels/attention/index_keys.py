@@ -5,8 +5,8 @@ query some index queries q_h with weights w_h::
 
     score(t, s) = sum over h of  w_h max(0, q_h . k_s)                  float32; the scales are in w_h
 
-A query attends to the ``top_k`` keys with the best scores among those that it sees; of equal scores the earlier
-position is chosen, so a choice does not depend on chunks or on the batch.
+A query attends to the ``top_k`` keys with the best scores among those that it sees; among equal scores earlier
+positions come first, so a choice does not depend on chunks or on the batch.
 """
 
 from typing import NamedTuple
@@ -15,23 +15,23 @@ import torch
 import torch.nn.functional as F
 
 from tp_engine.kernels.attention.heads import Rotation
-from tp_engine.kernels.attention.latents import turn
+from tp_engine.kernels.attention.latents import rotate
 from tp_engine.kernels.kv_cache.layer_kv import LayerKv, states_at
 
-# Bounds the scores of all index heads of the queries that are worked on at once.
+# Bounds the scores that are in memory at a time, of all index heads.
 _MAX_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
 
 
 class ChosenKeys(NamedTuple):
-    """The keys that decodes attend to: of each the ``positions`` (n, top_k) int32 of the first ``counts`` (n,) int32,
-    rising."""
+    """The keys that n decodes attend to: their ``positions`` (n, top_k) int32, rising; the first ``counts`` (n,) int32
+    of a row are valid."""
 
     positions: torch.Tensor
     counts: torch.Tensor
 
 
 class KeyNorm(NamedTuple):
-    """The norm of index keys: less their mean, divided by their deviation, times ``weight`` (dim,), plus ``bias``."""
+    """The layer norm of index keys: ``weight`` and ``bias`` (dim,)."""
 
     weight: torch.Tensor
     bias: torch.Tensor
@@ -47,15 +47,15 @@ def prepare_index(
     kv: LayerKv | None,
     slot_mapping: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``queries`` (N, heads, dim), turned, and ``keys`` (N, dim), normalised and turned; the first elements of a head
-    turn, as many as the rotation has.
+    """``queries`` (N, heads, dim), rotated, and ``keys`` (N, dim), normalised and rotated; of each head the first
+    ``rotation.rotary_dim`` elements.
 
-    This twin leaves the store to its caller.  An implementation may store the keys at the slots ``slot_mapping`` (N,)
-    int64 of ``kv``, if there is one, and then returns None for them.
+    This twin leaves the store to its caller; others may store the keys at the slots ``slot_mapping`` (N,) int64 of
+    ``kv``, if there is one, and then return None for them.
     """
     normed = F.layer_norm(keys, norm.weight.shape, norm.weight, norm.bias, norm.eps).unsqueeze(1)
-    turned = (_turned(heads, rotation, is_interleaved) for heads in (queries, normed))
-    return next(turned), next(turned).squeeze(1)
+    rotated = (_rotated(heads, rotation, is_interleaved) for heads in (queries, normed))
+    return next(rotated), next(rotated).squeeze(1)
 
 
 def choose_keys(
@@ -67,10 +67,10 @@ def choose_keys(
     seq_lens: torch.Tensor,
     top_k: int,
 ) -> ChosenKeys:
-    """``queries`` (n, heads, dim) with ``weights`` (n, heads) float32, to be multiplied by ``scale``, of n decodes.
+    """Choose keys for n decodes: ``queries`` (n, heads, dim) with ``weights`` (n, heads) float32, times ``scale``.
 
-    Their index keys lie in ``kv`` at ``block_table`` (n, M) int32; each sees ``seq_lens`` (n,) int32 of them, 0:
-    padding.
+    Their index keys lie in ``kv`` at ``block_table`` (n, M) int32; each sees ``seq_lens`` (n,) int32 of them, padding
+    none.
     """
     positions = torch.zeros((len(queries), top_k), dtype=torch.int32, device=queries.device)
     counts, block_size = seq_lens.clamp(max=top_k), kv.cache.shape[2]
@@ -87,8 +87,8 @@ def choose_keys(
 
 
 def choose(queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, top_k: int) -> torch.Tensor:
-    """``queries`` (t, heads, dim) with ``weights`` (t, heads) float32, the last t of ``keys`` (n, dim) -> positions
-    (t, top_k) int32 in rising order, then -1 where a query sees fewer keys."""
+    """``queries`` (t, heads, dim) with ``weights`` (t, heads) float32, of the tokens of the last t of ``keys``
+    (n, dim) -> positions (t, top_k) int32, rising, then -1 where a query sees fewer keys."""
     num_queries, num_heads, _ = queries.shape
     num_keys, device = len(keys), queries.device
     count, wide = min(top_k, num_keys), keys.float().T
@@ -114,6 +114,6 @@ def choose(queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, top
     return out
 
 
-def _turned(heads: torch.Tensor, rotation: Rotation, is_interleaved: bool) -> torch.Tensor:
+def _rotated(heads: torch.Tensor, rotation: Rotation, is_interleaved: bool) -> torch.Tensor:
     size = rotation.rotary_dim
-    return torch.cat((turn(heads[..., :size], rotation, is_interleaved), heads[..., size:]), -1)
+    return torch.cat((rotate(heads[..., :size], rotation, is_interleaved), heads[..., size:]), -1)

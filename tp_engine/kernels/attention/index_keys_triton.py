@@ -3,7 +3,7 @@
 ::
 
     prepare      program (i, t), t < tiles    TILE index queries of token i, in place
-                 program (i, tiles)           its index key: normalised, turned, stored
+                 program (i, tiles)           its index key: normalised, rotated, stored
 
     score        program (i, s)               some tiles of row i's keys: their scores as integers of the same order
     count x 4    program (i, c)               chunk c of row i: how many scores have each value of a byte, among those
@@ -15,7 +15,7 @@ all chunks of the row made in the launch before.  Those of earlier chunks also s
 keys with the threshold's own score it may take: the earlier ones.
 
 Rows are decodes, or the tokens of prompts.  Grids follow from the number of rows and the width of their block tables;
-lengths are read on the device, and programs behind a row's end do nothing.  A row with no more keys than are chosen is
+lengths are read on the device, and programs beyond a row's end do nothing.  A row with no more keys than are chosen is
 not scored.
 """
 
@@ -27,7 +27,7 @@ import triton.language as tl
 
 from tp_engine.kernels.attention.heads import Rotation
 from tp_engine.kernels.attention.index_keys import ChosenKeys, KeyNorm
-from tp_engine.kernels.attention.latents_triton import load_rotation, turn_pairs
+from tp_engine.kernels.attention.latents_triton import load_rotation, rotate_pairs
 from tp_engine.kernels.attention.paged_tiles_triton import load_states, places_of, to_float16
 from tp_engine.kernels.dependent_launch_triton import begin_program, dependent_launch
 from tp_engine.kernels.jit import jit
@@ -37,12 +37,12 @@ from tp_engine.kernels.sampling.scores_triton import MIN_INT32, ordered_bits
 
 _HEADS_PER_PROGRAM = 16
 _MIN_SIZE = 16  # of each side of a matrix product
-_SPAN_TILES = 4  # that one program scores: its queries are read once
+_SPAN_TILES = 4  # that one program scores, so that it reads its queries once
 _CHUNK = 2048  # scores that one program counts
 _NUM_PASSES = 4
 _BYTE_VALUES = tl.constexpr(256)
 _JOINED_CHUNKS = tl.constexpr(16)  # whose counts are read at a time
-# Bounds the scores of the rows that are worked on at once: 128 MiB.
+# Bounds the scores that are in memory at a time: 128 MiB.
 _MAX_SCORES = 1 << 25
 
 
@@ -63,7 +63,7 @@ def prepare_index_kernel(
         head = tile * TILE + tl.arange(0, TILE)[:, None]
         place = queries + token * query_stride + head * DIM
         inside = (head < NUM_HEADS) & (pair < HALF)[None, :]
-        a, b = turn_pairs(place, first[None, :], second[None, :], inside, cos[None, :], sin[None, :])
+        a, b = rotate_pairs(place, first[None, :], second[None, :], inside, cos[None, :], sin[None, :])
         tl.store(place + first[None, :], a.to(queries.dtype.element_ty), mask=inside)
         tl.store(place + second[None, :], b.to(queries.dtype.element_ty), mask=inside)
     else:
@@ -84,7 +84,7 @@ def prepare_index_kernel(
             is_kept = is_column & (column >= 2 * HALF)
             kept = _normed(place, weight, bias, column, is_kept, mean, factor)
             if LARGEST > 0:
-                # As the twin, which rounds to the model's type before it quantises.
+                # Like the twin, which rounds to the model's type before it quantises.
                 kept = kept.to(keys.dtype.element_ty).to(tl.float32)
                 a, b = a.to(keys.dtype.element_ty).to(tl.float32), b.to(keys.dtype.element_ty).to(tl.float32)
                 bits = tl.max(tl.where(inside, tl.maximum(magnitude_bits(a), magnitude_bits(b)), 0), axis=0)
@@ -101,7 +101,7 @@ def prepare_index_kernel(
 
 @jit
 def _normed(place, weight, bias, column, inside, mean, factor):
-    """Return the elements ``column`` of the key at ``place``, normalised: float32."""
+    """The elements ``column`` of the key at ``place``, normalised: float32."""
     key = tl.load(place + column, mask=inside, other=0.0).to(tl.float32)
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     return (key - mean) * factor * gain + tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
@@ -145,7 +145,7 @@ def score_keys_kernel(
             if QUANTISED:
                 total *= tl.load(scales + block_id * SCALE_STRIDE + offset, mask=is_key, other=0.0)
             total = tl.where(total == 0.0, 0.0, total)  # zeros of both signs are equal
-            # As numbers without a sign, whose bytes have the order of the scores.
+            # As unsigned numbers, whose bytes have the order of the scores.
             tl.store(scores + own * width + position, ordered_bits(total) ^ MIN_INT32, mask=is_key)
 
 
@@ -161,8 +161,8 @@ def count_bytes_kernel(
     """One program: one chunk of a row.
 
     ``counts`` (2, rows, chunks, 256) int32 are this launch's and those of the one before; ``above`` (rows, chunks)
-    int32: scores that are above the threshold for certain; ``state`` (rows, passes, 2) int32: what is known of the
-    threshold before each launch, and how many of the scores that begin so are to be chosen.
+    int32: scores that are certainly above the threshold; ``state`` (rows, passes, 2) int32: the known bytes of the
+    threshold before each launch, and how many of the scores that begin with them are to be chosen.
     """
     begin_program(PDL)
     own, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -192,9 +192,9 @@ def count_bytes_kernel(
 
 @jit
 def narrowed(counts, state, own, num_pass, num_used, num_chunks):
-    """Return the bytes of row ``own``'s threshold that are known after launch ``num_pass``, how many of the scores that
-    begin with them are to be chosen, and the byte that the launch has added, from the counts of the row's ``num_used``
-    chunks."""
+    """From the counts of row ``own``'s ``num_used`` chunks: the bytes of its threshold that are known after launch
+    ``num_pass``, how many of the scores that begin with them are to be chosen, and the byte that the launch has added.
+    """
     known, wanted = tl.load(state + (own * 4 + num_pass) * 2), tl.load(state + (own * 4 + num_pass) * 2 + 1)
     value, chunk = tl.arange(0, _BYTE_VALUES), tl.arange(0, _JOINED_CHUNKS)
     first = ((num_pass % 2) * tl.num_programs(0).to(tl.int64) + own) * num_chunks
@@ -216,7 +216,8 @@ def write_chosen_kernel(
     scores, seq_lens, counts, above, state, chosen, num_chosen, top_k, width, num_chunks, first_row,
     CHUNK: tl.constexpr, LAST_PASS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: one chunk of a row writes what it has of ``chosen`` (rows, top_k); the first, ``num_chosen``."""
+    """One program: the chosen positions of one chunk of a row, into ``chosen`` (rows, top_k); the first chunk's also
+    writes ``num_chosen``."""
     begin_program(PDL)
     own, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = first_row + own
@@ -259,7 +260,7 @@ def prepare_index_triton(
     kv: LayerKv | None,
     slot_mapping: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``index_keys.prepare_index`` in one launch, which also stores the keys if there is a cache; -1 is not stored.
+    """``index_keys.prepare_index`` in one launch, which also stores the keys if there is a cache, but not at slot -1.
 
     No synchronisation and fixed shapes, so a CUDA graph can hold it.  Queries are changed in place and returned.
     """
@@ -294,9 +295,9 @@ def choose_keys_triton(
     seq_lens: torch.Tensor,
     top_k: int,
 ) -> ChosenKeys:
-    """``index_keys.choose_keys`` in six launches, or as many for each part of the rows whose scores fit into memory.
+    """``index_keys.choose_keys`` in six launches, for all rows, or for each part whose scores fit into memory.
 
-    Positions behind a row's count are not written.  No synchronisation and fixed shapes, so a CUDA graph can hold it.
+    Positions beyond a row's count are not written.  No synchronisation and fixed shapes, so a CUDA graph can hold it.
     """
     num_rows, num_heads, dim = queries.shape
     device, width = queries.device, block_table.shape[1] * kv.cache.shape[2]

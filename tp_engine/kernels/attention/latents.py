@@ -2,13 +2,13 @@
 
 ::
 
-    prepare     query heads [ nope | rope ] -> [ nope | turned rope ], scaled
-                rows        [ latent | rope ] -> [ normalised latent | turned rope ]
+    prepare     query heads [ nope | rope ] -> [ nope | rotated rope ], scaled
+                rows        [ latent | rope ] -> [ normalised latent | rotated rope ]
     absorb      query heads [ nope | rope ] -> [ nope K_h | rope ]         K_h (nope_dim, rank) of the head's ``up``
     release     means of latents -> means of values: mean V_h^T            V_h (value_dim, rank), the rest of ``up``
 
-The pairs that turn are neighbours (``is_interleaved``) or half of rope_dim apart; they stay where they are, because
-scores are sums over pairs.
+The elements of a rotated pair are neighbours (``is_interleaved``) or half of rope_dim apart; they stay where they are,
+because scores are sums over pairs.
 """
 
 import torch
@@ -32,23 +32,23 @@ def prepare_latents(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``query`` (N, heads, query_dim) and ``rows`` (N, row_dim) -> both prepared; rows as (N, 1, row_dim).
 
-    ``rule`` is that of the latents' norm.  This twin leaves the store to the attention backend.  An implementation may
-    store the rows at the slots ``slot_mapping`` (N,) int64 of ``kv``, if there is one, and then returns None for them.
+    ``rule`` is that of the latents' norm.  This twin leaves the store to the attention backend; others may store the
+    rows at the slots ``slot_mapping`` (N,) int64 of ``kv``, if there is one, and then return None for them.
     """
     rank = len(rule.weight)
     size = rotation.rotary_dim
     nope = query.shape[2] - size
-    turned = turn(query[..., nope:], rotation, is_interleaved)
-    query = torch.cat((query[..., :nope], turned), -1)
+    rotated = rotate(query[..., nope:], rotation, is_interleaved)
+    query = torch.cat((query[..., :nope], rotated), -1)
     if rotation.query_scale is not None:
         scale = rotation.query_scale.index_select(0, rotation.positions).view(-1, 1, 1)
         query = (query * scale).to(query.dtype)
-    key = turn(rows[:, rank:].unsqueeze(1), rotation, is_interleaved)
+    key = rotate(rows[:, rank:].unsqueeze(1), rotation, is_interleaved)
     return query, torch.cat((norm(rows[:, :rank], rule).unsqueeze(1), key), -1)
 
 
-def turn(heads: torch.Tensor, rotation: Rotation, is_interleaved: bool) -> torch.Tensor:
-    """``heads`` (N, heads, rope_dim), turned."""
+def rotate(heads: torch.Tensor, rotation: Rotation, is_interleaved: bool) -> torch.Tensor:
+    """``heads`` (N, heads, rope_dim), rotated."""
     if not is_interleaved:
         return apply_rotary(heads, *rotation.cos_sin())
     cos, sin = rotation.table.index_select(0, rotation.positions).unsqueeze(1).chunk(2, -1)

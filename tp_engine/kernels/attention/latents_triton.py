@@ -2,7 +2,7 @@
 
 ::
 
-    query (N, heads, nope + rope)    changed in place: the rope part turns; where queries are scaled, all of it
+    query (N, heads, nope + rope)    changed in place: the rope part is rotated; where queries are scaled, all of it
     rows (N, rank + rope)            stored at their slot, or without a cache in a new tensor
     program (i, t), t < tiles        TILE heads of token i's query
     program (i, tiles)               its row
@@ -24,7 +24,7 @@ _HEADS_PER_PROGRAM = 16
 
 @jit
 def load_rotation(table, position, pair, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Return the cosine and the sine, float32, of each ``pair`` at ``position``, and the elements that it turns."""
+    """The cosine and the sine, float32, of each ``pair`` at ``position``, and its two elements."""
     angle = table + position.to(tl.int64) * (2 * HALF) + pair
     cos = tl.load(angle, mask=pair < HALF, other=0.0).to(tl.float32)
     sin = tl.load(angle + HALF, mask=pair < HALF, other=0.0).to(tl.float32)
@@ -35,8 +35,8 @@ def load_rotation(table, position, pair, HALF: tl.constexpr, INTERLEAVED: tl.con
 
 
 @jit
-def turn_pairs(place, step, other, inside, cos, sin):
-    """Return the pairs at ``place``, elements ``step`` and ``other``, turned: float32."""
+def rotate_pairs(place, step, other, inside, cos, sin):
+    """The pairs of elements ``step`` and ``other`` at ``place``, rotated: float32."""
     a = tl.load(place + step, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(place + other, mask=inside, other=0.0).to(tl.float32)
     return a * cos - b * sin, b * cos + a * sin
@@ -60,7 +60,7 @@ def prepare_latents_kernel(
         head = tile * TILE + tl.arange(0, TILE)[:, None]
         place = query + token * query_stride + head * (NOPE + 2 * HALF)
         inside = (head < NUM_HEADS) & (pair < HALF)[None, :]
-        a, b = turn_pairs(place + NOPE, first[None, :], second[None, :], inside, cos[None, :], sin[None, :])
+        a, b = rotate_pairs(place + NOPE, first[None, :], second[None, :], inside, cos[None, :], sin[None, :])
         if SCALES_QUERY:
             factor = tl.load(query_scale + position)
             a, b = a * factor, b * factor
@@ -80,9 +80,9 @@ def prepare_latents_kernel(
             latent = tl.load(place + column, mask=column < RANK, other=0.0).to(tl.float32)
             gain = tl.load(weight + column, mask=column < RANK, other=0.0).to(tl.float32) + OFFSET
             latent *= tl.rsqrt(tl.sum(latent * latent, axis=0) / RANK + eps) * gain
-            a, b = turn_pairs(place + RANK, first, second, inside, cos, sin)
+            a, b = rotate_pairs(place + RANK, first, second, inside, cos, sin)
             if LARGEST > 0:
-                # As the twin, which rounds to the model's type before it quantises.
+                # Like the twin, which rounds to the model's type before it quantises.
                 latent = latent.to(rows.dtype.element_ty).to(tl.float32)
                 a, b = a.to(rows.dtype.element_ty).to(tl.float32), b.to(rows.dtype.element_ty).to(tl.float32)
                 bits = tl.max(tl.maximum(magnitude_bits(a), magnitude_bits(b)), axis=0)
@@ -106,7 +106,7 @@ def prepare_latents_triton(
     kv: LayerKv | None,
     slot_mapping: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``latents.prepare_latents`` in one launch, which also stores the rows if there is a cache; -1 is not stored.
+    """``latents.prepare_latents`` in one launch, which also stores the rows if there is a cache, but not at slot -1.
 
     No synchronisation and fixed shapes, so a CUDA graph can hold it.  The query is changed in place and returned.
     """

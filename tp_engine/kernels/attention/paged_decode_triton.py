@@ -5,13 +5,13 @@
     grid (KV heads, splits, B)      program (h, s, b): all queries of request b on KV head h, over one range of its keys
 
     tiles of request b      |0|1|2|3|4|5|6|7|8|       ceil(visible keys / TILE)
-    splits, 4 at most       |  s0   |  s1   |s2|       the other programs end at once
+    splits, here at most 4  |  s0   |  s1   |s2|       the other programs end at once
 
     partial (N, heads, splits, head_dim), partial_lse (N, heads, splits)    float32
     arrivals (B, KV heads)    splits that have written their part; the last to arrive joins the parts, in their order
 
 A small batch is split until its programs fill the GPU: ``usual_splits``.  A larger one fills it without splits, and
-each request's result is written at once.  But a request of many keys is still split, into at most ``num_splits``, so
+each request's result is written directly.  But a request of many keys is still split, into at most ``num_splits``, so
 that the others need not wait for it.
 
 The grid depends on the size of the batch alone and lengths are read on the device, so a CUDA graph can hold both.
@@ -40,7 +40,7 @@ from tp_engine.kernels.jit import jit
 from tp_engine.kernels.kv_cache.layer_kv import LayerKv
 
 MAX_SPLITS = 64
-_USUAL_GROUP = 8  # the order of a sum must not follow from how many heads of a group a rank has
+_USUAL_GROUP = 8  # the order of a sum must not depend on how many heads of a group a rank has
 # On an H200 (docs/benchmarks.md) more programs do not read faster, and their parts must be joined.
 _PROGRAMS_PER_MULTIPROCESSOR = 2
 _MOST_PROGRAMS_PER_MULTIPROCESSOR = 16  # a program without work ends at once, but costs a launch
@@ -51,7 +51,7 @@ _MIN_ROWS = 16  # of a matrix product
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeSizes:
-    """``tile`` keys at a time by ``num_warps`` warps, ``num_stages`` tiles on their way.
+    """``tile`` keys at a time by ``num_warps`` warps, ``num_stages`` tiles in flight.
 
     Each request's keys are split into ``usual_splits`` parts, or into more if a part would have more than
     ``long_keys``; at most ``num_splits``.
@@ -135,7 +135,7 @@ def split_of(
     length, usual_splits, num_splits,
     QUERY_LEN: tl.constexpr, TILE: tl.constexpr, LONG_TILES: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Return the first position that is read, a multiple of TILE; tiles from there on; tiles of each split."""
+    """The first position that is read, a multiple of TILE; the tiles from there on; the tiles of each split."""
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - QUERY_LEN - WINDOW + 1, 0) // TILE * TILE
@@ -227,5 +227,5 @@ def decode_sizes(
 
 
 def power_of_two_splits(wanted: int) -> int:
-    """Return the largest one up to ``wanted`` and ``MAX_SPLITS``; at least 1."""
+    """The largest power of two up to ``wanted`` and ``MAX_SPLITS``; at least 1."""
     return min(MAX_SPLITS, 1 << max(0, wanted.bit_length() - 1))

@@ -1,4 +1,4 @@
-"""Latent attention over the paged cache, by queries that are absorbed already: decodes, and prompt chunks.
+"""Latent attention over the paged cache, by absorbed queries (``latents.absorb_w_uk``): decodes, and prompt chunks.
 
 ::
 
@@ -63,7 +63,7 @@ def paged_latent_kernel(
     IS_CHUNK: tl.constexpr, IS_CHOSEN: tl.constexpr, IS_SPLIT: tl.constexpr, QUANTISED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: one split of BLOCK_Q queries on GROUP heads.  Without IS_CHUNK a request's one query has its number.
+    """One program: one split of BLOCK_Q queries on GROUP heads.  Without IS_CHUNK, query i is request i's only one.
 
     With IS_CHOSEN the keys are at the first ``seq_lens`` positions of the request's row of ``chosen``.  ``out``
     (N, heads, rank) is the result of a single split; more of them go to ``partial``.
@@ -153,11 +153,11 @@ def mla_decode_triton(
     arrivals: torch.Tensor,
     chosen: ChosenKeys | None = None,
 ) -> None:
-    """``paged_attention`` with ``value_dim`` of N requests with one query each, into ``out`` (N, heads, rank).
+    """``paged_attention`` with a ``value_dim``, of N requests with one query each, into ``out`` (N, heads, rank).
 
     ``query`` (N, heads, rank + rope), a token's heads contiguous; ``block_table`` (N, M) and ``seq_lens`` (N,) int32;
     ``sizes`` by ``latent_sizes``.  Launches the same kernel for every content of ``seq_lens`` and ``block_table``.
-    With ``chosen`` each attends to those keys alone, and their numbers stand for ``seq_lens``.
+    With ``chosen`` each attends to those keys alone, and their counts replace ``seq_lens``.
 
     ``arrivals`` (``MAX_ARRIVALS``,) int32 are zeros before and after the launch; launches that may run at the same
     time need their own.
@@ -185,8 +185,8 @@ def mla_chunks_triton(
     num_queries: int,
     first_request: int = 0,
 ) -> None:
-    """Attend as ``mla_decode_triton`` does, for the requests from ``first_request`` on, ``num_queries`` tokens in all;
-    others' rows are left alone.
+    """Latent attention of the requests from ``first_request`` on, ``num_queries`` tokens in all; others' rows are left
+    alone.
 
     ``query_start`` (B + 1,) int32, the rest as for ``mla_decode_triton``.
     """
@@ -261,8 +261,8 @@ def latent_sizes(
     """Sizes for decodes of ``num_requests``, or for their chunks of ``num_queries`` in all.
 
     ``itemsize`` is that of the query's type; float32 is for tests.  The numbers of splits, powers of two, do not depend
-    on lengths.  By compiled code more rows would not fit into the registers where parts are joined; rows and tile take
-    74 KiB of shared memory, which every GPU from 8.0 on has.  They have not been timed.
+    on lengths.  According to the compiled code, more rows would not fit into the registers where parts are joined; rows
+    and tile take 74 KiB of shared memory, which every GPU from 8.0 on has.  They have not been timed.
     """
     tile, num_warps, num_stages, most_rows = 32, 8, 2, 32
     if itemsize > 2:

@@ -1,4 +1,4 @@
-"""Attention of prompt chunks over the paged cache, which holds the chunk's own keys and values too.
+"""Attention of prompt chunks over the paged cache, which also holds the chunks' own keys and values.
 
 ::
 
@@ -38,7 +38,7 @@ _MAX_BLOCKS = 65_535  # of a grid's second dimension
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSizes:
-    """``rows`` packed queries and heads of a program, ``tile`` keys at a time, ``num_stages`` tiles on their way."""
+    """``rows`` packed queries and heads of a program, ``tile`` keys at a time, ``num_stages`` tiles in flight."""
 
     rows: int
     tile: int
@@ -46,7 +46,7 @@ class PrefillSizes:
     num_stages: int
 
 
-# As the prefill of a pair of backends it gets slices that begin at the first prefill, so at any address.
+# As the prefill of a pair of backends it gets slices that begin at the first prefill, and so at any address.
 @triton.jit(
     do_not_specialize=["table_stride", "first_request", "num_requests"],
     do_not_specialize_on_alignment=["block_table", "seq_lens", "query_start"],
@@ -115,8 +115,7 @@ def paged_prefill_kernel(
 
 @jit
 def request_of(program, query_start, first_request, num_requests, BLOCK_Q: tl.constexpr):
-    """Return the request of a program, and which of its blocks of queries: the last request that begins at or before
-    it."""
+    """The request of a program, the last one that begins at or before it, and which of its blocks of queries."""
     origin = tl.load(query_start + first_request)
     low, high = first_request, num_requests - 1
     while low < high:
@@ -149,8 +148,8 @@ def paged_prefill_triton(
     """``paged_attention`` of the requests from ``first_request`` on, ``num_queries`` tokens in all, into ``out``.
 
     ``query`` (N, heads, head_dim), a token's heads contiguous; ``out`` (N, heads, head_dim), contiguous: rows of other
-    requests are left alone; the rest as in ``paged_attention``.  ``ConfigError`` for more queries than a launch can
-    have, which the largest step of the start finds.
+    requests are left alone; the rest as in ``paged_attention``.  Raises ``ConfigError`` for more queries than a launch
+    can have; the largest step, tried at the start, finds it.
     """
     num_requests = len(seq_lens)
     if num_queries == 0 or first_request == num_requests:
@@ -175,14 +174,14 @@ def paged_prefill_triton(
 def prefill_sizes(head_dim: int, itemsize: int, shared_memory: int = LARGE_SHARED_MEMORY) -> PrefillSizes:
     """Sizes for a GPU whose programs have ``shared_memory`` bytes; ``itemsize`` is that of the query's type.
 
-    float32, which is for tests, has no matrix units.
+    float32 is for tests: it has no matrix units.
     """
     head_pad = triton.next_power_of_2(head_dim)
     if itemsize > 2:
         size = 32 if head_pad <= 256 else 16
         return PrefillSizes(rows=size, tile=size, num_warps=4, num_stages=1)
     if head_pad > 256:
-        # By compiled code: more rows, or a larger tile, would not fit into the registers.
+        # According to the compiled code, more rows, or a larger tile, would not fit into the registers.
         if shared_memory >= LARGE_SHARED_MEMORY:
             return PrefillSizes(rows=64, tile=16, num_warps=8, num_stages=2)
         return PrefillSizes(rows=32, tile=32, num_warps=8, num_stages=1)

@@ -6,7 +6,7 @@ Grouped queries are packed: the rows of a program's matrices are all query heads
 
 so that a tile of keys is read once for all of them and the products run on matrix units.  Scores are in units of log 2.
 
-A sink is a score of a head without a key: it takes part in the sum of a row's softmax and adds nothing to the result.
+A sink is a head's score without a key: it takes part in the sum of a row's softmax and adds nothing to the result.
 """
 
 from typing import Any
@@ -30,14 +30,14 @@ def cache_arguments(kv: LayerKv) -> tuple[torch.Tensor, ...]:
 
 
 def score_scale(scale: float, softcap: float | None) -> float:
-    """Return the factor of products in ``attend_tile``: to units of log 2, or with a soft cap to parts of the cap."""
+    """The factor of products in ``attend_tile``: to units of log 2, or with a soft cap to parts of the cap."""
     return scale * LOG2_E if softcap is None else scale / softcap
 
 
 def layer_constants(
     query: torch.Tensor, kv: LayerKv, window: int | None, softcap: float | None, sinks: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Return the constants of both kernels: the shapes of ``query`` (N, heads, head_dim) and of the cache."""
+    """The constants of both kernels, from the shapes of ``query`` (N, heads, head_dim) and of the cache."""
     _, num_heads, head_dim = query.shape
     _, _, block_size, num_kv_heads, _ = kv.cache.shape
     assert query.stride(2) == 1 and query.stride(1) == head_dim, "a token's heads must be contiguous"
@@ -59,7 +59,7 @@ def layer_constants(
 
 @jit
 def to_float16(states):
-    """``states`` in half precision, at most its largest value; NaN stays NaN."""
+    """``states`` in half precision, clamped to its range; NaN stays NaN."""
     return tl.clamp(states.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
 
 
@@ -79,7 +79,7 @@ def places_of(table_row, start, length, TILE: tl.constexpr, BLOCK_SIZE: tl.const
 
 @jit
 def load_states(cache, first, is_key, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr):
-    """(TILE, HEAD_PAD) of ``cache``, each from element ``first`` (TILE,) on; zeros where no key is and after HEAD_DIM.
+    """(TILE, HEAD_PAD) of ``cache``, each row from element ``first`` (TILE,) on; zeros without a key, or from HEAD_DIM.
 
     Memory of other requests may hold anything, even NaN, so it is never read.
     """
@@ -102,7 +102,7 @@ def attend_tile(
     SCALE_STRIDE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     WINDOW: tl.constexpr, QUANTISED: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Take one step of the online softmax: the keys at positions ``start`` to ``start`` + TILE of one request.
+    """One step of the online softmax: the keys at positions ``start`` to ``start`` + TILE of one request.
 
     ``query`` (ROWS, HEAD_PAD); ``accumulated`` (ROWS, HEAD_PAD), ``total`` and ``peak`` (ROWS,) float32; ``own``
     (ROWS,) positions of the queries; ``scale`` as ``score_scale`` makes it; SOFTCAP, in units of log 2, bounds the
@@ -135,8 +135,8 @@ def attend_tile(
 
 @jit
 def add_tile(scores, values, scales, accumulated, total, peak, QUANTISED: tl.constexpr):
-    """Return the state of the online softmax after a tile: ``scores`` (ROWS, TILE), -inf where hidden, of ``values``
-    (TILE, width), which have ``scales`` (TILE,) where QUANTISED.
+    """The state of the online softmax after a tile: ``scores`` (ROWS, TILE), -inf where hidden, of ``values`` (TILE,
+    width), which have ``scales`` (TILE,) if QUANTISED.
     """
     new_peak = tl.maximum(peak, tl.max(scores, axis=1))
     # If no key has been visible so far, a difference of infinities would be NaN.
@@ -157,7 +157,7 @@ def add_tile(scores, values, scales, accumulated, total, peak, QUANTISED: tl.con
 
 @jit
 def with_sinks(accumulated, total, peak, sinks, head, counts):
-    """Return the state of the online softmax after one more score, that of ``sinks`` (heads,) at ``head`` (ROWS,).
+    """The state of the online softmax after one more score, that of ``sinks`` (heads,) at ``head`` (ROWS,).
 
     Only if it ``counts``: a sink counts in one split of each row.
     """

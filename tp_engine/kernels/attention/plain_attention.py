@@ -1,9 +1,9 @@
-"""Attention in plain PyTorch, with caps and sinks: over keys that are at hand, and over the paged cache.
+"""Attention in plain PyTorch, with caps and sinks: over given keys, and over the paged cache.
 
 ::
 
     score  = scale * q . k                  with a softcap: cap * tanh(score / cap), before the mask
-    weight = exp(score) / (sum of exp(score) over the visible keys + exp(sink))           without a sink: of keys alone
+    weight = exp(score) / (sum of exp(score) over the visible keys + exp(sink))          without a sink: over keys alone
 
 A sink is an extra score of a head that takes part in the sum and has no value.  ``scaled_dot_product_attention`` has no
 caps and no sinks.  ``paged_attention`` is the twin of the paged kernels, in Triton and in C.
@@ -14,7 +14,7 @@ import torch
 from tp_engine.kernels.kv_cache.layer_kv import LayerKv, states_at
 from tp_engine.kernels.layer_ops import widened
 
-# Scores that are in memory at a time; the others are computed after them.
+# Scores that are in memory at a time.
 _MAX_SCORES = 1 << 24
 
 
@@ -45,7 +45,7 @@ def attend(
     """``query`` (..., q, d) over ``keys`` and ``values`` (..., k, d) -> (..., q, d); the leading axes broadcast.
 
     ``hidden`` (..., q, k) is added to the scores: 0, or -inf where a key is hidden.  ``sinks`` (..., q, 1).  Scores
-    are float32 (float64 for float64), the product with the values is of the query's type.
+    are float32 (float64 for float64); the product with the values is of the query's type.
     """
     num_queries, num_keys = query.shape[-2], keys.shape[-2]
     width = query.shape[:-2].numel() * num_keys
@@ -81,13 +81,13 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     value_dim: int | None = None,
 ) -> torch.Tensor:
-    """Attend request by request; the K/V of all tokens, this step's included, is in the cache.
+    """Attend request by request; the K/V of all tokens, those of this step included, is in the cache.
 
     ``query`` (N, heads, head_dim); ``block_table`` (B, M), ``seq_lens`` (B,), ``query_start`` (B + 1,) int32: request
     i's queries are the last of its ``seq_lens[i]`` tokens.  ``window`` counts the visible keys, self included;
     ``softcap`` and ``sinks`` (heads,) float32 as in the module's text.  Returns (N, heads, head_dim), zeros where a
     request has no tokens; the product with the values is of the query's type.  With ``value_dim`` the cache has one
-    part: values are the first elements of its keys, and the result is as wide.
+    part: values are the first ``value_dim`` elements of its keys, and the result is as wide.
     """
     out = query.new_zeros(*query.shape[:2], value_dim or query.shape[2])
     starts, lengths = query_start.tolist(), seq_lens.tolist()

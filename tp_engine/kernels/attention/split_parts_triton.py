@@ -1,4 +1,4 @@
-"""What a program of split attention makes of its keys, and how the last one to arrive joins the parts of all.
+"""Attention split over keys: each program writes its part, and the last one to arrive joins the parts of all.
 
 ::
 
@@ -73,6 +73,5 @@ def join_splits(
 
 
 def joined_parts(num_rows: int, head_pad: int, num_warps: int) -> int:
-    """Return how many parts of ``num_rows`` heads ``join_splits`` takes at a time; a power of two, if the others
-    are."""
+    """How many parts of ``num_rows`` heads ``join_splits`` takes at a time: a power of two, if the arguments are."""
     return max(1, min(_MAX_JOINED_PARTS, num_warps * 32 * _JOINED_PER_THREAD // (num_rows * head_pad)))

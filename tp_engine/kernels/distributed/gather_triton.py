@@ -7,7 +7,7 @@
               all buffers  ->  whole [ rank 0's part | rank 1's part | ... ]
               meet                                                   the buffers may be overwritten
 
-A rank reads the bytes that any all-gather would bring it, and waits for two exchanges of signals.  Programs of kernels
+A rank reads no more bytes than any all-gather, and waits for two exchanges of signals.  Programs of kernels
 on different ranks wait for each other by signals in memory that the ranks' GPUs share::
 
     signals of rank r    [place 0: from rank 0, 1, .. W-1 | place 1: ... ]      int32, 0 between kernels
@@ -27,13 +27,13 @@ from tp_engine.kernels.jit import jit
 _BLOCK = 512
 _NEVER = tl.constexpr(2)  # no signal is ever this, so a lane that waits for it changes nothing
 MAX_PROGRAMS = 32
-"""The most of a launch: all must run at once, because they wait for other ranks, and the signals of two places of each
-must fit the pad."""
+"""Of a launch: all must run at once, because they wait for other ranks, and the signals of their two places must fit
+into the pad."""
 
 
 @jit
 def meet(signals, rank, place, WORLD_SIZE: tl.constexpr):
-    """Tell every rank that this program is here, and wait until all are; what was stored before is seen after.
+    """Tell every rank that this program has arrived, and wait for all; what was stored before can be read after.
 
     Each peer has a lane of its own: signals take one or two microseconds each, and cross the links side by side.
     """
@@ -60,7 +60,7 @@ def _change_all(words, old, new, SEM: tl.constexpr):
 @triton.jit(do_not_specialize=["rank", "num_words"], do_not_specialize_on_alignment=["part"])
 @no_type_check
 def gather_kernel(part, whole, buffers, signals, num_words, rank, BLOCK: tl.constexpr, WORLD_SIZE: tl.constexpr):
-    """One program: every num_programs-th block of each part."""
+    """One program: every ``num_programs``-th block of each part."""
     program, num_programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     lane = tl.arange(0, BLOCK)
     own = tl.load(buffers + rank).to(tl.pointer_type(tl.int64))

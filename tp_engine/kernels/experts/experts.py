@@ -1,4 +1,4 @@
-"""A layer's experts applied to the tokens that were routed to them, in plain PyTorch: the twin of C and Triton.
+"""A layer's experts applied to the tokens routed to them, in plain PyTorch: the twin of C and Triton.
 
 ::
 
@@ -44,7 +44,7 @@ def mix_experts(
     *,
     keeps_sums: bool = False,
 ) -> torch.Tensor:
-    """``x`` (N, hidden), ``expert_ids`` (N, k) int32, ``weights`` (N, k) float32 -> (N, hidden), of ``x``'s type.
+    """``x`` (N, hidden), ``expert_ids`` (N, k) int32, ``weights`` (N, k) float32 -> (N, hidden), in ``x``'s type.
 
     If it ``keeps_sums``, the result is float32, and the products that it adds up are not rounded.
     """
@@ -60,7 +60,7 @@ def mix_experts(
 
 
 def _multiply(rows: torch.Tensor, weights: Weights, biases: torch.Tensor | None, index: int) -> torch.Tensor:
-    """``rows`` (n, in) times the weight of expert ``index`` -> (n, out), in the type of ``rows``."""
+    """``rows`` (n, in) times the weight of expert ``index`` -> (n, out), in the rows' type."""
     bias = None if biases is None else biases[index].to(rows.dtype)
     if isinstance(weights, QuantisedWeight):
         return multiply_quantised(rows, weights.expert(index), bias)

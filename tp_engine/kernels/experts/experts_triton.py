@@ -7,10 +7,10 @@
     down            inner of the pairs -> outputs[pair]
     sum             program (token, columns): outputs of the token's pairs times their weights, in the order of j
 
-Grids have room for the most blocks that the number of tokens can need, so a CUDA graph holds all of it and the host
+Grids have room for the most blocks that the number of tokens can need, so a CUDA graph can hold all of it and the host
 never waits.  No sum is atomic, and a product adds up its columns in blocks of one size for any number of rows, so a
-row's result does not depend on the rest of the batch.  The shape is vLLM's (``fused_moe.py``, Apache-2.0), the code is
-this project's.
+row's result does not depend on the rest of the batch.  The structure is that of vLLM's ``fused_moe.py`` (Apache-2.0),
+the code is this project's.
 """
 
 from dataclasses import replace
@@ -27,8 +27,8 @@ from tp_engine.kernels.experts.products_triton import Tiles, multiply_pairs, til
 from tp_engine.kernels.experts.sort_triton import sort_pairs
 from tp_engine.kernels.jit import jit
 
-# Pairs per expert, on average, from which PyTorch's grouped products take over, on GPUs that have them.  In bfloat16,
-# at 32,768 tokens, VeOmni measured 242 to 215 TFLOP/s for 128 experts, and 181 to 71 for 512.
+# Average pairs per expert from which PyTorch's grouped products take over, on GPUs that have them.  In bfloat16, at
+# 32,768 tokens, VeOmni measured 242 against 215 TFLOP/s for 128 experts, and 181 against 71 for 512.
 GROUPED_MM_FROM = 512
 
 
@@ -62,10 +62,9 @@ def add_gated_kernel(total, x, gates, stride, SIZE: tl.constexpr, BLOCK: tl.cons
 
 
 class TritonExperts:
-    """``kernels.experts.mix_experts`` of ``weights``; shapes follow from the number of
-    tokens alone.
+    """``experts.mix_experts`` of ``weights``; shapes follow from the number of tokens alone.
 
-    ``grouped``: the products of many pairs, if there are any; ``tiles`` replaces the choice from ``TILES``, and
+    ``grouped`` multiplies many pairs, if it is given; ``tiles`` replaces the choice from ``TILES``, and
     ``grouped_mm_from`` replaces ``GROUPED_MM_FROM``.
     """
 

@@ -1,4 +1,4 @@
-"""A layer's experts by PyTorch's grouped products of pairs that are sorted by expert: for many pairs, on GPUs.
+"""A layer's experts by PyTorch's grouped products of pairs sorted by expert: for many pairs, on GPUs.
 
 ::
 
@@ -10,8 +10,8 @@
 weights             rows                                                product
 ==================  ==================================================  ===================================
 bfloat16            as they are                                         ``F.grouped_mm``
-e4m3, a scale per   rounded to 8 bits, if the format says that          ``torch._scaled_grouped_mm``
-row                 activations are quantised                           (``scaled_products``)
+e4m3, a scale per   rounded to 8 bits, if the format quantises          ``torch._scaled_grouped_mm``
+row                 activations                                         (``scaled_products``)
 ==================  ==================================================  ===================================
 
 Shapes follow from the number of tokens alone, and nothing waits for the device.
@@ -78,12 +78,12 @@ class GroupedExperts:
 
 
 def dense_grouped_experts(weights: ExpertWeights[torch.Tensor]) -> GroupedExperts:
-    """Return the products of ``weights``, without looking whether the device has them."""
+    """The products of ``weights``, without asking whether the device has them."""
     return GroupedExperts(DenseGrouped(weights.gate_up), DenseGrouped(weights.down), weights.activation, weights.first)
 
 
 def grouped_experts(weights: ExpertWeights[Weights], *, quantises_activations: bool = False) -> GroupedExperts | None:
-    """Return the grouped products of these experts on their device; None if there are none.
+    """The grouped products of these experts on their device; None if there are none.
 
     ``quantises_activations``: rows may be rounded to 8 bits.
     """

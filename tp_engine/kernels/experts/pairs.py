@@ -1,9 +1,9 @@
-"""Pairs of a row and one of its experts, in the order of experts: each product of theirs apart, for adapters between.
+"""Pairs of a row and one of its experts, sorted by expert: single products, so that adapters can come between them.
 
 ::
 
     pair     row * top_k + j, of the row's j-th expert; those whose expert is on another rank are left out
-    run      the pairs of one expert, one after the other
+    run      consecutive pairs of one expert
 """
 
 from dataclasses import dataclass
@@ -34,8 +34,7 @@ class ExpertPairs:
 
 
 def pair_up(local_ids: IntArray, num_experts: int) -> ExpertPairs:
-    """Return the pairs of rows whose experts are ``local_ids`` (n, k) among the rank's ``num_experts``, or outside of
-    them."""
+    """The pairs of rows whose experts are ``local_ids`` (n, k), of which 0 to ``num_experts`` - 1 are the rank's."""
     flat = local_ids.ravel()
     here = np.flatnonzero((flat >= 0) & (flat < num_experts))
     order = here[np.argsort(flat[here], kind="stable")]

@@ -4,7 +4,7 @@
 
     program (block, columns): rows of the block's pairs -> out[pair], activated if the weight is gate and up
 
-Weights have the type of ``x`` or are quantised; then they are widened in registers (``quantised/sums_triton.py``).
+Weights have the type of ``x``, or are quantised and widened in registers (``quantization/sums_triton.py``).
 """
 
 from typing import Any, NamedTuple, no_type_check
@@ -38,7 +38,7 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# The most pairs per expert, on average, and the tiles.  ``scripts/bench_kernels.py --tiles experts`` times them.
+# The most pairs per expert, on average, and their tiles.  ``scripts/bench_kernels.py --tiles experts`` times them.
 TILES = (
     (8, Tiles(16, 64, 64, 4, 4)),
     (32, Tiles(32, 64, 64, 4, 4)),
@@ -48,7 +48,7 @@ TILES = (
 
 
 def tiles_for(num_pairs: int, num_experts: int) -> Tiles:
-    """Return the tiles of ``TILES`` for ``num_pairs``."""
+    """The tiles of ``TILES`` for ``num_pairs``."""
     return next(tiles for most, tiles in TILES if num_pairs <= most * num_experts)
 
 
@@ -153,11 +153,10 @@ def multiply_pairs(
     pairs_per_row: int = 1,
     activation: Activation | None = None,
 ) -> torch.Tensor:
-    """(pairs, out): row pair // ``pairs_per_row`` of ``x`` times its expert's ``weight`` (experts, out, in).
+    """(pairs, out): row ``pair // pairs_per_row`` of ``x`` times its expert's ``weight`` (experts, out, in).
 
     With an ``activation`` that has a gate, the weight is gate rows, then up rows, and the result has half as many
-    columns.  Rows of
-    pairs whose expert is elsewhere are undefined.
+    columns.  Rows of pairs whose expert is elsewhere are undefined.
     """
     size = weight.shape[1] // (1 if activation is None else activation.num_parts)
     out = x.new_empty((order.num_pairs, size))

@@ -4,11 +4,11 @@
 
     s_e      score of expert e: softmax of the logits, or sigmoid of its own, or the logit itself
     c_e      s_e + correction_e, for the choice alone; -inf outside of the chosen groups
-    chosen   the top_k experts with the largest c; of equal ones, the lower ids.  In that order
+    chosen   the top_k experts with the largest c, in that order; among equals, lower ids first
     w_j      s of the j-th chosen expert; if s are logits, their softmax over the chosen ones
              / (sum of w + sum_eps), if the rule renormalises; * factor; * the expert's own scale
 
-A group is a stretch of num_experts / num_groups experts; its worth is the sum of its two largest c (DeepSeek-V3,
+A group is num_experts / num_groups consecutive experts; its score is the sum of its two largest c (DeepSeek-V3,
 https://arxiv.org/abs/2412.19437, section 2.1.2), or its largest (DeepSeek-V2).  All arithmetic is float32.
 """
 
@@ -21,7 +21,7 @@ from tp_engine.model_config.mlp import RoutingRule
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoad:
-    """``counts`` (experts,) int64: the tokens that went to each expert, without tokens whose ``slots`` (N,) are -1."""
+    """``counts`` (experts,) int64: the tokens that went to each expert, but not padding, whose ``slots`` (N,) is -1."""
 
     counts: torch.Tensor
     slots: torch.Tensor
@@ -55,7 +55,7 @@ def route(
 def score(
     logits: torch.Tensor, rule: RoutingRule, correction: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each expert's score, and what decides the choice, both (N, experts) float32."""
+    """Each expert's score, and the score that decides the choice, both (N, experts) float32."""
     scores = logits.float()
     if rule.scores == "softmax":
         scores = scores.softmax(1)
@@ -71,7 +71,7 @@ def to_float32(x: torch.Tensor) -> torch.Tensor:
 
 
 def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """The places (N, count) of each row's largest values; of equal ones the first."""
+    """The places (N, count) of each row's largest values; among equals, the first."""
     return values.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 

@@ -11,14 +11,14 @@ from tp_engine.kernels.experts.routing import ExpertLoad
 from tp_engine.kernels.jit import jit
 from tp_engine.model_config.mlp import RouterScores, RoutingRule
 
-# As RouterScores counts them; 1 is "softmax_of_chosen".
+# Indices in ``RouterScores``; 1 is "softmax_of_chosen".
 _SOFTMAX, _SIGMOID = tl.constexpr(0), tl.constexpr(2)
 _LOWEST = tl.constexpr(float("-inf"))
 
 
 @jit
 def take_largest(values, index, COUNT: tl.constexpr):
-    """Return the first ``index`` with the largest of ``values``; COUNT - 1 if all are NaN."""
+    """The first ``index`` with the largest of ``values``; COUNT - 1 if all are NaN."""
     return tl.minimum(tl.min(tl.where(values == tl.max(values, 0), index, COUNT), 0), COUNT - 1)
 
 

@@ -9,8 +9,8 @@
     count           program e: how many pairs go to expert e
     sort            program e: where its blocks begin (all counts before), its pairs there, in their order
 
-There is room for the most blocks that the number of tokens can need; the real number of blocks stays on the device, so
-the host never waits.
+There is room for the most blocks that the number of tokens can need; the actual number stays on the device, so the host
+never waits.
 """
 
 from typing import NamedTuple, no_type_check
@@ -79,7 +79,7 @@ def sort_kernel(
 
 
 def sort_pairs(expert_ids: torch.Tensor, first: int, num_experts: int, block_m: int) -> PairOrder:
-    """Return the pairs of ``expert_ids`` (N, k) int32 whose experts are among the ``num_experts`` from ``first`` on."""
+    """The pairs of ``expert_ids`` (N, k) int32 whose experts are among the ``num_experts`` from ``first`` on."""
     num_pairs, pdl = expert_ids.numel(), dependent_launch(expert_ids.device)
     num_blocks = num_pairs // block_m + min(num_experts, num_pairs)
     counts = expert_ids.new_empty(num_experts)

@@ -11,12 +11,11 @@ A vector is one head of one token, so K/V that come back depend on that token al
 blob is little more than half of a block of two-byte elements; because they are rounded up, no element saturates.  A
 vector whose scale is below the smallest normal number becomes zeros; one with an element that is not finite, NaN.
 
-Vectors have the order in which they lie in the block.  Keys in the order of ``cpu/attention_types.h`` are
-columns::
+Vectors have the order in which they lie in the block.  Keys in the order of ``cpu/attention_types.h`` are columns::
 
     rows      (block_size, KV heads, head_dim)
-    columns   (KV heads, block_size / simd_width, items of 4 bytes, simd_width)  values: (KV heads, block_size,
-    head_dim)
+    columns   (KV heads, block_size / simd_width, items of 4 bytes, simd_width)
+    values    (KV heads, block_size, head_dim)      beside keys in columns
 """
 
 import math
@@ -78,7 +77,7 @@ class BlockForm:
         return self._exchanged(blocks, self._columns, self._rows)
 
     def blocks_of(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Return the inverse of ``vectors_of``."""
+        """The inverse of ``vectors_of``."""
         blocks = vectors.contiguous().view(len(vectors), -1).view(torch.uint8)
         if not self.simd_width:
             return blocks
@@ -96,7 +95,7 @@ class BlockForm:
         return (groups, simd_width, items, 4)
 
     def _exchanged(self, blocks: torch.Tensor, given: tuple[int, ...], wanted: tuple[int, ...]) -> torch.Tensor:
-        """``blocks`` with keys of the shape ``given`` in that of ``wanted``, as vectors."""
+        """``blocks``, whose keys are reordered from the shape ``given`` to ``wanted``, as vectors."""
         parts = blocks.clone().view(len(blocks), self.num_parts // 2, 2, math.prod(given))
         keys = parts[:, :, 0].view(len(blocks), -1, *given).transpose(3, 4)
         assert keys.shape[2:] == wanted, (given, wanted)
@@ -105,7 +104,7 @@ class BlockForm:
 
 
 def encode_blocks(pool: torch.Tensor, blobs: torch.Tensor, pairs: Pairs, form: BlockForm, codes: torch.dtype) -> None:
-    """Write blobs of blocks: ``pairs`` (n, 2) are a block of ``pool`` and its place in ``blobs``, all places different.
+    """Encode blocks: ``pairs`` (n, 2) are a block of ``pool`` and its place in ``blobs``, all places different.
 
     ``pool`` (blocks, block_bytes) and ``blobs`` (m, blob_bytes) uint8; ``codes`` int8 or float8_e4m3fn.
     """
@@ -116,7 +115,7 @@ def encode_blocks(pool: torch.Tensor, blobs: torch.Tensor, pairs: Pairs, form: B
 
 
 def decode_blocks(blobs: torch.Tensor, pool: torch.Tensor, pairs: Pairs, form: BlockForm, codes: torch.dtype) -> None:
-    """Write the blocks of blobs: ``pairs`` (n, 2) are a place in ``blobs`` and a block of ``pool``, all different."""
+    """Decode blobs: ``pairs`` (n, 2) are a place in ``blobs`` and a block of ``pool``, all blocks different."""
     from_ids, to_ids = pair_ids(pairs, pool.device)
     given = blobs[from_ids]
     values = given[:, : form.code_bytes].contiguous().view(codes).float()
@@ -144,6 +143,6 @@ def round_up(scales: torch.Tensor) -> torch.Tensor:
 
 
 def pair_ids(pairs: Pairs, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return the two columns of ``pairs`` as int64 on ``device``."""
+    """The two columns of ``pairs`` as int64 on ``device``."""
     on_device = pairs if isinstance(pairs, torch.Tensor) else torch.from_numpy(pairs).to(device)
     return on_device.long().unbind(1)

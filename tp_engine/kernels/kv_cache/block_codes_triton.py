@@ -30,7 +30,7 @@ def _round_up(scales):
     """float32 scales as the bits of bfloat16, in the upper half; see ``block_codes.round_up``."""
     bits = (scales.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000
     bits = tl.where(scales < _SMALLEST_SCALE, 0, bits)
-    return tl.where(scales < float("inf"), bits, 0x7FC00000)  # NaN is less than nothing
+    return tl.where(scales < float("inf"), bits, 0x7FC00000)  # false for NaN, too
 
 
 @jit
@@ -41,7 +41,7 @@ def _pair(pairs):
 
 @jit
 def _vectors(VECTORS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, ROWS: tl.constexpr):
-    """The program's vectors, which of them exist, and the places of their items, and which of these exist."""
+    """The program's vectors, which of them exist, the places of their items, and which of these exist."""
     vector = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH_PAD)
     inside = (vector < VECTORS)[:, None] & (column < WIDTH)[None, :]

@@ -71,8 +71,7 @@ class LayerKv:
 
 
 def layer_view(blocks: torch.Tensor, place: int) -> torch.Tensor:
-    """Return the layer at ``place`` of ``blocks`` (blocks, layers, parts, ...) as (parts, blocks, ...), without a
-    copy."""
+    """The layer at ``place`` of ``blocks`` (blocks, layers, parts, ...) as (parts, blocks, ...), without a copy."""
     return blocks[:, place].transpose(0, 1)
 
 
@@ -100,7 +99,7 @@ def scatter_kv(new: KeyValue, kv: LayerKv, slots: torch.Tensor) -> None:
     blocks, offsets = slots // block_size, slots % block_size
     if kv.scales is None:
         rows = blocks * kv.rows_per_block + offsets
-        for cached, states in zip(kv.token_rows, new, strict=False):  # the parts that there are
+        for cached, states in zip(kv.token_rows, new, strict=False):  # a cache may have keys alone
             cached.index_copy_(0, rows, states.flatten(1).to(cached.dtype))
         return
     for part, states in enumerate(new[: len(kv.cache)]):
@@ -111,7 +110,7 @@ def scatter_kv(new: KeyValue, kv: LayerKv, slots: torch.Tensor) -> None:
 
 
 def is_quantised(dtype: torch.dtype) -> bool:
-    """Return whether a cache of ``dtype`` has scales beside it."""
+    """Whether a cache of ``dtype`` has scales beside it."""
     return dtype in LARGEST_VALUE
 
 
@@ -130,7 +129,7 @@ def quantise(states: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, to
 
 
 def dequantise(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return the states (..., head_dim) float32 of values (..., head_dim) and scales (...)."""
+    """Values (..., head_dim) and scales (...) -> states (..., head_dim) float32."""
     return values.float() * scales.unsqueeze(-1)
 
 

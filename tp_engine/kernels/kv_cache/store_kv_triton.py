@@ -40,7 +40,7 @@ def store_kv_kernel(
 
 def store_kv_triton(new: KeyValue, kv: LayerKv, slot_mapping: torch.Tensor) -> None:
     """``store_kv`` as one kernel launch: no synchronisation and fixed shapes, so a CUDA graph can hold it."""
-    # Of a cache with one part, the keys are stored twice, at the same place.
+    # In a cache with one part, the keys are stored twice, at the same place.
     (key, value), cache, scales = new if len(kv.cache) > 1 else (new.key, new.key), kv.cache, kv.scales
     num_tokens, num_kv_heads, head_dim = key.shape
     if num_tokens == 0:
@@ -63,16 +63,16 @@ def store_kv_triton(new: KeyValue, kv: LayerKv, slot_mapping: torch.Tensor) -> N
 
 @jit
 def magnitude_bits(states):
-    """float32 ``states`` without their signs, as integers of the same order, in which NaN is above all numbers.
+    """The bits of float32 ``states`` without their signs: integers of the same order, NaN above all numbers.
 
-    Maxima of floats leave NaN out, as the twins do not: a broken model would get a finite scale.
+    Maxima of floats ignore NaN, unlike the twins: a broken model would get a finite scale.
     """
     return states.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @jit
 def scaled_to_range(states, peak, LARGEST: tl.constexpr, IS_INTEGER: tl.constexpr):
-    """float32 ``states``, ``peak`` their largest magnitude -> values in the type's range, rounded where IS_INTEGER."""
+    """float32 ``states``, ``peak`` their largest magnitude -> values in the type's range, rounded if IS_INTEGER."""
     inverse = tl.where(peak > 0, LARGEST / tl.where(peak > 0, peak, 1.0), 0.0)
     values = tl.minimum(tl.maximum(states * inverse, -LARGEST), LARGEST)
     if IS_INTEGER:

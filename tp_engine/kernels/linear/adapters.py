@@ -1,10 +1,10 @@
-"""Products with adapters (LoRA): each row of a step adds the product of its own adapter's pair of matrices.
+"""Products with adapters (LoRA): each row of a step adds the product with its own adapter's pair of matrices.
 
 ::
 
     row t with the adapter in slot s:      out[t] += B[s] (A[s] x[t])
 
-    one product made of parts (queries, keys, values), a pair for each:
+    a merged product of parts (queries, keys, values), a pair for each:
 
     A (slots, parts * max_rank, in)        B (slots, max_rank, out)
       [ A of part 0 ]                        [ B of part 0 | B of part 1 | ... ]   transposed: column o belongs to
@@ -23,12 +23,12 @@ import torch
 
 from tp_engine.plan import IntArray
 
-TILE_ROWS = 16  # as in native/adapters.c
+TILE_ROWS = 16  # as in cpu/adapters.c
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRows:
-    """Those rows of a step that have an adapter, by slot.
+    """The rows of a step that have an adapter, by slot.
 
     ``rows`` (n,) int32 are their numbers, slot by slot; ``tiles`` (T, 3) int32 are runs of them: where a run begins in
     ``rows``, how many rows it has, and their slot.  ``host_tiles`` are the same on the host.
@@ -60,8 +60,8 @@ def group_rows(slots: npt.NDArray[np.integer]) -> tuple[IntArray, IntArray]:
 class AdapterWeights:
     """The slots of one product: ``a`` (slots, parts * max_rank, in) and ``b`` (slots, max_rank, out), of one type.
 
-    ``ranks`` (slots,) int32: what is behind these rows of a slot's matrices is zero; 0, if its adapter leaves this
-    product alone.  ``part_sizes``: the outputs of each part, which add up to ``out``.
+    ``ranks`` (slots,) int32: a slot's matrices are zero beyond these rows; 0 if its adapter leaves this product alone.
+    ``part_sizes``: the outputs of each part, which add up to ``out``.
     """
 
     a: torch.Tensor
@@ -75,7 +75,7 @@ class AdapterWeights:
         return self.b.shape[1]
 
     def parts(self) -> Iterator[tuple[slice, slice]]:
-        """Yield of each part its rows of A, and its columns of B."""
+        """Yield each part's rows of A and columns of B."""
         first = 0
         for part, size in enumerate(self.part_sizes):
             yield slice(part * self.max_rank, (part + 1) * self.max_rank), slice(first, first + size)

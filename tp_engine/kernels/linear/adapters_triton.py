@@ -1,9 +1,9 @@
-"""Products with adapters in two kernels: to ``max_rank`` numbers for each part, and from these to the outputs.
+"""Products with adapters in two kernels: to ``max_rank`` elements for each part, and from these to the outputs.
 
 ::
 
     shrink   program (tile, part)           up to 16 rows of one slot times that part of its A: float32, in memory
-    expand   program (tile, part, block)    these times a block of the part's columns of its B, added to the outputs
+    expand   program (tile, block)          these times a block of one part's columns of B, added to the outputs
 
 A program has rows of one slot only, and its loops do not depend on how many rows there are, so a row's result does not
 depend on the rest of the step.
@@ -26,7 +26,7 @@ def shrink_kernel(
     IN: tl.constexpr, RANK: tl.constexpr, RANK_ROOM: tl.constexpr, PARTS: tl.constexpr, BLOCK_IN: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """``shrunk`` (n, PARTS * RANK) of the rows of one tile and one part."""
+    """One program: ``shrunk`` (n, PARTS * RANK) of the rows of one tile and one part."""
     tile, part = tl.program_id(0), tl.program_id(1)
     first, count, slot = tl.load(tiles + tile * 3), tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
     if tl.load(ranks + slot) > 0:
@@ -50,7 +50,7 @@ def expand_kernel(
     OUT: tl.constexpr, RANK: tl.constexpr, RANK_ROOM: tl.constexpr, PARTS: tl.constexpr, BLOCK_OUT: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Adds to a block of the columns of one part, of the rows of one tile."""
+    """One program: add to a block of one part's columns, for the rows of one tile."""
     tile = tl.program_id(0)
     first, count, slot = tl.load(tiles + tile * 3), tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
     if tl.load(ranks + slot) > 0:
@@ -69,7 +69,7 @@ def expand_kernel(
 
 
 def add_adapters_triton(out: torch.Tensor, x: torch.Tensor, weights: AdapterWeights, rows: AdapterRows) -> None:
-    """Launch ``adapters.add_adapters``; ``out`` is contiguous, and so are the rows of ``x``."""
+    """``adapters.add_adapters``; ``out`` is contiguous, and so are the rows of ``x``."""
     a, b, parts, rank = weights.a, weights.b, len(weights.part_sizes), weights.max_rank
     assert out.is_contiguous() and x.stride(1) == 1 and out.dtype is x.dtype is a.dtype
     num_tiles, room = len(rows.tiles), max(triton.next_power_of_2(rank), _MIN_RANK)

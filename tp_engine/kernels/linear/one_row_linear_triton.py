@@ -1,14 +1,14 @@
-"""A linear layer applied to one row, as in a decode step of one request: its time is that of reading the weight.
+"""A linear layer applied to one row, as in a decode step of one request: it takes as long as reading the weight.
 
 ::
 
     weight (out, in) = [ rows of program 0 ]     program i: BLOCK_OUT whole rows, BLOCK_IN columns at a time
-                       [ rows of program 1 ]     gated: BLOCK_OUT rows of gate and BLOCK_OUT of up; the activation
-                       ...                       of a gate and an up is one result
+                       [ rows of program 1 ]     gated: BLOCK_OUT rows of gate and BLOCK_OUT of up, whose products
+                       ...                       the activation joins
 
 Libraries cut one row into tiles for matrix units, split the columns over programs, and then add up their sums.  Here a
-program multiplies as it reads, and its weight is on its way before the kernel that makes ``x`` has ended
-(``dependent_launch_triton``): as many columns as registers hold, and the others as far as the second-level cache.
+program multiplies as it reads, and reads its weight before the kernel that makes ``x`` has ended
+(``dependent_launch_triton``): as many columns as registers hold, and others into the second-level cache.
 """
 
 import torch
@@ -30,7 +30,7 @@ _MAX_BLOCK_IN, _MIN_BLOCK_IN = 4096, 128
 _BLOCK_ELEMENTS = 4096
 _MIN_BLOCK_OUT = 2
 _THREADS = 128
-# Of 32 bits, in each thread, for columns that are read before the wait.
+# 32-bit registers of each thread for columns that are read before the wait.
 _MOST_REGISTERS = 48
 
 
@@ -43,7 +43,7 @@ def one_row_linear_kernel(
 ):  # fmt: skip
     """One program: BLOCK_OUT of the OUT results; with GATED, ``weight`` has twice as many rows, gate then up.
 
-    HELD columns are in registers before the wait, and PREFETCHED further ones are sent for.
+    HELD columns are in registers before the wait, and PREFETCHED more are on their way into the cache.
     """
     let_next_begin(PDL)
     row = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -86,7 +86,7 @@ def one_row_linear_kernel(
 
 
 def takes_weight(weight: torch.Tensor, *, is_gated: bool = False) -> bool:
-    """Return whether ``one_row_linear_triton`` takes a weight of this shape."""
+    """Whether ``one_row_linear_triton`` takes a weight of this shape."""
     num_rows, size = weight.shape
     block_in, block_out = _blocks(size, is_gated)
     is_whole = num_rows % (2 * block_out if is_gated else block_out) == 0

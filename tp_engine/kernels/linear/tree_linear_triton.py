@@ -1,4 +1,4 @@
-"""A linear layer whose rows' bits depend on no other row, and whose sums over shards of the columns are a tree.
+"""A linear layer whose rows do not depend on each other in any bit, and whose sums over shards are a tree.
 
 ::
 
@@ -38,7 +38,7 @@ def tree_linear_kernel(
     item = tl.arange(0, BLOCK_K)
     row_place = x + row[:, None] * x_stride
     output_place = weight + output.to(tl.int64)[None, :] * IN
-    # The sums of the last even shard, of the pair before, and of the half before, which wait for their partners.
+    # The sums of the last even shard, and of the pair and the half before, which wait for their partners.
     single = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     pair, half, total = single, single, single
     for shard in range(NUM_SHARDS):
@@ -66,8 +66,7 @@ def tree_linear_kernel(
 def tree_linear_triton(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, num_shards: int, *, keeps_sums: bool
 ) -> torch.Tensor:
-    """Launch ``tree_sum.tree_linear``; ``num_shards`` is a power of two up to ``NUM_SHARDS`` that divides the
-    columns."""
+    """``tree_sum.tree_linear``; ``num_shards`` is a power of two up to ``NUM_SHARDS`` that divides the columns."""
     (num_rows, size), num_out = x.shape, len(weight)
     assert weight.is_contiguous() and weight.shape[1] == size and x.stride(1) == 1, (x.shape, weight.shape)
     assert num_shards in (1, 2, 4, NUM_SHARDS) and size % num_shards == 0, (size, num_shards)

@@ -1,4 +1,4 @@
-"""Sums that are the same, bit by bit, on 1, 2, 4 and 8 ranks: the rule of ``tp_invariant``, and its twins in PyTorch.
+"""Sums that are bitwise equal on 1, 2, 4 and 8 ranks: the rule of ``tp_invariant``, and its twins in PyTorch.
 
 ::
 
@@ -6,8 +6,8 @@
     added in float32                      ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))
     on 2 ranks                            (      rank 0      ) + (      rank 1      )
 
-Each number of ranks that divides ``NUM_SHARDS`` has whole subtrees on its ranks, and the all-reduce is the rest of the
-tree.  The sum is rounded once.  A bias belongs to shard 0.  The tree is that of TBIK (https://arxiv.org/abs/2511.17826).
+For each number of ranks that divides ``NUM_SHARDS``, a rank has a whole subtree, and the all-reduce is the rest of the
+tree.  Sums are rounded once.  A bias belongs to shard 0.  The tree is that of TBIK (https://arxiv.org/abs/2511.17826).
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from tp_engine.kernels.experts.experts import ExpertWeights, mix_experts
 
 
 def tree_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of ``parts``, float32, as a balanced tree; a part without a partner waits for the next level."""
+    """The sum of ``parts``, float32, as a balanced tree; a part without a partner waits for the next level."""
     while len(parts) > 1:
         pairs = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)]
         parts = [*pairs, parts[-1]] if len(parts) % 2 else pairs
@@ -31,7 +31,7 @@ def tree_linear(
 ) -> torch.Tensor:
     """``x @ weight.T + bias``, (N, in), (out, in), (out,) -> (N, out), of ``x``'s type; float32 if it ``keeps_sums``.
 
-    The tree is exact, but a shard's own sum may be in another order than that of C or Triton.
+    The order of the tree is that of C and Triton, but the order within a shard may differ.
     """
     columns = zip(x.float().chunk(num_shards, 1), weight.float().chunk(num_shards, 1), strict=True)
     first, *others = [rows @ part.t() for rows, part in columns]
@@ -48,7 +48,7 @@ def mix_experts_tree(
     *,
     keeps_sums: bool,
 ) -> torch.Tensor:
-    """``mix_experts`` whose shards are those of the inner elements: a token's sum over its experts, for each shard.
+    """``mix_experts`` by shards of the inner elements: each shard is a token's sum over its experts.
 
     The activation is rounded to the type of ``x``, as always, and the shards' products are not.
     """

@@ -15,7 +15,7 @@ from tp_engine.kernels.quantization.values_triton import code_values, load_scale
 from tp_engine.kernels.quantization.weights import QuantisedWeight
 from tp_engine.system.units import ceil_div
 
-# An output head has more; its values would be the largest allocation of a step.
+# Values of an output head would be the largest allocation of a step.
 MOST_VALUES = 1 << 27
 _BLOCK_OUT, _BLOCK_BYTES = 16, 256
 
@@ -27,7 +27,7 @@ def dequantise_kernel(
     GROUPS: tl.constexpr, ROW_BLOCK: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_FACTORS: tl.constexpr,
     FP8_UNITS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_BYTES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of ``out`` (OUT, IN).  Nothing that it reads changes, but what it writes may be in use."""
+    """One program: a tile of ``out`` (OUT, IN).  It reads only weights, but kernels before it may still use ``out``."""
     let_next_begin(PDL)
     per_byte: tl.constexpr = 2 if CODES == 1 or CODES == 4 else 1
     row = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -58,7 +58,7 @@ def dequantise_kernel(
 def multiply_dequantised(
     x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None, most_values: int = MOST_VALUES
 ) -> torch.Tensor:
-    """``x`` (N, in) -> (N, out), by PyTorch's product with the values; at most ``most_values`` exist at a time."""
+    """``x`` (N, in) -> (N, out), by PyTorch's product with the values, at most ``most_values`` of them at a time."""
     num_out, size = weight.shape
     step = max(most_values // size // weight.row_block, 1) * weight.row_block
     if num_out <= step:
@@ -73,7 +73,7 @@ def multiply_dequantised(
 
 
 def _rows_of(weight: QuantisedWeight, first: int, count: int) -> QuantisedWeight:
-    """Rows from ``first`` on, both multiples of the rows of a scale."""
+    """``count`` rows from ``first`` on, both multiples of ``row_block``."""
     rows, block = slice(first, first + count), weight.row_block
     return replace(
         weight,
@@ -85,7 +85,7 @@ def _rows_of(weight: QuantisedWeight, first: int, count: int) -> QuantisedWeight
 
 
 def dequantise_triton(weight: QuantisedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """``quantised.dequantise`` of a weight (out, in), rounded to ``dtype``."""
+    """``weights.dequantise`` of a weight (out, in), rounded to ``dtype``."""
     num_rows, size = weight.shape
     num_bytes = weight.codes.shape[1]
     out = torch.empty((num_rows, size), dtype=dtype, device=weight.codes.device)

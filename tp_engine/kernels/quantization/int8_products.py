@@ -8,16 +8,16 @@
     out[n, o] = scale[n] * w_scale[o] * (sum_i u[n, i] w[o, i] - 128 sum_i w[o, i]) + bias[o]
                                         int32                    a constant of the weight
 
-oneDNN rounds rows so, and is the fastest for many of them.  Of few rows the time is that of reading the weight, so
-rounding them costs more than it saves: C widens the weight as it reads (``cpu/quantised.py``), and rounds no row.  Both
-have the weight in an order of their own, so a product that has both keeps it twice.
+oneDNN rounds rows so, and is the fastest for many of them.  A product of few rows takes as long as reading the weight,
+so rounding them costs more than it saves: C widens the weight as it reads (``cpu/quantised.py``), and rounds no row.
+Each has the weight in an order of its own, so a product that has both keeps it twice.
 
-oneDNN's product with a packed weight (``torch.ops.onednn.qlinear_pointwise``) takes one scale for all of ``x``: 1
-here; the rows' scales are applied before and after it (``int8_rows.py``).  It was chosen over
+oneDNN's product with a packed weight (``torch.ops.onednn.qlinear_pointwise``) takes one scale for all of ``x``, here 1;
+the rows' scales are applied before and after it (``int8_rows.py``).  It was chosen over
 ``torch.ops.quantized.linear_dynamic``, whose one scale for all rows lets a request change its neighbours' results and
 whose quantised tensors PyTorch has deprecated; over ``torch._weight_int8pack_mm``, which computes in floats; and over
 ``torch._int_mm``, which keeps no packed weight.  docs/benchmarks.md has the times.
-The functions belong to torch's private interface, so they are tried, and their results compared, before they are used.
+The functions belong to torch's private interface, so their results are compared before they are used.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from tp_engine.kernels.quantization.int8_rows import CODE_OFFSET, LARGEST_CODE, 
 from tp_engine.kernels.quantization.weights import QuantisedWeight
 
 NAME = "int8_linear"
-# One request, or few.  C wins up to 4 to 7 rows, by the shape (Zen 4): the tuner may find more.
+# C wins up to 4 to 7 rows, depending on the shape (Zen 4); the tuner may find more.
 _FEW_ROWS = 4
 _SMALLEST_LARGEST = 1e-30  # keeps the scale of a row of zeros from being zero
 _REMEDY = "leave quantization out, or use a PyTorch for x86 with oneDNN on a CPU with VNNI"
@@ -86,7 +86,8 @@ class Int8Linear:
 
 
 def make_int8_linear(codes: torch.Tensor, scales: torch.Tensor) -> Int8Linear:
-    """Return the product of a weight, compared with plain arithmetic once per shape.  Raises ``ConfigError``.
+    """The product with a weight, compared with plain arithmetic once per shape; ``ConfigError`` if it is refused or
+    wrong.
 
     ``codes`` (out, in) int8, ``scales`` (out,) float32.
     """
@@ -103,10 +104,10 @@ def make_int8_linear(codes: torch.Tensor, scales: torch.Tensor) -> Int8Linear:
 
 
 class Int8ByRows:
-    """The products of one weight, by the number of rows."""
+    """The products with one weight, by the number of rows."""
 
     def __init__(self, parts: Sequence[tuple[int, Run]]) -> None:
-        """``parts``: products, with the most rows of each."""
+        """``parts``: products, with the most rows for each."""
         self._parts = tuple(parts)
         self.is_recordable = all(isinstance(run, QuantisedPanels) for _, run in self._parts)
 
@@ -115,13 +116,12 @@ class Int8ByRows:
 
 
 def takes_int8_products(device_type: str) -> bool:
-    """Return whether this machine's products of 8-bit integers are exact, so that checkpoints with them can be served
-    so."""
+    """Whether this machine's products of 8-bit integers are exact, as W8A8 checkpoints need them."""
     return device_type == "cpu" and _problem() is None
 
 
 def check_int8(device_type: str) -> None:
-    """Raise ``ConfigError`` unless ``device_type`` can have int8 weights; tries a small product, once."""
+    """Raise ``ConfigError`` unless ``device_type`` can have int8 weights, by a small product, tried once."""
     if device_type != "cpu":
         raise ConfigError(
             f"quantization is int8, which is for CPUs, but the model runs on {device_type}; leave quantization out, or "
@@ -165,7 +165,7 @@ def _refusal(found: str) -> ConfigError:
 
 
 def shape_of(codes: torch.Tensor, dtype: torch.dtype) -> Shape:
-    """Return the shape of a product by ``codes`` (out, in) with rows of ``dtype``."""
+    """The shape of a product with ``codes`` (out, in), of rows of ``dtype``."""
     out_size, in_size = codes.shape
     return {"in": in_size, "out": out_size, "type": str(dtype).removeprefix("torch.")}
 
@@ -198,7 +198,7 @@ def _inputs(shape: Shape, num_rows: int, device: torch.device, generator: torch.
 
 
 def _twin(weight: Int8Weight, shape: Shape, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows may be rounded to 8 bits, because the option asks for it: that is the twin's rounding."""
+    """The twin rounds rows to 8 bits, because the option asks for it; so may candidates."""
     x, bias = inputs
     wide = weight.codes.double() * weight.scales.double().unsqueeze(1)
     codes, scales = TorchInt8Rows().quantise(x)

@@ -3,7 +3,7 @@
 ::
 
     scale[n]   = max |x[n]| / 127
-    code[n, i] = round(x[n, i] / scale[n]) + 128         1 .. 255, unsigned, as the instructions of x86 take it
+    code[n, i] = round(x[n, i] / scale[n]) + 128         1 .. 255, unsigned, as x86 instructions take it
     out[n, o]  = products[n, o] * scale[n] + bias[o]
 
 Each row has a scale of its own, so a request's result does not depend on the other requests of its step.
@@ -19,10 +19,10 @@ _SMALLEST_LARGEST = 1e-30  # keeps the scale of a row of zeros from being zero
 
 
 class Int8Rows(Protocol):
-    """The two operations, by one implementation."""
+    """Both operations, in one implementation."""
 
     def quantise(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``x`` (N, in) -> codes (N, in) uint8 and scales (N,) float32.  A row with NaN has a scale that is NaN."""
+        """``x`` (N, in) -> codes (N, in) uint8 and scales (N,) float32.  The scale of a row with NaN is NaN."""
 
     def scale(
         self, products: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype

@@ -1,12 +1,12 @@
-"""Products with quantised weights on a GPU, by the number of rows: which of Triton's tiles, or the library behind it.
+"""Products with quantised weights on a GPU, by the number of rows: one of Triton's tiles, or a library's product.
 
 ::
 
     row            one row: codes widened in registers, no matrix units               row_triton
-    tiles-MxFxN    M rows by F outputs (of few) or N (of many): codes widened, too    linear_triton
+    tiles-MxFxN    M rows by F outputs (of few) or N (of many); codes widened, too    linear_triton
     dequantise     Triton makes the values, PyTorch's library the product             dequantise_triton
 
-The code's own choice has a table of tiles for all models and GPUs, so that is where a device gains most.
+The code's own choice has one table of tiles for all models and GPUs, so tuning gains most here.
 """
 
 from collections.abc import Callable
@@ -31,8 +31,8 @@ from tp_engine.system.units import ceil_div
 NAME = "quantised_linear"
 # The most rows whose codes are widened in registers, by the code's own choice.
 FEW_ROWS = 128
-# Rows, outputs of a tile where the weight has few and many of them, warps, stages; the least and the most rows that it
-# is worth a trial for.  The first four are the code's own choice for up to 16, 32, 64 and 128 rows.
+# Rows of a tile, its outputs for weights with few and with many of them, warps, stages; the least and the most rows
+# for which it is worth a trial.  These four are the code's own choice for up to 16, 32, 64 and 128 rows.
 _TILES = (
     ((16, 32, 64, 4, 4), 1, 64),
     ((32, 32, 64, 4, 4), 1, 256),
@@ -49,7 +49,7 @@ _OWN_ROWS = (16, 32, 64, FEW_ROWS)
 
 
 def shape_of(weight: QuantisedWeight, dtype: torch.dtype, activation: Activation | None) -> Shape:
-    """Return the shape of products by ``weight`` (out, in) with rows of ``dtype``."""
+    """The shape of products with ``weight`` (out, in), of rows of ``dtype``."""
     num_outputs, size = weight.shape
     scales = weight.scales
     return {
@@ -70,7 +70,7 @@ def _tiles_name(tiles: tuple[int, ...]) -> str:
 
 
 def _weights(shape: Shape, device: torch.device, generator: torch.Generator) -> QuantisedWeight:
-    """Codes of all values, but for the two NaN of e4m3, and scales that give outputs of the size of the rows."""
+    """Codes of all values but the two NaN of e4m3, and scales that give outputs about as large as the rows."""
     kind, size = _codes(shape), int(shape["in"])
     out = int(shape["out"])
     codes = integers(0, 256, (out, size // values_per_byte(kind)), torch.uint8, device, generator)
@@ -119,7 +119,7 @@ def _inputs(shape: Shape, num_rows: int, device: torch.device, generator: torch.
 
 
 def _twin(weight: QuantisedWeight, shape: Shape, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values may be rounded to the type of rows, because the library's product takes them so."""
+    """The twin rounds values to the type of rows, as the library's product takes them; so may candidates."""
     (x, bias, activation), values = inputs, dequantise(weight)
     exact = F.linear(x.double(), values.double(), bias.double())
     twin = F.linear(x, values.to(x.dtype), bias)

@@ -1,7 +1,7 @@
-"""A quantised weight applied to some rows: a decode step of several requests, or the end of a prompt.
+"""A quantised weight applied to a few rows: a decode step of several requests, or the end of a prompt.
 
-The grid is (blocks of outputs, blocks of rows).  ``sums_triton`` has the sums; here they get the bias and the
-activation.  With few rows the time is that of reading the weight once.
+The grid is (blocks of outputs, blocks of rows).  ``sums_triton`` makes the sums; bias and activation are added here.
+A product of few rows takes as long as reading the weight once.
 """
 
 from typing import NamedTuple, no_type_check
@@ -20,7 +20,7 @@ from tp_engine.system.units import ceil_div
 
 
 class RowTiles(NamedTuple):
-    """Rows of a program's tile, its outputs in weights with few and with many outputs, its warps and stages."""
+    """Rows of a program's tile, its outputs for weights with few and with many of them, its warps and stages."""
 
     block_m: int
     few_outputs: int
@@ -29,7 +29,7 @@ class RowTiles(NamedTuple):
     num_stages: int
 
 
-# The most rows, and the tiles.  ``scripts/bench_kernels.py --tiles quantised`` times them.
+# The most rows, and their tiles.  ``scripts/bench_kernels.py --tiles quantised`` times them.
 TILES = (
     (16, RowTiles(16, 32, 64, 4, 4)),
     (32, RowTiles(32, 32, 64, 4, 4)),
@@ -81,7 +81,7 @@ def quantised_linear_triton(
     activation: Activation | None = None,
     tiles: RowTiles | None = None,
 ) -> torch.Tensor:
-    """``quantised.multiply_quantised``: ``x`` (N, in), whose rows may be slices of wider ones -> (N, out).
+    """``weights.multiply_quantised``: ``x`` (N, in), whose rows may be slices of wider ones -> (N, out).
 
     ``tiles`` replaces the choice from ``TILES``.
     """

@@ -1,4 +1,4 @@
-"""Norms whose rows become 8-bit floats in the same pass over memory: the Triton twin of ``row_codes.norm_codes``.
+"""Norms whose results become 8-bit floats in the same pass over memory: the Triton twin of ``row_codes.norm_codes``.
 
 One program holds one token's row, as in ``norm_triton``, and rounds it to the model's type before it makes the codes.
 The rows themselves are not stored.
@@ -25,7 +25,7 @@ def norm_codes_kernel(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr,
     CENTRED: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr, HAS_SCALE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: one row of SIZE elements; a scale is of WIDTH columns, or ``given`` is the scale of all.
+    """One program: one row of SIZE elements, with a scale for every WIDTH columns, or ``given`` for all.
 
     ``scales`` has a row for each group, ``scale_stride`` apart.
     """
@@ -33,7 +33,7 @@ def norm_codes_kernel(
     row = normalised_row(
         x, residual, gain, token, column, inside, x_stride, residual_stride, eps, 1.0, SIZE, ADDS, SCALE, False, CENTRED
     )
-    # Outside there may be NaN, if the row has it.
+    # Columns outside may be NaN, if the row has NaN.
     values = tl.where(inside, row.to(x.dtype.element_ty).to(tl.float32), 0.0)
     found, own = rounded_groups(tl.reshape(values, (BLOCK // WIDTH, WIDTH)), given, LARGEST, HAS_SCALE)
     # By row and column of groups: a store of the row's shape would change which thread has which column, and with it

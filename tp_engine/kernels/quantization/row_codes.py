@@ -4,11 +4,11 @@
 
     x[n, i]  ~  value(code[n, i]) * scale[n, i / group]      scale = largest magnitude of the group / 448
 
-A token's scales are its own, so a row's result does not depend on the rest of the step.  Some checkpoints have one
+Each token has its own scales, so a row's result does not depend on the rest of the step.  Some checkpoints have one
 scale for all activations of a layer instead.  NaN stays: the scale of a group with NaN is NaN.
 
-Rows that an activation or a norm makes become codes in the pass over memory that makes them: ``quantise_rows`` with an
-activation, and ``norm_codes``.
+The results of an activation or a norm become codes in the same pass over memory: ``quantise_rows`` with an activation,
+and ``norm_codes``.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ LARGEST_CODE = LARGEST_VALUE[CODE_DTYPE]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodeRule:
-    """How rows become codes: a scale for ``group`` columns, 0: for a row; or ``scale``, a float32 scalar, for all."""
+    """How rows become codes: a scale for each ``group`` columns, or for each row (0); or ``scale``, a float32 scalar,
+    for everything."""
 
     group: int = 0
     scale: torch.Tensor | None = None
 
     def is_same(self, other: CodeRule) -> bool:
-        """Return whether both give the same codes, as far as can be told without reading the device's memory."""
+        """Whether both certainly give the same codes; told without reading the device's memory."""
         return self.group == other.group and self.scale is other.scale
 
 
@@ -52,16 +53,16 @@ class RowCodes:
 
 
 Rows: TypeAlias = torch.Tensor | RowCodes
-"""What a linear layer reads: (N, in), or codes of it."""
+"""What a linear layer reads: (N, in), or its codes."""
 
 
 def quantise_rows(
     x: torch.Tensor, group: int = 0, scale: torch.Tensor | None = None, activation: Activation | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x`` (N, in) -> codes (N, in) float8_e4m3fn, scales (N, ceil(in / group)) float32; for ``group`` 0 (N, 1).
+    """``x`` (N, in) -> codes (N, in) float8_e4m3fn, scales (N, ceil(in / group)) float32, or (N, 1) if ``group`` is 0.
 
-    ``scale``, a float32 scalar, is the scale of all; ``group`` is then 0.  With an ``activation``, ``x`` (N, 2 * in) is
-    gate and up, and the rows are ``layer_ops.gate`` of it, rounded to its type.
+    ``scale``, a float32 scalar, is the scale of everything; ``group`` is then 0.  With an ``activation``, ``x``
+    (N, 2 * in) is gate and up, and the rows are ``layer_ops.gate`` of it, rounded to its type.
     """
     if activation is not None:
         x = gate(x, activation)
@@ -78,16 +79,16 @@ def quantise_rows(
 def norm_codes(
     x: torch.Tensor, residual: torch.Tensor | None, rule: NormRule, wanted: CodeRule, scale: float = 1.0
 ) -> RowCodes:
-    """``layer_ops.norm`` of ``x`` (N, size) as codes; with a ``residual``, ``layer_ops.add_norm``, which adds to it.
+    """The codes of ``layer_ops.norm`` of ``x`` (N, size), or with a ``residual``, to which it adds, of ``add_norm``.
 
-    The norm is rounded to the type of ``x``, as if it was stored, before it becomes codes.
+    The norm is rounded to the type of ``x``, as if it were stored, before it becomes codes.
     """
     rows = norm(x, rule) if residual is None else add_norm(x, residual, rule, scale)
     return RowCodes(*quantise_rows(rows, wanted.group, wanted.scale))
 
 
 def rounded_rows(x: torch.Tensor, group: int = 0, scale: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the values of ``quantise_rows``, (N, in) float32."""
+    """The values of ``quantise_rows``' codes, (N, in) float32."""
     codes, scales = quantise_rows(x, group, scale)
     width = group or x.shape[1]
     padded = F.pad(codes.float(), (0, -x.shape[1] % width)).reshape(len(x), -1, width)
@@ -101,5 +102,5 @@ def multiply_rounded(
     group: int = 0,
     scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``multiply_quantised`` of the values of ``quantise_rows``: the twin of products of codes (W8A8)."""
+    """``multiply_quantised`` of ``rounded_rows``: the twin of products of codes (W8A8)."""
     return multiply_quantised(rounded_rows(x, group, scale), weight, bias).to(x.dtype)

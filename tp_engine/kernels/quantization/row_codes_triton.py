@@ -21,7 +21,7 @@ _ELEMENTS_PER_THREAD, _MAX_WARPS = 8, 16
 
 @jit
 def rounded_groups(values, given, LARGEST: tl.constexpr, HAS_SCALE: tl.constexpr):
-    """float32 ``values`` (groups, columns) -> in the range of codes, not yet rounded, and the groups' scales."""
+    """float32 ``values`` (groups, columns) -> the same in the codes' range, not rounded yet, and the groups' scales."""
     if HAS_SCALE:
         scale = tl.load(given)
         found = tl.minimum(tl.maximum(values / scale, -LARGEST), LARGEST)
@@ -30,7 +30,7 @@ def rounded_groups(values, given, LARGEST: tl.constexpr, HAS_SCALE: tl.constexpr
         peak = tl.max(tl.abs(values), axis=1)
         found = scaled_to_range(values, peak[:, None], LARGEST, False)
         own = peak / LARGEST
-    # Maxima leave NaN out, so it is looked for.
+    # Maxima ignore NaN, so it is looked for.
     is_broken = tl.max((values != values).to(tl.int32), axis=1) > 0
     return found, tl.where(is_broken, float("nan"), own)
 
@@ -44,8 +44,8 @@ def quantise_rows_kernel(
 ):  # fmt: skip
     """One program: PARTS groups of WIDTH columns of one row.
 
-    ``scales`` has a row for each group, ``scale_stride`` apart.  HAS_SCALE: ``given`` is the scale of all.  GATED: a
-    row of ``x`` is SIZE gates, then SIZE ups; what the activation makes is rounded to the type of ``x``.
+    ``scales`` has a row for each group, ``scale_stride`` apart.  HAS_SCALE: ``given`` is the only scale.  GATED: a row
+    of ``x`` is SIZE gates, then SIZE ups; the activation's result is rounded to the type of ``x``.
     """
     token = begin_row(PDL)
     part = tl.program_id(1) * PARTS + tl.arange(0, PARTS)
@@ -69,8 +69,8 @@ def quantise_rows_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``row_codes.quantise_rows``; the rows of ``x`` may be slices of wider ones.
 
-    ``group`` is a power of two.  A group's scales of all tokens follow one another in memory, as products of blocks
-    want them.
+    ``group`` is a power of two.  The scales of a group, for all tokens, are contiguous, as products of blocks want
+    them.
     """
     num_rows, size = x.shape
     if activation is not None:

@@ -1,4 +1,4 @@
-"""One row times a quantised weight, as in a decode step of one request: its time is that of reading the weight.
+"""One row times a quantised weight, as in a decode step of one request: it takes as long as reading the weight.
 
 ::
 
@@ -7,9 +7,9 @@
                                             ...
     word = 8 codes of 4 bits, or 4 of 8 bits, low bits first
 
-At the speed of memory a GPU has four instructions for a weight of 4 bits, so few are spent on each: the word's bits,
-shifted and masked, are themselves the float32 of a number that is a power of two too small, and subnormal where it must
-be.  The powers are made up for by ``x`` before the products and by the word's sum after them; so are offsets::
+At the speed of memory a GPU has time for four instructions per weight of 4 bits.  So the word's bits, shifted and
+masked, are taken as a float32, which is too small by a power of two, and may be subnormal.  The powers are put right by
+``x`` before the products and by the word's sum after them, and so are offsets::
 
     int4    code * 2^(p - 149) at bit p     x times 2^(74 - p), sum times 2^75, less (8 + zero / 16) * (sum of the x)
     int8    the same of code + 128          less (128 + zero) * (sum of the word's x)
@@ -17,7 +17,7 @@ be.  The powers are made up for by ``x`` before the products and by the word's s
     e2m1    value / 2^126                   both times 2^63
 
 Each word's sum is scaled in float32.  An e4m3 code of NaN counts as 480 here; a prompt's products show it.  The first
-words are on their way before the kernel that makes ``x`` has ended (``dependent_launch_triton``).
+words are read before the kernel that makes ``x`` has ended (``dependent_launch_triton``).
 """
 
 import torch
@@ -65,7 +65,7 @@ def word_sums(
     for index in tl.static_range(per_word):
         x = tl.load(x_place + index, mask=is_word, other=0.0).to(tl.float32)
         sum_of_x += x
-        # int4 and int8: less where the code's bits are higher in the word.
+        # int4 and int8: smaller where the code's bits are higher in the word.
         if CODES == 1:
             x *= factor / (2 << 4 * (index % 5))
         elif CODES == 2:
@@ -155,8 +155,7 @@ def quantised_row_kernel(
 
 
 def takes_row(weight: QuantisedWeight) -> bool:
-    """Return whether ``quantised_row_triton`` takes ``weight``: its rows are whole words, and each word has one
-    scale."""
+    """Whether ``quantised_row_triton`` takes ``weight``: its rows are whole words, and each word has one scale."""
     per_word = _WORD_BYTES * values_per_byte(weight.kind)
     has_whole_words = weight.shape[-1] % per_word == 0 and weight.codes.is_contiguous()
     return has_whole_words and (num_groups(weight) < 2 or weight.group % per_word == 0)
@@ -165,7 +164,7 @@ def takes_row(weight: QuantisedWeight) -> bool:
 def quantised_row_triton(
     x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None, activation: Activation | None = None
 ) -> torch.Tensor:
-    """``quantised.multiply_quantised`` of one row: ``x`` (1, in) -> (1, out); sums in float32, no weight rounded."""
+    """``weights.multiply_quantised`` of one row: ``x`` (1, in) -> (1, out); sums in float32, no weight rounded."""
     num_rows, size = weight.shape
     assert x.shape == (1, size) and x.stride(1) == 1 and takes_row(weight), (x.shape, weight.shape)
     is_gated = activation is not None and activation.num_parts == 2

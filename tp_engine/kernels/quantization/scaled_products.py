@@ -1,4 +1,4 @@
-"""Products of 8-bit floats with 8-bit floats (W8A8) by PyTorch's scaled products, for many rows.
+"""Products of two 8-bit floats (W8A8) by PyTorch's scaled products, for many rows.
 
 ==================  =======================================  ====================================================
 weight (e4m3)       rows of ``x``                            product
@@ -28,7 +28,7 @@ from tp_engine.kernels.quantization.weights import QuantisedWeight
 from tp_engine.model_config.mlp import Activation
 
 BLOCK = 128
-_ALIGNMENT = 16  # bytes of a row, by which both libraries read
+_ALIGNMENT = 16  # bytes of a row, as both libraries read them
 _MIN_CAPABILITY = (8, 9)
 _ONLY_CAPABILITY = {"blocks": (9, 0), "stack": (9, 0)}
 _OUT_DTYPE = torch.bfloat16
@@ -38,19 +38,19 @@ Kind: TypeAlias = Literal["rows", "blocks", "stack"]
 
 
 class ScaledProduct(Protocol):
-    """A weight (out, in) with which rows are multiplied as codes, made by ``rule``."""
+    """The product of rows, as codes made by ``rule``, with a weight (out, in)."""
 
     rule: CodeRule
 
     def __call__(self, x: Rows, bias: torch.Tensor | None, activation: Activation | None = None) -> torch.Tensor:
         """``x`` (N, in) bfloat16, or its codes by ``rule`` -> (N, out) bfloat16.
 
-        With an ``activation``, ``x`` (N, 2 * in) is gate and up, and becomes codes in one pass over memory.
+        With an ``activation``, ``x`` (N, 2 * in) is gate and up, which become codes in one pass over memory.
         """
 
 
 def as_codes(x: Rows, rule: CodeRule, activation: Activation | None) -> RowCodes:
-    """``x`` (N, in) as codes, unless they are; with an ``activation``, its result of ``x`` (N, 2 * in)."""
+    """``x`` (N, in) as codes, if it is not yet; with an ``activation``, codes of its result for ``x`` (N, 2 * in)."""
     if isinstance(x, RowCodes):
         assert activation is None, "codes are multiplied as they are"
         return x
@@ -70,7 +70,7 @@ class RowwiseProduct:
         return torch._scaled_mm(
             rows.codes,
             self._codes.t(),
-            scale_a=rows.scales.squeeze(1).contiguous().unsqueeze(1),  # whose strides are those of a column
+            scale_a=rows.scales.squeeze(1).contiguous().unsqueeze(1),  # with the strides of a column
             scale_b=self._scales,
             bias=bias,
             out_dtype=_OUT_DTYPE,
@@ -86,7 +86,7 @@ class BlockProduct:
         scales, factors = weight.scales, weight.factors
         assert scales is not None and factors is None
         self._codes = weight.codes.view(CODE_DTYPE)
-        # A row of scales, of one block of outputs, begins at 16 bytes.
+        # A row of scales, for one block of outputs, begins at a multiple of 16 bytes.
         self._scales = F.pad(scales.float(), (0, -scales.shape[1] % _SCALES_AT_ONCE)).t()
 
     def __call__(self, x: Rows, bias: torch.Tensor | None, activation: Activation | None = None) -> torch.Tensor:
@@ -118,7 +118,7 @@ class ScaledGroupedProduct:
     def __call__(
         self, x: torch.Tensor, rows: torch.Tensor | None, ends: torch.Tensor, activation: Activation | None = None
     ) -> torch.Tensor:
-        """See ``ScaledGroupedProduct``; ``x`` is bfloat16, and a row that is taken often is rounded once."""
+        """See ``GroupedProduct``; ``x`` is bfloat16, and a row that is taken several times is rounded once."""
         codes, scales = self._quantise(x, 0, None, activation)
         scales = scales.squeeze(1)
         if rows is not None:
@@ -130,12 +130,12 @@ class ScaledGroupedProduct:
 
 @cache
 def has_fp8_units(device: torch.device) -> bool:
-    """Return whether ``device`` is a GPU that converts and multiplies 8-bit floats."""
+    """Whether ``device`` is a GPU that converts and multiplies 8-bit floats."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY
 
 
 def row_scales(weight: QuantisedWeight) -> torch.Tensor:
-    """Return the scale of each row, float32 (out,) or (experts, out), of a weight with at most one group of columns."""
+    """The scale of each row, float32 (out,) or (experts, out), of a weight with at most one group of columns."""
     found = torch.ones(weight.shape[:-1], dtype=torch.float32, device=weight.codes.device)
     if weight.scales is not None:
         scales = weight.scales.float().squeeze(-1).repeat_interleave(weight.row_block, -1)
@@ -144,7 +144,7 @@ def row_scales(weight: QuantisedWeight) -> torch.Tensor:
 
 
 def scaled_product(weight: QuantisedWeight, input_scale: torch.Tensor | None = None) -> ScaledProduct | None:
-    """Return the product of codes for ``weight`` on its device, or None if there is none, or if it is wrong."""
+    """The product of codes for ``weight`` on its device; None if there is none, or it is wrong."""
     device = weight.codes.device
     if not _has_aligned_codes(weight):
         return None
@@ -157,8 +157,7 @@ def scaled_product(weight: QuantisedWeight, input_scale: torch.Tensor | None = N
 
 
 def grouped_scaled_product(stack: QuantisedWeight) -> ScaledGroupedProduct | None:
-    """Return the product of codes for ``stack`` (E, out, in) on its device, or None if there is none, or if it is
-    wrong."""
+    """The product of codes for ``stack`` (E, out, in) on its device; None if there is none, or it is wrong."""
     if not (_has_aligned_codes(stack) and _has_row_scales(stack) and _is_right("stack", stack.codes.device)):
         return None
     return ScaledGroupedProduct(stack)
@@ -182,7 +181,7 @@ def _is_right(kind: Kind, device: torch.device) -> bool:
 
 
 def agrees_with_twin(kind: Kind, device: torch.device) -> bool:
-    """Return whether a small product on ``device`` equals the twin up to the rounding of bfloat16."""
+    """Whether a small product on ``device`` equals the twin up to the rounding of bfloat16."""
     generator = torch.Generator().manual_seed(0)
     weight = random_codes(generator, 3 * BLOCK, 2 * BLOCK, has_blocks=kind == "blocks").map(lambda one: one.to(device))
     x = torch.randn(70, 2 * BLOCK, generator=generator, dtype=torch.float32, device="cpu").to(device, torch.bfloat16)
@@ -204,7 +203,7 @@ def agrees_with_twin(kind: Kind, device: torch.device) -> bool:
 
 
 def random_codes(generator: torch.Generator, out_size: int, in_size: int, *, has_blocks: bool) -> QuantisedWeight:
-    """Return a weight of random e4m3 codes with scales of different sizes, on the CPU."""
+    """A weight of random e4m3 codes with scales of different sizes, on the CPU."""
     codes = (
         torch.randn(out_size, in_size, generator=generator, dtype=torch.float32, device="cpu")
         .to(CODE_DTYPE)

@@ -1,16 +1,16 @@
-"""Sums of products of rows with a quantised weight, the part that dense layers and experts share.
+"""Sums of products of rows with a quantised weight, for dense layers and experts.
 
 ::
 
     sums[o, m] = sum over groups g of scale[o, g] * (sum over i in g of (value(code[o, i]) - zero[o, g]) * x[m, i])
 
-A program has BLOCK_N outputs and BLOCK_M rows and goes through BLOCK_K columns at a time.  The weight is the left
-operand, which matrix units take from registers, where its codes become numbers.  Codes of 4 bits are never interleaved:
-low and high halves of the bytes meet the even and the odd columns of ``x``.
+A program has BLOCK_N outputs and BLOCK_M rows and takes BLOCK_K columns at a time.  The weight is the left operand,
+which matrix units take from registers, where its codes become numbers.  Codes of 4 bits are never interleaved: low and
+high halves of the bytes meet the even and the odd columns of ``x``.
 
 The groups' sums are scaled in float32, so no weight is rounded.  If BLOCK_K columns belong to several groups, each
-group is a product with the other groups' columns of ``x`` set to zero; only if a value times its scale is exact in the
-type of ``x``, the scales go into the values (``scales_fit_values``).
+group is a product with the other groups' columns of ``x`` set to zero; but if a value times its scale is exact in the
+type of ``x``, the scales are multiplied into the values (``scales_fit_values``).
 
 BLOCK_K follows from the weight alone, so a row's result does not depend on the number of rows.
 """
@@ -35,7 +35,7 @@ def quantised_sums(
     """(BLOCK_N, BLOCK_M) float32: of the weight's rows ``output``, where ``inside``, and the rows of ``x`` at
     ``row_place``, where ``is_row``.
 
-    With IN_VALUES, scales go into the values.  Pointers are those of one weight, also if it is one of a stack.
+    With IN_VALUES, scales are multiplied into the values.  Pointers are to one weight, even if it is one of a stack.
     """
     dtype: tl.constexpr = row_place.dtype.element_ty
     per_byte: tl.constexpr = 2 if CODES == 1 or CODES == 4 else 1
@@ -100,16 +100,16 @@ def quantised_sums(
 
 
 def block_columns(weight: QuantisedWeight, dtype: torch.dtype) -> int:
-    """BLOCK_K for ``weight``: as many columns as have one scale, within limits."""
+    """BLOCK_K for ``weight``: as many columns as share a scale, within limits."""
     if num_groups(weight) < 2 or scales_fit_values(weight, dtype):
         return _MAX_BLOCK_K
     return min(max(weight.group & -weight.group, _MIN_BLOCK_K), _MAX_BLOCK_K)
 
 
 def scales_fit_values(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
-    """Return whether each value times its scale is exact in ``dtype``: IN_VALUES.
+    """Whether each value times its scale is exact in ``dtype``: IN_VALUES.
 
-    A value of e2m1 has two bits of mantissa and e4m3 four, so six are needed; powers of two also need the range.
+    A value of e2m1 has two significant bits and one of e4m3 four, so six are needed; powers of two also need the range.
     """
     if weight.kind != "e2m1" or weight.scales is None or not 1 < weight.group <= _MAX_BLOCK_K:
         return False

@@ -1,7 +1,7 @@
 """Codes and scales of quantised weights as numbers, inside Triton kernels.
 
 A float of few bits becomes a float32 by shifts: its exponent and mantissa are put where float32's exponent ends and its
-mantissa begins, and the product with a power of two corrects the exponent.  Subnormal numbers come out right as well::
+mantissa begins, and a product with a power of two corrects the exponent.  Subnormal numbers come out right as well::
 
     e4m3    s eeee mmm   ->   s 0000eeee mmm000...   * 2^120        float32's bias is 127, e4m3's is 7
     e2m1    s ee m       ->   s 000000ee m00000...   * 2^126        its bias is 1
@@ -18,13 +18,13 @@ from tp_engine.kernels.jit import jit
 from tp_engine.kernels.quantization.scaled_products import has_fp8_units
 from tp_engine.kernels.quantization.weights import Codes, QuantisedWeight, values_per_byte
 
-DENSE = 0  # the number of weights of the model's own type, where a kernel takes them as well
+DENSE = 0  # the code number of weights in the model's own type, which some kernels take as well
 CODE_NUMBERS: dict[Codes, int] = {"int4": 1, "int8": 2, "e4m3": 3, "e2m1": 4}
 _INT4, _INT8, _E4M3, _E2M1 = (tl.constexpr(CODE_NUMBERS[kind]) for kind in ("int4", "int8", "e4m3", "e2m1"))
 _NO_SCALES, _FLOATS, _E4M3_SCALES, _E8M0_SCALES = (tl.constexpr(number) for number in range(4))
 _SCALE_NUMBERS = {torch.float8_e4m3fn: 2, torch.float8_e8m0fnu: 3}  # floats have 1
 _TWO_TO_126, _TWO_TO_120 = tl.constexpr(2.0**126), tl.constexpr(2.0**120)
-# Sign, exponent and mantissa in a float32, as a signed number.
+# Masks of sign, exponent and mantissa in a float32, as signed numbers.
 _E4M3_BITS, _E2M1_BITS = tl.constexpr(0x87F00000 - (1 << 32)), tl.constexpr(0x81C00000 - (1 << 32))
 
 
@@ -47,7 +47,7 @@ def code_values(
 ):  # fmt: skip
     """Values of ``codes`` (uint8), or of their low (HALF 0) or high 4 bits (1), minus ``zeros``, if any: in DTYPE.
 
-    With zeros, those of int4 are in sixteenths, which are exact in any DTYPE: 16 times the values.
+    With zeros, values of int4 are 16 times as large, which is exact in any DTYPE.
     """
     if CODES == _E4M3:
         values = e4m3_values(codes, DTYPE, FP8_UNITS)
@@ -74,7 +74,7 @@ def _minus(signed, zeros, DTYPE: tl.constexpr, HAS_ZEROS: tl.constexpr):
 
 @jit
 def load_scales(place, mask, SCALES: tl.constexpr, FP8_UNITS: tl.constexpr):
-    """Return the scales at ``place`` in float32; where ``mask`` is false, any number but NaN."""
+    """The scales at ``place`` in float32; where ``mask`` is false, any number but NaN."""
     raw = tl.load(place, mask=mask, other=0)
     if SCALES == _E4M3_SCALES:
         scales = e4m3_values(raw, tl.float32, FP8_UNITS)
@@ -87,13 +87,12 @@ def load_scales(place, mask, SCALES: tl.constexpr, FP8_UNITS: tl.constexpr):
 
 
 def num_groups(weight: QuantisedWeight) -> int:
-    """Groups of columns with scales of their own; 0 without scales."""
+    """The number of groups of columns with their own scales; 0 without scales."""
     return 0 if weight.scales is None else weight.scales.shape[-1]
 
 
 def weight_constants(weight: QuantisedWeight) -> dict[str, Any]:
-    """Return what kernels must know of a weight: constants of ``code_values``, of ``load_scales`` and of their
-    places."""
+    """What kernels must know of a weight: constants of ``code_values``, of ``load_scales`` and of their pointers."""
     size, groups = weight.shape[-1], num_groups(weight)
     assert weight.group % values_per_byte(weight.kind) == 0, (weight.kind, weight.group)
     return {
@@ -110,7 +109,7 @@ def weight_constants(weight: QuantisedWeight) -> dict[str, Any]:
 
 
 def weight_tensors(weight: QuantisedWeight) -> tuple[torch.Tensor | None, ...]:
-    """Codes, scales, zeros and factors as kernels take them; scales of 8 bits as bytes."""
+    """Codes, scales, zeros and factors as kernels take them: 8-bit scales as bytes."""
     tensors = (weight.codes, weight.scales, weight.zeros, weight.factors)
     assert all(one is None or one.is_contiguous() for one in tensors)
     scales = weight.scales

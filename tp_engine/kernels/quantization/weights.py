@@ -9,11 +9,10 @@
     e4m3    1 sign, 4 exponent, 3 mantissa     torch.float8_e4m3fn
     e2m1    1 sign, 2 exponent, 1 mantissa     0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
 
-Divisions of indices are rounded down.  The formats of checkpoints (``layers/quantization/``) all become this one; the
-products here are the twins of C and Triton.
+Divisions of indices round down.  All formats of checkpoints (``layers/quantization/``) become this one; the products
+here are the twins of C and Triton.
 
-Products with quantised weights add up codes and multiply each group's sum by its scale, in float32, so that no weight
-is rounded::
+Products multiply each group's sum by its scale, in float32, so that no weight is rounded::
 
     sums[n, o, g] = sum over columns i of group g of x[n, i] * (value(code[o, i]) - unit * zero[o, g])
     out[n, o] = factor[o] * sum over groups g of scale[o, g] * sums[n, o, g]
@@ -73,11 +72,11 @@ class QuantisedWeight:
         return sum(one.nbytes for one in (self.codes, self.scales, self.zeros, self.factors) if one is not None)
 
     def expert(self, index: int) -> QuantisedWeight:
-        """Return one weight of a stack."""
+        """One weight of a stack."""
         return self.map(lambda one: one[index])
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantisedWeight:
-        """Return the same weight with each tensor changed alike."""
+        """This weight with ``change`` applied to each tensor."""
         return replace(
             self,
             codes=change(self.codes),
@@ -105,7 +104,7 @@ def code_values(kind: Codes, codes: torch.Tensor) -> torch.Tensor:
 
 
 def dequantise(weight: QuantisedWeight) -> torch.Tensor:
-    """Return the weight's values, (out, in) or (experts, out, in), float32."""
+    """The weight's values, (out, in) or (experts, out, in), float32."""
     values = code_values(weight.kind, weight.codes)
     num_rows, num_columns = values.shape[-2:]
     if weight.scales is not None:

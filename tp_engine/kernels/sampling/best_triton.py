@@ -1,11 +1,11 @@
-"""The best token of every row after penalties, temperature and noise, as one pass over the logits.
+"""The best token of every row after penalties, temperature and noise, in one pass over the logits.
 
 The Triton twin of ``sampling``'s methods GREEDY and ANY (``penalties``, ``filters.noisy_scores``,
 ``ranking.best_keys``)::
 
     program (i, j): columns [j * BLOCK, (j + 1) * BLOCK) of step row i  ->  one rank key
-    the last program of row i to arrive                                 ->  the row's rank key and token; if asked, it
-                                                                            ends the decode step of the row, too
+    the last program of row i to arrive                                 ->  the row's rank key and token; if asked,
+                                                                            also the end of the row's decode step
 
 Parameters come from tables by row of the batch, so a captured launch serves any rows.  A padding row (-1) is greedy.
 """
@@ -94,10 +94,8 @@ def best_tokens_kernel(
 
 
 class BestTokens(NamedTuple):
-    """Of each row (n,): the rank key int64 and the token int32 of the best score, and the largest logit float32.
-
-    The last is None if it was not asked for.
-    """
+    """Of each row (n,): the rank key int64 and the token int32 of the best score, and the largest logit float32, or
+    None if it was not asked for."""
 
     keys: torch.Tensor
     token_ids: torch.Tensor
@@ -118,13 +116,13 @@ def best_tokens_triton(
     noise_keys: torch.Tensor | None = None,
     advanced: RowTables | None = None,
 ) -> BestTokens:
-    """Return the best tokens of ``logits`` (n, num_ids), whose column 0 is token ``first_id``.
+    """The best tokens of ``logits`` (n, num_ids), whose column 0 is token ``first_id``.
 
-    ``rows`` (n,) int32 on the device, a negative one is padding, and ``positions`` (n,) int64 of their last tokens, or
-    ``noise_keys`` (n, 2) int32 instead of these and of the seeds.  ``counts`` where rows may be penalised.  ``maxima``
-    (n,) float32, the largest of all ranks' logits, where rows may have min_p.  ``ranked_below`` is the vocabulary's
-    size if rows may have a top_k below it: another kernel draws those, and their results here mean nothing.
-    ``advanced`` are the tables in which the tokens then follow (``decode_inputs.advance_decodes``).
+    ``rows`` (n,) int32 on the device, negative for padding, and ``positions`` (n,) int64 of their last tokens, or
+    ``noise_keys`` (n, 2) int32 instead of these and of the seeds.  ``counts`` is needed if rows may be penalised, and
+    ``maxima`` (n,) float32, the largest of all ranks' logits, if they may have min_p.  ``ranked_below`` is the
+    vocabulary's size if rows may have a top_k below it: another kernel draws those, and their results here are
+    undefined.  ``advanced`` are the tables that then receive the tokens (``decode_inputs.advance_decodes``).
     """
     num_rows, num_ids = logits.shape
     assert num_ids > 0 and logits.stride(1) == 1, (logits.shape, logits.stride())
@@ -154,8 +152,8 @@ def best_tokens_triton(
 def settle_rows(
     best, place, exists, rows, keys_out, tokens_out, token_table, num_computed, token_stride, ADVANCES: tl.constexpr
 ):
-    """Store the ``best`` keys of the rows at ``place``, one or a block, with their tokens; with ADVANCES the tokens
-    follow in the rows' tables."""
+    """Store the ``best`` keys of the rows at ``place``, one or a block, and their tokens; with ADVANCES, append the
+    tokens to the rows."""
     tl.store(keys_out + place, best, mask=exists)
     tl.store(tokens_out + place, id_of(best), mask=exists)
     if ADVANCES:

@@ -9,8 +9,7 @@
     draw (i)            thresholds and the token from row i's candidates alone, all of them in registers
 
 A threshold found among the candidates is the row's, unless a chunk had too many of them, as with a large top_k.  Then
-the program searches all logits (``filter_triton``).  Both ways add up the same integers, so the tokens are the
-same.
+the program searches all logits (``filter_triton``).  Both ways add up the same integers, so the tokens are the same.
 """
 
 import torch
@@ -43,9 +42,8 @@ NO_TOP_K = tl.constexpr(2**31 - 1)
 
 @jit
 def begin_ranked_row(rows, floats, top_ks, NUM_FLOATS: tl.constexpr, PDL: tl.constexpr):
-    """Return how each of these kernels begins: the program's step row and row of the batch, and its top_k.
-
-    Of rows that are greedy, padding among them, top_k is that of no filter.
+    """The beginning of each of these kernels: the program's row of the step, row of the batch, and top_k, NO_TOP_K if
+    the row is greedy, as padding is.
     """
     place = begin_row(PDL)
     row, temperature, top_k = row_of(rows, floats, top_ks, place, NUM_FLOATS)
@@ -113,7 +111,7 @@ def collect_candidates_kernel(
 
 @jit
 def keep_candidates(values, ordered, exists, threshold, num_equal, temperature, maximum, log_min_p):
-    """Return which candidates, in the order of their ids, ``narrow``'s threshold and min_p keep."""
+    """Which candidates, in the order of their ids, ``narrow``'s threshold and min_p keep."""
     is_equal = (exists & (ordered == threshold)).to(tl.int64)
     kept = exists & ((ordered > threshold) | ((is_equal > 0) & (tl.cumsum(is_equal, axis=0) <= num_equal)))
     relative = tl.math.div_rn(values, temperature) - tl.math.div_rn(maximum, temperature)
@@ -122,7 +120,7 @@ def keep_candidates(values, ordered, exists, threshold, num_equal, temperature, 
 
 @jit
 def pick(values, token_ids, kept, temperature, word_1, word_2):
-    """Return the kept token with the best noisy score."""
+    """The kept token with the best noisy score."""
     scores = gumbel_noise(token_ids, word_1, word_2) + tl.math.div_rn(values, temperature)
     return id_of(tl.max(tl.where(kept, pack_scores(scores, token_ids), LOWEST_KEY), axis=0))
 
@@ -174,8 +172,7 @@ def draw_ranked_triton(
 ) -> None:
     """Draw the rows of ``logits`` (n, vocab) that have top_k, by it, top_p, min_p and noise.
 
-    Their places in ``token_ids`` (n,) int32 are written, the others left as they are.  Other arguments as for
-    ``best_tokens_triton``.
+    Only their places in ``token_ids`` (n,) int32 are written.  Other arguments as for ``best_tokens_triton``.
     """
     num_rows, num_ids = logits.shape
     assert logits.stride(1) == 1 and (positions is None) != (noise_keys is None), logits.stride()

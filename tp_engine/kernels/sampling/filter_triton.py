@@ -1,8 +1,8 @@
-"""top_k, then top_p and min_p, without a sort: a program searches a row's threshold bit by bit.
+"""top_k, then top_p and min_p, without a sort: a program searches for a row's threshold bit by bit.
 
 The Triton twin of ``sampling``'s methods RANKED and SORTED: ``top_keys_triton`` finds a rank's candidates for the
-others, ``draw`` searches all of a row's logits, and ``narrow`` only values that a program has in its registers
-(``candidates_triton`` calls both).
+others, ``draw`` searches all of a row's logits, and ``narrow`` only values in registers (``candidates_triton`` calls
+both).
 
 Values are compared as ``ordered_bits`` (their order as integers), so a threshold is a 32-bit number.  It is found from
 its highest bits down, two at a time: of the three numbers that extend the known bits, the largest that still has enough
@@ -39,7 +39,7 @@ _WEIGHT_ONE = tl.constexpr(float(1 << 36))
 
 @jit
 def load_block(logits, start, num_ids, BLOCK: tl.constexpr):
-    """Columns, which of them exist, values as float32 and their ordered bits."""
+    """Columns, which of them exist, their values as float32 and their ordered bits."""
     column = start + tl.arange(0, BLOCK)
     inside = column < num_ids
     values = tl.load(logits + column, mask=inside, other=0.0).to(tl.float32)
@@ -54,13 +54,13 @@ def fixed_weights(values, temperature, highest):
 
 @jit
 def amounts_of(values, temperature, highest, WEIGHTED: tl.constexpr):
-    """Return the amount that each value counts, int64: its weight, or 1."""
+    """What each value counts, int64: its weight, or 1."""
     return fixed_weights(values, temperature, highest) if WEIGHTED else tl.full(values.shape, 1, tl.int64)
 
 
 @jit
 def measure_above(logits, num_ids, threshold, temperature, highest, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the number, or the weight, of the values above ``threshold`` (ordered bits)."""
+    """The number, or the weight, of the values above ``threshold`` (ordered bits)."""
     total = tl.full((BLOCK,), 0, tl.int64)
     for start in range(0, num_ids, BLOCK):
         _, inside, values, ordered = load_block(logits, start, num_ids, BLOCK)
@@ -71,9 +71,8 @@ def measure_above(logits, num_ids, threshold, temperature, highest, WEIGHTED: tl
 
 @jit
 def search(logits, num_ids, target, floor, temperature, highest, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the largest t (ordered bits) with at least ``target`` (int64) in the values that are >= t and > ``floor``.
-
-    The lowest number of all if there is none.
+    """The largest t (ordered bits) with at least ``target`` (int64) in the values that are >= t and > ``floor``; the
+    smallest int32 if there is none.
     """
     found = tl.full((), 0, tl.int64)  # ordered bits + 2**31
     for step in range(16):
@@ -99,7 +98,7 @@ def search(logits, num_ids, target, floor, temperature, highest, WEIGHTED: tl.co
 
 @jit
 def find_top_k(logits, num_ids, top_k, BLOCK: tl.constexpr):
-    """Return the k-th largest value (ordered bits), and how many of the values equal to it belong to the top k."""
+    """The k-th largest value (ordered bits), and how many of the values equal to it belong to the top k."""
     wanted = top_k.to(tl.int64)
     threshold = search(logits, num_ids, wanted, MIN_INT32, 1.0, 0.0, False, BLOCK)
     return threshold, wanted - measure_above(logits, num_ids, threshold, 1.0, 0.0, False, BLOCK)
@@ -129,7 +128,7 @@ def find_nucleus(logits, num_ids, threshold, num_equal, top_p, temperature, high
 def top_keys_kernel(
     logits, rows, top_ks, out, logits_stride, num_ids, first_id, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program: the rank keys of a row's largest top_k, in the order of their ids; rows with another top_k: none."""
+    """One program: the rank keys of a row's top_k, in the order of their ids; none if top_k is above WIDTH."""
     place = tl.program_id(0).to(tl.int64)
     top_k = tl.load(top_ks + tl.maximum(tl.load(rows + place).to(tl.int64), 0))
     count = tl.where(top_k <= WIDTH, tl.minimum(top_k, num_ids), 0)
@@ -155,7 +154,7 @@ def top_keys_kernel(
 
 @jit
 def draw(logits, num_ids, parameters, top_k, word_1, word_2, BLOCK: tl.constexpr):
-    """Return the token of a row with top_k, by all three filters and noise."""
+    """The token of a row with top_k, by all three filters and noise."""
     temperature, top_p, log_min_p = tl.load(parameters), tl.load(parameters + 1), tl.load(parameters + 2)
     largest = tl.full((BLOCK,), MIN_INT32, tl.int32)
     for start in range(0, num_ids, BLOCK):
@@ -188,7 +187,7 @@ def draw(logits, num_ids, parameters, top_k, word_1, word_2, BLOCK: tl.constexpr
 def top_keys_triton(
     logits: torch.Tensor, rows: torch.Tensor, tables: SamplingTables, *, first_id: int, width: int
 ) -> torch.Tensor:
-    """Rank keys (n, width) int64 of the largest top_k of ``logits`` (n, num_ids), in any order, then LOWEST_KEY.
+    """Rank keys (n, width) int64 of the top_k of ``logits`` (n, num_ids), in the order of their ids, then LOWEST_KEY.
 
     ``rows`` (n,) as for ``best_tokens_triton``; rows whose top_k is above ``width``, a power of two, get no keys.
     """
@@ -236,9 +235,8 @@ def search_registers(ordered, counted, amounts, target, WEIGHTED: tl.constexpr):
 
 @jit
 def narrow(values, ordered, exists, top_k, top_p, temperature, highest, cut):
-    """Return the threshold (ordered bits) and how many of the values equal to it are kept: top_k, then top_p.
-
-    Also whether it is the threshold of the whole row, whose other values are all below ``cut``.
+    """The threshold (ordered bits) of top_k, then top_p; how many of the values equal to it are kept; and whether it is
+    the threshold of the whole row, whose other values are all below ``cut``.
     """
     threshold = search_registers(ordered, exists, ordered, top_k.to(tl.int64), False)
     num_equal = top_k.to(tl.int64) - tl.sum((exists & (ordered > threshold)).to(tl.int64), axis=0)

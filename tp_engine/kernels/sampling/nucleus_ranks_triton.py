@@ -1,7 +1,7 @@
 """Draw rows with top_p and without top_k from slices of the vocabulary, with two exchanges of fixed size.
 
-A token can only be drawn if no token that ranks above it has a better noisy score: what top_p and min_p keep is an
-upper set of the order of ranks, and the best of that set is drawn.  These tokens are the row's *front*::
+What top_p and min_p keep is an upper set of the order of ranks, and the best noisy score of that set is drawn.  So only
+tokens can be drawn above which none has a better score: the row's *front*::
 
     noisy score   |  x
                   |      x        .            x: the front, from its last rank (the best score of all) to rank 0
@@ -15,9 +15,9 @@ upper set of the order of ranks, and the best of that set is drawn.  These token
     weigh_front (i, j)      the weight of this rank's tokens above each token of the front, and of all -> exchanged
     choose (i)              the token of the last rank that is kept: ``nucleus_triton`` finds the same, step by step
 
-If noise alone decides, the front of n tokens has 1 + 1/2 + ... + 1/n of them, 13 of 256,000 (more than 31 in one row of
-10**5, more than WIDTH in one of 10**22); the flatter the logits, the nearer to that.  Of more, those with the best
-scores and the likeliest are looked at.  Weights are integers: sums are exact in any order.
+If noise alone decides, the front of n tokens has on average 1 + 1/2 + ... + 1/n of them, 13 of 256,000 (more than 31 in
+one row of 10**5, more than WIDTH in one of 10**22); the flatter the logits, the nearer to that.  Of a longer front the
+best scores and the likeliest token are used.  Weights are integers, so sums are exact in any order.
 """
 
 from typing import Any
@@ -45,12 +45,12 @@ from tp_engine.kernels.sampling.scores_triton import (
 from tp_engine.kernels.sampling.tables import NUM_FLOATS, SamplingTables
 
 _BLOCK = 4096
-WIDTH = 64  # a front's tokens
+WIDTH = 64  # the most tokens of a front
 
 
 @jit
 def nucleus_row(rows, floats, top_ks, place, vocab_size, NUM_FLOATS: tl.constexpr):
-    """Return whether these kernels draw the row at ``place`` of the step, its row of the batch and its temperature."""
+    """Whether these kernels draw the row at ``place`` of the step, its row of the batch, and its temperature."""
     row, temperature, top_k = row_of(rows, floats, top_ks, place, NUM_FLOATS)
     return is_nucleus(temperature, tl.load(floats + row * NUM_FLOATS + 1), top_k, vocab_size), row, temperature
 
@@ -65,7 +65,7 @@ def noisy_keys(values, token_ids, exists, temperature, word_1, word_2):
 @jit
 def front_of(keys, noisy, WIDTH: tl.constexpr):
     """Rank keys (WIDTH,) of the front of tokens with the rank ``keys`` and the ``noisy`` keys: the best score first,
-    each next one of a higher rank; then the lowest key.  The last place has the highest rank if there are too many."""
+    then ever higher ranks, then the lowest key.  If there are too many, the last place has the highest rank."""
     slot = tl.arange(0, WIDTH)
     front = tl.full((WIDTH,), LOWEST_KEY, tl.int64)
     place = tl.full((), 0, tl.int32)
@@ -80,7 +80,7 @@ def front_of(keys, noisy, WIDTH: tl.constexpr):
 
 @jit
 def front_of_keys(keys, temperature, word_1, word_2, WIDTH: tl.constexpr):
-    """``front_of`` tokens of which only the rank ``keys`` are known; the lowest key is none."""
+    """``front_of`` tokens of which only the rank ``keys`` are known; the lowest key stands for no token."""
     token_ids = id_of(keys)
     values = value_of(((keys + token_ids) >> 32).to(tl.int32))
     return front_of(keys, noisy_keys(values, token_ids, keys != LOWEST_KEY, temperature, word_1, word_2), WIDTH)
@@ -139,7 +139,7 @@ def weigh_front_kernel(
     logits, rows, floats, top_ks, front, sums, logits_stride, num_ids, first_id, vocab_size,
     NUM_FLOATS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK tokens of a row; adds their weight above each token of the front, then that of all."""
+    """One program: BLOCK tokens of a row; adds up their weight above each token of the front, and their total."""
     place = begin_row(PDL)
     draws, _row, temperature = nucleus_row(rows, floats, top_ks, place, vocab_size, NUM_FLOATS)
     if draws:
@@ -161,7 +161,7 @@ def weigh_front_kernel(
 
 @jit
 def highest_value(keys):
-    """Return the logit of the highest rank key."""
+    """The logit of the highest rank key."""
     key = tl.max(keys, axis=0)
     return value_of(((key + id_of(key)) >> 32).to(tl.int32))
 
@@ -186,7 +186,7 @@ def choose_kernel(
         values = value_of(((keys + id_of(keys)) >> 32).to(tl.int32))
         is_kept = (above < target) & is_likely(values, highest_value(keys), temperature, log_min_p)
         chosen = tl.min(tl.where(is_kept & (keys != LOWEST_KEY), slot, WIDTH), axis=0)
-        if chosen < WIDTH:  # else the logits are not numbers
+        if chosen < WIDTH:  # else the logits are NaN
             tl.store(token_ids + place, id_of(tl.max(tl.where(slot == chosen, keys, LOWEST_KEY), axis=0)))
 
 
@@ -226,8 +226,8 @@ def weigh_fronts_triton(
     first_id: int,
     vocab_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows' fronts (n, WIDTH) and this rank's weights (n, WIDTH + 1), int64, from the ranks' ``shares``
-    (world size, n, WIDTH).  Other arguments as for ``front_share_triton``."""
+    """The rows' fronts (n, WIDTH) and this rank's weights (n, WIDTH + 1), int64, from the ranks' ``shares`` (world
+    size, n, WIDTH).  Other arguments as for ``front_share_triton``."""
     world_size, num_rows, _ = shares.shape
     num_ids, options = logits.shape[1], _options(shares.device)
     front = torch.empty((num_rows, WIDTH), dtype=torch.int64, device=shares.device)

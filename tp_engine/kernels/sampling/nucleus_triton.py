@@ -1,22 +1,22 @@
 """Draw rows with top_p and without top_k by rejection: no sort, no threshold, usually one more pass over the logits.
 
-The nucleus is an *upper set* of the order of ranks (larger logits first, equal ones by lower id): with a token it holds
-all that rank above it.  min_p keeps an upper set too, and so do both together.  Let c be the token with the best noisy
-score of all *open* tokens.
+The nucleus is an *upper set* of the order of ranks (larger logits first, equal ones by lower id): with a token it has
+all tokens that rank above it.  min_p keeps an upper set too, and so do both together.  Let c be the token with the best
+noisy score of all *open* tokens.
 
 ::
 
-    weight of the tokens above c < p * total, and c is likely enough    c is kept, so it is the best of those that are
-                                                                        kept: the token of a search for thresholds
-    else    c and everything below it is left out; only tokens above c stay open, and the next c is their best
+    weight of the tokens above c < p * total, and c is likely enough    c is kept, so it is the best of those kept: the
+                                                                        token that a search for thresholds would find
+    else    c and everything below it are left out; only tokens above c stay open, and the next c is their best
 
     best_tokens (i, j)    c of each row, and its largest logit               best_triton
     weigh (i, j)          weights above c, and in the first round of all; the last program of row i decides
-    best_above (i, j)     the next c, of rows that are open                  one further round by many programs
+    best_above (i, j)     the next c, of open rows                           one more round by many programs
     weigh (i, j)
-    finish (i)            all further rounds of a row that is open, by one program
+    finish (i)            all further rounds of an open row, by one program
 
-With top_p = 0.95 some 3 % of the rows need a second round.  Weights are the twin's integers, whose sums are exact in
+With top_p = 0.95 about 3 % of the rows need a second round.  Weights are the twin's integers, whose sums are exact in
 any order.
 """
 
@@ -46,20 +46,20 @@ _BLOCK = 4096
 
 @jit
 def is_nucleus(temperature, top_p, top_k, num_ids):
-    """Return whether these kernels draw a row."""
+    """Whether these kernels draw a row."""
     return (temperature > 0.0) & (top_p < 1.0) & (top_k >= num_ids)
 
 
 @jit
 def weights_above(values, column, inside, key, temperature, highest):
-    """Return the weights (BLOCK,) int64 of the tokens that exist, and of those that rank above the rank key ``key``."""
+    """The weights (BLOCK,) int64 of the tokens that exist, and of those that rank above the rank key ``key``."""
     weights = tl.where(inside, fixed_weights(values, temperature, highest), 0)
     return weights, tl.where(pack_keys(values, column) > key, weights, 0)
 
 
 @jit
 def is_likely(value, maximum, temperature, log_min_p):
-    """Return whether min_p keeps a token of this logit."""
+    """Whether min_p keeps a token with this logit."""
     relative = tl.math.div_rn(value, temperature) - tl.math.div_rn(maximum, temperature)
     return (relative >= log_min_p) | (value == maximum)
 
@@ -114,7 +114,7 @@ def best_above_kernel(
     num_ids,
     NUM_FLOATS: tl.constexpr, HAS_KEYS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK tokens of a row that is open; the last one of the row writes its next candidate."""
+    """One program: BLOCK tokens of an open row; the last one of the row writes its next candidate."""
     place = begin_row(PDL)
     bound = tl.load(bounds + place)
     if bound != LOWEST_KEY:
@@ -131,7 +131,7 @@ def best_above_kernel(
             found = tl.max(tl.load(of_chunks, mask=every < num_chunks, other=LOWEST_KEY, cache_modifier=".cg"), axis=0)
             if found != LOWEST_KEY:
                 tl.store(token_ids + place, id_of(found))
-            else:  # of logits that are not numbers; finish ends it
+            else:  # the logits are NaN; finish ends it
                 tl.store(bounds + place, tl.full((), LOWEST_KEY, tl.int64))
 
 
@@ -150,7 +150,7 @@ def finish_nucleus_kernel(
     num_ids,
     NUM_FLOATS: tl.constexpr, HAS_KEYS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: one row, until it has its token.  Each round leaves fewer tokens open."""
+    """One program: one row, until it has its token; each round leaves fewer tokens open."""
     place = begin_row(PDL)
     bound = tl.load(bounds + place)
     if bound != LOWEST_KEY:
@@ -166,7 +166,7 @@ def finish_nucleus_kernel(
                 best = tl.maximum(best, best_above(logits, start, num_ids, bound, temperature, word_1, word_2, BLOCK))
             found = tl.max(best, axis=0)
             bound = tl.full((), LOWEST_KEY, tl.int64)
-            if found != LOWEST_KEY:  # else the logits are not numbers
+            if found != LOWEST_KEY:  # else the logits are NaN
                 candidate = id_of(found)
                 tl.store(token_ids + place, candidate)
                 value = tl.load(logits + candidate).to(tl.float32)
@@ -190,7 +190,7 @@ def draw_nucleus_triton(
 ) -> None:
     """Replace the ``best`` tokens of the rows of ``logits`` (n, vocab) that have top_p and no top_k by their draws.
 
-    ``best`` has the maxima.  Other arguments as for ``best_tokens_triton``.
+    ``best`` must have the maxima.  Other arguments as for ``best_tokens_triton``.
     """
     num_rows, num_ids = logits.shape
     assert logits.stride(1) == 1 and best.maxima is not None

@@ -1,4 +1,4 @@
-"""Draw rows with top_k from the candidates of all ranks, which have come by one exchange.
+"""Draw rows with top_k from the candidates of all ranks, gathered by one exchange.
 
 ::
 
@@ -64,9 +64,9 @@ def draw_of_shares_triton(
     *,
     vocab_size: int,
 ) -> None:
-    """Write the draws of rows with a top_k of at most c to ``token_ids`` (n,) int32, from the ranks' ``shares`` (world
-    size, n, c) int64, c a power of two: rank keys in the order of their ids.  Rows with a larger top_k and without one
-    are left as they are.  Other arguments as for ``best_tokens_triton``."""
+    """Write the draws of rows with top_k to ``token_ids`` (n,) int32, from the ranks' ``shares`` (world size, n, c)
+    int64, c a power of two: rank keys in the order of their ids.  No row has a top_k above c; those without one keep
+    their tokens.  Other arguments as for ``best_tokens_triton``."""
     world_size, num_rows, width = shares.shape
     draw_of_shares_kernel[(num_rows,)](
         shares, rows, positions, tables.floats, tables.top_k, tables.seeds, token_ids, vocab_size,

@@ -1,8 +1,8 @@
-"""What the sampling kernels share: a row's parameters, its noise, and rank keys of scores.
+"""What the sampling kernels share: a row's parameters, its noise, and the rank keys of scores.
 
 Noise and keys are those of ``sampling/noise.py`` and ``sampling/ranking.py``.  The hash gives the same bits as its
-PyTorch twin.  So does the noise on CUDA, where both take their logarithms from libdevice and round every operation
-(launch with ``LAUNCH_OPTIONS``); Triton's interpreter has no libdevice, and its noise may differ in the last bits.
+PyTorch twin, and so does the noise on CUDA, where both take their logarithms from libdevice and round every operation
+(launch with ``LAUNCH_OPTIONS``).  Triton's interpreter has no libdevice, so its noise may differ in the last bits.
 """
 
 import triton.language as tl
@@ -25,9 +25,9 @@ _HALF_STEP = tl.constexpr(2.0**-32)
 
 @jit
 def row_of(rows, floats, top_ks, place, NUM_FLOATS: tl.constexpr):
-    """Return the row of the batch at ``place`` (64 bits) of the step, its temperature and its top_k.
+    """The row of the batch at ``place`` (64 bits) of the step, its temperature, and its top_k.
 
-    A padding row is greedy: row 0, for which it stands, may be one that many programs would have to search.
+    A padding row stands for row 0, but is greedy, so that no program searches for its token.
     """
     row = tl.load(rows + place).to(tl.int64)
     is_row = row >= 0
@@ -37,7 +37,7 @@ def row_of(rows, floats, top_ks, place, NUM_FLOATS: tl.constexpr):
 
 @jit
 def drawn_scores(scores, token_ids, temperature, word_1, word_2):
-    """Return the scores of rows with a temperature over it, with noise; those of greedy rows as they are."""
+    """The scores of rows with a temperature, divided by it and with noise; those of greedy rows as they are."""
     draws = temperature > 0
     scaled = tl.math.div_rn(scores, tl.where(draws, temperature, 1.0))
     return tl.where(draws, gumbel_noise(token_ids, word_1, word_2) + scaled, scores)
@@ -45,13 +45,13 @@ def drawn_scores(scores, token_ids, temperature, word_1, word_2):
 
 @jit
 def id_of(key):
-    """Return the token id int32 of a rank key."""
+    """The token id int32 of a rank key."""
     return ((-key) & 0xFFFFFFFF).to(tl.int32)
 
 
 @jit
 def value_of(ordered):
-    """Return the float32 of ordered bits."""
+    """The float32 value of ordered bits."""
     return ordered_bits(ordered.to(tl.float32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
@@ -65,7 +65,7 @@ def mix64(x):
 
 @jit
 def noise_key(seed, position):
-    """Return the two 31-bit words (int32) of a row's int64 ``seed`` and the position that it samples."""
+    """The two 31-bit words (int32) of a row's int64 ``seed`` and the ``position`` that it samples."""
     counter = (position.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
     key = mix64(mix64(seed.to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15) + counter)
     return (key & 0x7FFFFFFF).to(tl.int32), ((key >> 32) & 0x7FFFFFFF).to(tl.int32)
@@ -73,8 +73,7 @@ def noise_key(seed, position):
 
 @jit
 def noise_words(noise_keys, seeds, positions, place, row, HAS_KEYS: tl.constexpr):
-    """Return the two words of the noise of a row's next token: of the step's ``noise_keys``, or from seed and
-    position."""
+    """The two words of the noise of a row's next token: the step's ``noise_keys``, or from seed and position."""
     if HAS_KEYS:
         word_1, word_2 = tl.load(noise_keys + 2 * place), tl.load(noise_keys + 2 * place + 1)
     else:
@@ -127,7 +126,7 @@ def pack_keys(values, token_ids):
 
 @jit
 def pack_scores(scores, token_ids):
-    """Rank keys that treat zeros of both signs, and every NaN, alike, as ``ranking.best_keys`` does."""
+    """Rank keys in which zeros of both signs are equal, and so are all NaN, as in ``ranking.best_keys``."""
     scores = tl.where(scores == 0.0, 0.0, scores)
     keys = pack_keys(scores, token_ids)
     return tl.where(scores != scores, (tl.full(keys.shape, 0x7FC00000, tl.int64) << 32) - token_ids, keys)

@@ -3,9 +3,9 @@
 ::
 
     floats  (rows, NUM_FLOATS) float32   temperature | top_p | log min_p | repetition | frequency | presence penalty
-    top_k   (rows,) int32                the vocabulary's size: all tokens
+    top_k   (rows,) int32                the vocabulary's size for all tokens
     seeds   (rows,) int64                the bits of the unsigned seed
-    arrivals (places,) int32             zeros between launches: the programs of each of a step's rows that have ended
+    arrivals (places,) int32             programs of each row of a step that have arrived; zeros between launches
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 NUM_FLOATS = 6
-_MAX_PADDING = 512  # a padded step has at most this many more places than there are rows
+_MAX_PADDING = 512  # the most places that a padded step has beyond the number of rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class SamplingTables:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountTables:
-    """What penalties need: ``output_counts`` (rows, width) int32 and ``in_prompt`` (rows, width) bool."""
+    """What penalties need: ``output_counts`` (rows, width) int32, and ``in_prompt`` (rows, width) bool."""
 
     output_counts: torch.Tensor
     in_prompt: torch.Tensor

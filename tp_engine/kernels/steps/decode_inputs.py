@@ -1,7 +1,7 @@
 """Inputs of a decode step, made on the device from the rows that live there, in plain PyTorch.
 
-The twins of ``decode_inputs_triton`` and ``cpu/ops.py``.  A decode step needs from the host only the list of
-its rows, which seldom changes::
+The twins of ``decode_inputs_triton`` and ``cpu/ops.py``.  All that a decode step needs from the host is the list of its
+rows, which seldom changes::
 
     R rows of T tokens and M blocks          B requests, one token each; row -1 is padding
     token_ids    (R, T)    int32             rows         (B,)      int32  r                             padding:
@@ -13,11 +13,11 @@ its rows, which seldom changes::
                                              block_table  (G, B, M) int32  table[g, r], the columns in use
     rope_deltas  (R,)      int32             rope_positions (B,)    int64  n + rope_deltas[r]                  0
 
-Only models whose images take more places than they turn by (``RopeSpec.sections``) have the last line; for all others
-the positions are those by which heads turn.
+The last line is for models with M-RoPE (``RopeSpec.sections``), whose images advance the rotary position by less than
+their number of tokens; for all others, rotary positions are the positions.
 
-G groups of layers have a table each (``kv_layout``).  The sampled token goes to ``token_ids[r, n + 1]`` and the row has
-``n + 1`` computed tokens: ``advance_decodes``.
+G groups of layers have a table each (``kv_layout``).  ``advance_decodes`` writes the sampled token to
+``token_ids[r, n + 1]``, and the row then has ``n + 1`` computed tokens.
 Nothing waits for the device and no shape depends on a length, so a CUDA graph can hold both.
 """
 
@@ -36,7 +36,7 @@ PAD_ROW = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTables:
-    """The rows, on the device, contiguous; see the module's text.  ``block_size`` in tokens."""
+    """The rows' tables, contiguous, on the device; see the module's text.  ``block_size`` in tokens."""
 
     token_ids: torch.Tensor
     num_computed: torch.Tensor
@@ -50,7 +50,7 @@ class InputTensors:
     """Inputs of N tokens of B requests; see the texts of this module and of ``padded_steps``.
 
     Each group's part of ``slot_mapping`` and ``block_table`` is contiguous.  Columns of ``block_table`` after a
-    request's last block keep their old block ids.
+    request's last block hold old block ids.
     """
 
     input_ids: torch.Tensor
@@ -62,7 +62,7 @@ class InputTensors:
 
     @property
     def turns(self) -> torch.Tensor:
-        """The positions (N,) int64 by which heads turn."""
+        """The rotary positions (N,) int64."""
         return self.positions if self.rope_positions is None else self.rope_positions
 
     @property
@@ -89,13 +89,13 @@ class DecodeInputs(InputTensors):
         )
 
     def first(self, num_requests: int) -> DecodeInputs:
-        """Return the first ``num_requests``, in the same memory."""
+        """The first ``num_requests``, in the same memory."""
         starts, inputs = self.query_start[: num_requests + 1], first_inputs(self, num_requests, num_requests)
         return DecodeInputs(rows=self.rows[:num_requests], query_start=starts, **inputs)
 
 
 def empty_inputs(num_tokens: int, num_requests: int, tables: RowTables) -> dict[str, Any]:
-    """Return the fields of ``InputTensors`` of that many requests, all padding."""
+    """The fields of ``InputTensors`` for that many tokens and requests, all padding."""
     device, (num_groups, _, num_columns) = tables.block_table.device, tables.block_table.shape
     positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     return {
@@ -109,7 +109,7 @@ def empty_inputs(num_tokens: int, num_requests: int, tables: RowTables) -> dict[
 
 
 def first_inputs(inputs: InputTensors, num_tokens: int, num_requests: int) -> dict[str, Any]:
-    """Return the fields of ``InputTensors`` of the first ones of ``inputs``, in the same memory."""
+    """The fields of ``InputTensors`` for the first tokens and requests of ``inputs``, in the same memory."""
     return {
         "input_ids": inputs.input_ids[:num_tokens],
         "positions": inputs.positions[:num_tokens],
@@ -121,7 +121,7 @@ def first_inputs(inputs: InputTensors, num_tokens: int, num_requests: int) -> di
 
 
 def padded_room(count: int, num_groups: int) -> int:
-    """Room for ``count`` entries of each of ``num_groups`` groups that follow one another in one tensor.
+    """Room for ``count`` entries of each of ``num_groups`` consecutive groups in one tensor.
 
     Each group begins at a multiple of 16 bytes, because Triton would compile another kernel for other addresses.
     """
@@ -129,7 +129,7 @@ def padded_room(count: int, num_groups: int) -> int:
 
 
 def prepare_decodes(tables: RowTables, inputs: DecodeInputs) -> None:
-    """Fill ``inputs`` for the rows that it names."""
+    """Fill ``inputs`` for its ``rows``."""
     is_padding = inputs.rows < 0
     rows = inputs.rows.clamp(min=0).to(torch.int64)
     computed = tables.num_computed.index_select(0, rows).to(torch.int64)
@@ -146,7 +146,7 @@ def prepare_decodes(tables: RowTables, inputs: DecodeInputs) -> None:
 
 
 def advance_decodes(tables: RowTables, inputs: DecodeInputs, sampled: torch.Tensor) -> None:
-    """End a step: the tokens of ``inputs`` are computed, and ``sampled`` (B,) int32 follow; padding is skipped."""
+    """End a step: the tokens of ``inputs`` count as computed, and ``sampled`` (B,) int32 follow; padding is skipped."""
     rows = inputs.rows
     is_kept = rows >= 0
     places = rows.clamp(min=0).to(torch.int64)

@@ -1,6 +1,6 @@
 """Inputs of a decode step in one launch, and the end of the step in another: the Triton twin of ``decode_inputs``.
 
-A sampler of one launch ends the step itself, by ``advance_rows`` (``sampling/best_triton.py``).
+A sampler of one launch ends the step itself, through ``advance_rows`` (``sampling/best_triton.py``).
 
 ::
 
@@ -49,8 +49,8 @@ def prepare_request(
     rope_positions, token_stride, request, count, is_decode,
     NUM_COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_DELTAS: tl.constexpr,
 ):  # fmt: skip
-    """Return the length and the block table of ``request`` of ``count`` tokens, and its token if it is a decode; tables
-    are the group's."""
+    """Store the length and the block table of ``request``, of ``count`` tokens, and for a decode its token, position
+    and slot; tables and slots are the group's."""
     row = tl.load(rows + request).to(tl.int64)
     is_row = row >= 0
     own_table = block_table + row * NUM_COLUMNS
@@ -71,7 +71,7 @@ def prepare_request(
 
 @jit
 def copy_table(own_table, target, num_used, BLOCK: tl.constexpr):
-    """Return the first ``num_used`` columns of a row's block table, for its request."""
+    """Copy the first ``num_used`` columns of a row's block table to its request's."""
     for start in range(0, num_used, BLOCK):
         column = start + tl.arange(0, BLOCK)
         in_use = column < num_used
@@ -92,7 +92,7 @@ def advance_decodes_kernel(
 
 @jit
 def advance_rows(token_ids, num_computed, token_stride, row, new_token):
-    """``new_token`` follows in ``row`` (int64), a scalar or a block of them, and each has one more computed token.
+    """Append ``new_token`` to ``row`` (int64), a scalar or a block each, and count one more computed token.
 
     A negative row is padding and changes nothing.
     """
@@ -113,7 +113,7 @@ def prepare_decodes_triton(tables: RowTables, inputs: DecodeInputs) -> None:
 
 
 def row_arguments(tables: RowTables, rows: torch.Tensor, inputs: InputTensors) -> tuple[Any, ...]:
-    """Return the arguments of kernels that fill ``inputs``, up to the strides."""
+    """The arguments of kernels that fill ``inputs``, up to the strides."""
     assert tables.block_table.is_contiguous()
     assert inputs.block_table.stride()[1:] == (tables.block_table.shape[2], 1)
     assert tables.token_ids.stride(1) == inputs.slot_mapping.stride(1) == 1

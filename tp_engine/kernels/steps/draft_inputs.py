@@ -8,7 +8,7 @@ The twin of ``cpu/ops.py``.  No shape depends on a length, so a CUDA graph can h
     seq_lens     (n,)   int32        n + 1; 0 where limits[i] is 0: padding
     rope_positions (n,) int64        n + rope_deltas[i]; 0 for padding
 
-The last is there for models whose images take more places than they turn by (``decode_inputs``).
+The last is for models with M-RoPE (``decode_inputs``).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tp_engine.plan import PAD_SLOT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftInputs:
-    """Requests that have slots up to ``limits`` (n,) int64, in ``block_table`` (n, M) int32, and turn by
-    ``rope_deltas`` (n,) int32 beyond their positions; see the module's text."""
+    """Requests that have slots below ``limits`` (n,) int64, in ``block_table`` (n, M) int32; their rotary positions are
+    their positions plus ``rope_deltas`` (n,) int32.  See the module's text."""
 
     positions: torch.Tensor
     limits: torch.Tensor
@@ -36,18 +36,18 @@ class DraftInputs:
 
     @property
     def turns(self) -> torch.Tensor:
-        """The positions (n,) int64 by which heads turn."""
+        """The rotary positions (n,) int64."""
         return self.positions if self.rope_positions is None else self.rope_positions
 
     def first(self, count: int) -> DraftInputs:
-        """Return the inputs of the first ``count`` requests, in the same memory."""
+        """The inputs of the first ``count`` requests, in the same memory."""
         own = ((field.name, getattr(self, field.name)) for field in fields(self))
         first: dict[str, Any] = {name: None if one is None else one[:count] for name, one in own}
         return DraftInputs(**first)
 
 
 def advance_drafts(inputs: DraftInputs, block_size: int) -> None:
-    """Go on to the next position of each request, in place."""
+    """Advance each request to its next position, in place."""
     following, limits = inputs.positions + 1, inputs.limits
     is_open = following < limits
     at = torch.minimum(following, limits - 1).clamp_(min=0)

@@ -1,25 +1,25 @@
 """Inputs of a padded step with prompts, made on the device, and the end of such a step, in plain PyTorch.
 
 The twin of ``padded_steps_triton``.  A step has room for D decodes, then for R chunks of prompts with T tokens in all;
-its sizes are D and T, whatever is in it::
+its shapes depend on D and T, not on what is in it::
 
     requests, B = D + R   | decodes | padding | chunks | padding |        tokens, N = D + T, with as many for each
-    query_start           0 1 2 ... D         D, where chunks end, the last end again and again
+    query_start           0 1 2 ... D         D, where chunks end, then the last end repeated
 
-The host says which rows there are (``PaddedRequests``), in one small upload.  From that and the rows' tables come, with
-``t`` the place of a token in its request and ``n = num_computed[r]`` for its row ``r``::
+The host says which rows there are (``PaddedRequests``), in one small upload.  From that and the rows' tables follow,
+with ``t`` a token's index in its request and ``n = num_computed[r]`` for its row ``r``::
 
     input_ids    (N,)      int32  token_ids[r, n + t]                                           padding:  0
     positions    (N,)      int64  n + t                                                                   0
     slot_mapping (G, N)    int64  table[g, r, (n + t) // size] * size + (n + t) % size                   -1
     seq_lens     (B,)      int32  n + the request's tokens                                                0
     block_table  (G, B, M) int32  table[g, r], the columns in use
-    rope_positions (N,)    int64  of a decode n + rope_deltas[r], of a prompt's token its position        0
+    rope_positions (N,)    int64  decodes: n + rope_deltas[r]; prompts: the positions                     0
 
-The last is there if the rows have deltas; prompts with images are in no such step.
+The last is for models with M-RoPE; prompts with images are in no such step.
 
-``advance_steps`` ends the step: each request's tokens are computed, and behind them comes its sampled token, if it has
-one.  ``decode_inputs`` has the same for steps of decodes alone, whose rows seldom change.
+``advance_steps`` ends the step: each request's tokens count as computed, and its sampled token, if any, follows them.
+``decode_inputs`` does the same for steps of decodes alone, whose rows seldom change.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from tp_engine.plan import PAD_SLOT
 class PaddedRequests:
     """What the host says of the B requests of a step, all int32; at most B tokens are sampled.
 
-    ``rows`` (B,), -1 for padding.  ``wanted`` (B,): the sampled tokens' places among the step's tokens, in batch order,
-    then 0; ``sampled_rows`` (B,): their rows, then -1.  ``sampled_places`` (B,): each request's place in these two, -1
-    if it is not sampled.  ``query_start`` (B + 1,): where each request's tokens begin; one token for each of the first
-    ``num_decodes``, padding included, none for padding behind the chunks.
+    ``rows`` (B,), -1 for padding.  ``wanted`` (B,): the indices, among the step's tokens, of those whose next token is
+    sampled, in batch order, then 0; ``sampled_rows`` (B,): their rows, then -1.  ``sampled_places`` (B,): each
+    request's index in these two, -1 if none is sampled for it.  ``query_start`` (B + 1,): where each request's tokens
+    begin; one token for each of the first ``num_decodes``, padding included, none for padding after the chunks.
     """
 
     num_decodes: int
@@ -61,7 +61,7 @@ class PaddedInputs(InputTensors):
         return PaddedInputs(**empty_inputs(tokens, requests, tables))
 
     def first(self, num_tokens: int, num_requests: int) -> PaddedInputs:
-        """Return the inputs of a smaller step, in the same memory."""
+        """The inputs of a smaller step, in the same memory."""
         return PaddedInputs(**first_inputs(self, num_tokens, num_requests))
 
 
@@ -87,7 +87,7 @@ def prepare_steps(tables: RowTables, requests: PaddedRequests, inputs: PaddedInp
 
 
 def advance_steps(tables: RowTables, requests: PaddedRequests, sampled: torch.Tensor) -> None:
-    """End a step whose sampled token ids are ``sampled`` (n,) int32, of which padding may follow; see above."""
+    """End a step whose sampled token ids are ``sampled`` (n,) int32, possibly followed by padding."""
     kept = requests.rows >= 0
     rows = requests.rows[kept].to(torch.int64)
     lengths = tables.num_computed[rows] + requests.query_start.diff()[kept]

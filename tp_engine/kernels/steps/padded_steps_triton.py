@@ -2,10 +2,10 @@
 
 ::
 
-    prepare: program (i, g), in group g    i < B: request i: its length, the columns in use of its block table, and of
+    prepare: program (i, g), in group g    i < B: request i: its length, the columns in use of its block table, and for
                                            a decode its token
                                            above: TOKENS tokens of the chunks, which find their request by comparing
-                                           their places with the ends of all R chunks
+                                           their indices with the ends of all R chunks
     advance: program i ends the step of requests [i * BLOCK, (i + 1) * BLOCK)
 """
 
