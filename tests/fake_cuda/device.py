@@ -376,11 +376,28 @@ def use_triton() -> None:
     mend_interpreter()
 
 
-def use_proofs() -> None:
-    """Let kernels be compared with their twins, and not be timed: an interpreter is no GPU."""
-    from tp_engine.kernels import proofs
+def use_kernels() -> None:
+    """Let the kernels that a GPU has to prove be the code's own choice: jobs here try none, which an interpreter would
+    take minutes for."""
+    from dataclasses import replace
 
-    proofs.gpu_clock = lambda: 0.0
+    from tp_engine.kernels import recurrent_candidates as candidates
+    from tp_engine.kernels.candidates import MANY
+
+    for name in ("GATED_DELTA_NET", "MAMBA2", "SHORT_CONV"):
+        own = replace(getattr(candidates, name), default=lambda shape, device: ((MANY, "triton"),))
+        setattr(candidates, name, own)
+
+
+def use_draws() -> None:
+    """The same of draws with top_k."""
+    from dataclasses import replace
+
+    from tp_engine.kernels.candidates import MANY
+    from tp_engine.sampling import ranked_shares
+
+    own = replace(ranked_shares.OPERATION, default=lambda shape, device: ((MANY, "triton"),))
+    ranked_shares.OPERATION = own
 
 
 def use_gpu_host() -> None:

@@ -11,21 +11,15 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal, TypeAlias
 
-import torch
-
 from tp_engine.cpu import NativeInt8Rows, native_library
 from tp_engine.kernels import gated_delta_net, layer_ops, mamba2, short_conv
 from tp_engine.kernels.attention import heads, index_keys, latents
 from tp_engine.kernels.experts import experts, routing
 from tp_engine.kernels.kv_cache import block_codes, layer_kv
 from tp_engine.kernels.linear import adapters
-from tp_engine.kernels.proofs import TRIALS, gpu_clock, why_not
 from tp_engine.kernels.quantization import row_codes
 from tp_engine.kernels.quantization.int8_rows import Int8Rows, TorchInt8Rows
 from tp_engine.kernels.steps import decode_inputs, draft_inputs, padded_steps
-from tp_engine.system.log import get_logger
-
-logger = get_logger(__name__)
 
 Kind: TypeAlias = Literal["twin", "triton", "native"]
 
@@ -95,26 +89,13 @@ def op(name: str, device_type: str) -> Callable[..., Any]:
 
 
 def kind_of(name: str, device_type: str) -> Kind:
-    """Triton on CUDA where Triton is installed, and the kernel proven if it must be (``proofs.py``); C on CPUs where it
-    can be compiled; otherwise the twin."""
+    """Triton on CUDA where Triton is installed; C on CPUs where it can be compiled; otherwise the twin."""
     entry = OPS[name]
     if device_type == "cuda" and entry.triton is not None and has_triton():
-        return "triton" if _is_proven(name) else "twin"
+        return "triton"
     if device_type == "cpu" and entry.native is not None and native_library() is not None:
         return "native"
     return "twin"
-
-
-@cache
-def _is_proven(name: str) -> bool:
-    """Whether the kernel of ``name`` may be used on the current GPU; without one there is nothing to prove."""
-    if name not in TRIALS or not torch.cuda.is_available():
-        return True
-    trial = TRIALS[name](torch.device("cuda", torch.cuda.current_device()))
-    problem = why_not(implementation(name, "triton"), implementation(name, "twin"), trial, gpu_clock)
-    if problem is not None:
-        logger.warning("%s runs in PyTorch, which is slower, because its kernel failed here: %s", name, problem)
-    return problem is None
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tp_engine.distributed.collectives import Communicator, SingleRank
+from tp_engine.kernels.candidates import DEFAULTS, Choices, Shape, Wanted, chosen
 from tp_engine.kernels.ops import is_recordable, op
 from tp_engine.layers.quantization.base import LinearFormat
 from tp_engine.model_config.tp_invariant import NUM_SHARDS
@@ -33,6 +34,7 @@ class LayerContext:
     ``format_of(names)`` is the format of a linear layer made of the stored modules ``names``.  ``splits_experts``: a
     rank has a part of each expert; otherwise it has some experts whole (expert parallelism).  ``tp_invariant``: sums
     over columns are those of ``kernels/linear/tree_sum.py``.  With ``adapters``, linear layers have slots for some.
+    ``choices`` of kernels are those of the device.
     """
 
     communicator: Communicator
@@ -43,6 +45,7 @@ class LayerContext:
     splits_experts: bool = True
     tp_invariant: bool = False
     adapters: AdapterLimits | None = None
+    choices: Choices = DEFAULTS
 
     def at(self, name: str) -> LayerContext:
         """Return the context of the module ``name`` inside of this one; without a name, this one."""
@@ -56,6 +59,10 @@ class LayerContext:
     def op(self, name: str) -> Callable[..., Any]:
         """Return the operation ``name`` of ``kernels.ops``, for this device."""
         return op(name, self.device.type)
+
+    def chosen(self, name: str, shape: Shape) -> Callable[..., Any]:
+        """Return the operation ``name``, of which GPUs have candidates for ``shape``."""
+        return chosen(name, shape, self.device, self.choices) if self.device.type == "cuda" else self.op(name)
 
     def can_record(self, *names: str) -> bool:
         """Return whether recordings can hold all of these operations."""
@@ -109,6 +116,10 @@ class Layer(nn.Module):
     """
 
     is_recordable = True
+
+    def kernels(self, device_type: str) -> Iterable[Wanted]:
+        """Return the operations with candidates that it runs on such a device; its weights need no memory."""
+        return ()
 
     def finish_loading(self) -> None:
         """Prepare for running; called once."""

@@ -13,15 +13,17 @@ A column-parallel layer followed by a row-parallel one needs a single all-reduce
 columns of which stored modules it holds; its format (``quantization/``) decides how they lie in memory.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import cast
 
 import torch
 
+from tp_engine.kernels.candidates import Wanted
 from tp_engine.kernels.quantization.row_codes import Rows
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.lora import LinearAdapters, rows_of_step
-from tp_engine.layers.quantization.base import GatedProduct, LinearFormat, Product
+from tp_engine.layers.quantization.base import GatedProduct, LinearFormat, Product, TunedFormat
 from tp_engine.layers.quantization.stored import LinearShape, Part
 from tp_engine.model_config.mlp import Activation
 from tp_engine.model_config.spec import AttentionSpec
@@ -48,6 +50,13 @@ class LocalLinear(Layer):
         """The product of the loaded weights."""
         assert self._product is not None, "finish_loading comes first"
         return self._product
+
+    def kernels(self, device_type: str) -> Iterable[Wanted]:
+        if not isinstance(self.format, TunedFormat):
+            return ()
+        weights = {name: weight for name, weight in self.named_parameters(recurse=False) if name != "bias"}
+        found = self.format.tuned(weights, self.shape, self._dtype, device_type)
+        return () if found is None else (found,)
 
     def finish_loading(self) -> None:
         """Make the product of the loaded weights, then drop the parameters."""

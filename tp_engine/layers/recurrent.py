@@ -5,14 +5,16 @@ Heads, or channels, are split over the ranks.  Each rank keeps the states of its
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from tp_engine.attention.base import AttentionMetadata
+from tp_engine.kernels.candidates import Wanted
 from tp_engine.kernels.quantization.row_codes import Rows
 from tp_engine.kernels.recurrent import Chunk, LayerStates
+from tp_engine.kernels.recurrent_candidates import shape_of
 from tp_engine.layers.attention import current_metadata, only
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.linear import LocalLinear, RowParallelLinear
@@ -40,7 +42,8 @@ class RecurrentMixer(Layer):
         self.out_proj = RowParallelLinear(spec.out_size, hidden_size, bias=False, context=context.at("out_proj"))
         self.states: LayerStates | None = None
         self._rule: Any = None
-        self._step, self._chunks = (context.op(f"{operation}_{name}") for name in ("decode", "prefill"))
+        self._prefill = f"{operation}_prefill", shape_of(self.kind, context.dtype)
+        self._step, self._chunks = context.op(f"{operation}_decode"), context.chosen(*self._prefill)
         self.is_recordable = context.can_record(f"{operation}_decode")
 
     @property
@@ -56,6 +59,9 @@ class RecurrentMixer(Layer):
     @abstractmethod
     def make_rule(self) -> Any:
         """Return the constants, made of loaded weights."""
+
+    def kernels(self, device_type: str) -> Iterable[Wanted]:
+        return (self._prefill,) if device_type == "cuda" else ()
 
     def finish_loading(self) -> None:
         """Make the constants."""

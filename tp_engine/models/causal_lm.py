@@ -278,6 +278,7 @@ def build_model(  # noqa: PLR0913 (one keyword per part)
         splits_experts=not enable_expert_parallel,
         tp_invariant=tp_invariant,
         adapters=adapters,
+        choices=choices,
     )
     options: dict[str, Any] = {"backends": backends, "max_model_len": max_model_len, "state_layers": state_layers}
     return CausalLM(spec, context=context, **options).eval()

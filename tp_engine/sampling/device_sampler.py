@@ -24,11 +24,12 @@ import numpy as np
 import torch
 
 from tp_engine.distributed.collectives import Communicator
+from tp_engine.kernels.candidates import DEFAULTS, Choices, Wanted
 from tp_engine.kernels.sampling.tables import SamplingTables
 from tp_engine.kernels.steps.decode_inputs import RowTables
 from tp_engine.plan import IntArray
 from tp_engine.sampling import vocab_parallel
-from tp_engine.sampling.ranked_shares import choose_draw
+from tp_engine.sampling.ranked_shares import NAME, choose_draw, shape_of
 from tp_engine.sampling.ranking import LOWEST_KEY
 from tp_engine.sampling.state import SamplingState
 from tp_engine.sampling.vocab_parallel import exchange
@@ -36,6 +37,11 @@ from tp_engine.sampling.vocab_parallel import exchange
 MAX_RANKED = 64  # a row's candidates in an exchange, a nucleus' front too
 SHARE_BYTES = tuple(num_keys * torch.int64.itemsize for num_keys in (1, 1 + MAX_RANKED))
 """Bytes of each row that a rank sends the others in a step of the recorded kinds."""
+
+
+def sampler_kernels(world_size: int, device_type: str) -> list[Wanted]:
+    """Return the operations with candidates that sampling runs."""
+    return [(NAME, shape_of(world_size, MAX_RANKED))] if world_size > 1 and device_type == "cuda" else []
 
 
 class SamplerVariant(NamedTuple):
@@ -51,7 +57,7 @@ class SamplerVariant(NamedTuple):
 class DeviceSampler:
     """Samples the rows of ``state``, which has tables, together with the other ranks if there are any."""
 
-    def __init__(self, state: SamplingState, communicator: Communicator) -> None:
+    def __init__(self, state: SamplingState, communicator: Communicator, choices: Choices = DEFAULTS) -> None:
         from tp_engine.kernels.sampling import nucleus_ranks_triton as of_ranks
         from tp_engine.kernels.sampling.best_triton import best_tokens_triton
         from tp_engine.kernels.sampling.candidates_triton import draw_ranked_triton
@@ -68,7 +74,7 @@ class DeviceSampler:
         self._front_share, self._weigh_fronts = of_ranks.front_share_triton, of_ranks.weigh_fronts_triton
         self._choose_of_fronts = of_ranks.choose_of_fronts_triton
         world_size, device = communicator.info.world_size, state.tables.floats.device
-        self._draw_of_shares = choose_draw(device, world_size, MAX_RANKED)
+        self._draw_of_shares = choose_draw(device, world_size, MAX_RANKED, choices)
         self._is_alone = world_size == 1
 
     @property

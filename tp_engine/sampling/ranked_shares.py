@@ -1,28 +1,36 @@
-"""Draw rows with top_k from the candidates of all ranks: by PyTorch, some 100 launches, or by a kernel, one launch.
+"""Draw rows with top_k from the shares of all ranks: by PyTorch, some 100 launches, or by a kernel, one launch.
 
-The kernel is a candidate: on each GPU it is compared with PyTorch once, before a step is recorded, and used if all its
-tokens are the same.
+The kernel is a candidate (``kernels/candidates.py``): on a GPU it is used once it has drawn the same tokens as PyTorch
+there.
 """
 
 from collections.abc import Callable
-from functools import cache
 from typing import TypeAlias
 
 import torch
 
+from tp_engine.kernels.candidates import (
+    MANY,
+    Candidate,
+    Choice,
+    Choices,
+    Inputs,
+    Operation,
+    Run,
+    Shape,
+    chosen,
+    why_no_triton,
+)
 from tp_engine.kernels.sampling.tables import NUM_FLOATS, SamplingTables
 from tp_engine.sampling import vocab_parallel
 from tp_engine.sampling.groups import RowGroup, SamplingMethod
 from tp_engine.sampling.noise import device_noise_keys
 from tp_engine.sampling.ranking import LOWEST_KEY, top_keys
-from tp_engine.system.log import get_logger
-
-logger = get_logger(__name__)
 
 Draw: TypeAlias = Callable[..., None]
 """Called as ``draw_by_torch``."""
 
-_NUM_ROWS = 192
+NAME = "draw_of_shares"
 _VOCAB_OF_RANK = 500
 
 
@@ -58,37 +66,72 @@ def draw_by_torch(
     token_ids.copy_(torch.where(is_ranked, drawn, token_ids))
 
 
-def choose_draw(device: torch.device, world_size: int, width: int) -> Draw:
-    """Return the kernel, if it draws on ``device`` as PyTorch does from ``width`` candidates of each of ``world_size``
-    ranks; else ``draw_by_torch``.  Triton's interpreter, of tests, takes the kernel."""
+def shape_of(world_size: int, width: int) -> Shape:
+    """Return the shape of draws from ``width`` keys of each of ``world_size`` ranks."""
+    return {"ranks": world_size, "width": width}
+
+
+def choose_draw(device: torch.device, world_size: int, width: int, choices: Choices) -> Draw:
+    """Return the draw that ``choices`` have for ``device``, from ``width`` keys of each of ``world_size`` ranks."""
+    run = chosen(NAME, shape_of(world_size, width), device, choices)
+
+    def draw(
+        token_ids: torch.Tensor,
+        shares: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        tables: SamplingTables,
+        *,
+        vocab_size: int,
+    ) -> None:
+        run(token_ids, shares, rows, positions, tables, vocab_size)
+
+    return draw
+
+
+def _build(draw: Callable[[], Draw]) -> Callable[[None, Shape], Run]:
+    """A candidate of ``draw``, which returns the tokens that it has written."""
+
+    def build(weights: None, shape: Shape) -> Run:
+        own = draw()
+
+        def run(
+            token_ids: torch.Tensor,
+            shares: torch.Tensor,
+            rows: torch.Tensor,
+            positions: torch.Tensor,
+            tables: SamplingTables,
+            vocab_size: int,
+        ) -> torch.Tensor:
+            own(token_ids, shares, rows, positions, tables, vocab_size=vocab_size)
+            return token_ids
+
+        return run
+
+    return build
+
+
+def _kernel() -> Draw:
     from tp_engine.kernels.sampling.ranked_ranks_triton import draw_of_shares_triton
 
-    return _proven(draw_of_shares_triton, device, world_size, width) if device.type == "cuda" else draw_of_shares_triton
+    return draw_of_shares_triton
 
 
-@cache
-def _proven(candidate: Draw, device: torch.device, world_size: int, width: int) -> Draw:
-    try:
-        num_wrong = count_differences(candidate, device, world_size, width)
-        problem = f"{num_wrong} of {_NUM_ROWS} tokens differ from PyTorch's" if num_wrong else None
-    except Exception as error:  # whatever a compiler or a driver says
-        problem = f"{type(error).__name__}: {error}"
-    if problem is None:
-        return candidate
-    logger.warning("rows with top_k are drawn by PyTorch, in some 100 launches of each step; the kernel: %s", problem)
-    return draw_by_torch
+def _default(shape: Shape, device: torch.device) -> Choice:
+    """Triton's interpreter, of tests, takes the kernel."""
+    return ((MANY, "torch" if device.type == "cuda" else "triton"),)
 
 
-def count_differences(candidate: Draw, device: torch.device, world_size: int, width: int) -> int:
-    """Return how many rows ``candidate`` draws otherwise than PyTorch: peaked and flat logits, with ties and masked
-    tokens, all filters, padding, greedy rows and such without top_k."""
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    count, vocab_size = _NUM_ROWS, world_size * _VOCAB_OF_RANK
+def _inputs(shape: Shape, num_rows: int, device: torch.device, generator: torch.Generator) -> Inputs:
+    """Peaked and flat logits, with ties and masked tokens, all filters, padding, greedy rows and such without top_k."""
+    world_size, width = int(shape["ranks"]), int(shape["width"])
+    count, vocab_size = num_rows, world_size * _VOCAB_OF_RANK
 
     def uniform(low: float, high: float) -> torch.Tensor:
         return torch.rand(count, generator=generator, dtype=torch.float32, device="cpu") * (high - low) + low
 
-    every = torch.arange(count, dtype=torch.int64, device="cpu")
+    # A single row is one that draws, by one filter.
+    every = torch.arange(1, count + 1, dtype=torch.int64, device="cpu")
     logits = (
         torch.randn(count, vocab_size, generator=generator, dtype=torch.float32, device="cpu")
         * uniform(0.1, 8.0)[:, None]
@@ -106,19 +149,44 @@ def count_differences(candidate: Draw, device: torch.device, world_size: int, wi
         seeds=torch.randint(-(2**62), 2**62, (count,), generator=generator, dtype=torch.int64, device="cpu").to(device),
         arrivals=torch.zeros(count, dtype=torch.int32, device=device),
     )
-    chosen = torch.arange(width, device=device, dtype=torch.int64) >= top_k.to(device)[:, None]
+    rows = torch.where(every % 11 == 10, -1, every - 1).to(device, torch.int32)
+    token_ids = torch.full((count,), 7, dtype=torch.int32, device=device)
+    positions = torch.arange(count, device=device, dtype=torch.int64)
+    shares = _shares_of(logits.to(device), top_k.to(device), world_size, width)
+    return token_ids, shares, rows, positions, tables, vocab_size
+
+
+def _shares_of(logits: torch.Tensor, top_k: torch.Tensor, world_size: int, width: int) -> torch.Tensor:
+    """The ranks' keys of ``logits`` (n, vocabulary), in the order of an exchange."""
+    beyond = torch.arange(width, device=logits.device, dtype=torch.int64) >= top_k[:, None]
     shares = torch.stack(
         [
-            top_keys(part.to(device), width, rank * _VOCAB_OF_RANK).masked_fill_(chosen, LOWEST_KEY)
+            top_keys(part, width, rank * _VOCAB_OF_RANK).masked_fill_(beyond, LOWEST_KEY)
             for rank, part in enumerate(logits.split(_VOCAB_OF_RANK, dim=1))
         ]
     )
     by_id = shares.masked_fill(shares == LOWEST_KEY, torch.iinfo(torch.int64).max)
-    order = torch.where(shares == LOWEST_KEY, vocab_size, (-by_id) & 0xFFFFFFFF).argsort(-1)
-    shares = shares.gather(-1, order)
-    rows = torch.where(every % 11 == 10, -1, every).to(device, torch.int32)
-    positions = torch.arange(count, device=device, dtype=torch.int64)
-    found, expected = (torch.full((count,), 7, dtype=torch.int32, device=device) for _ in range(2))
-    candidate(found, shares, rows, positions, tables, vocab_size=vocab_size)
-    draw_by_torch(expected, shares, rows, positions, tables, vocab_size=vocab_size)
-    return int((found != expected).sum())
+    order = torch.where(shares == LOWEST_KEY, logits.shape[1], (-by_id) & 0xFFFFFFFF).argsort(-1)
+    return shares.gather(-1, order)
+
+
+def _twin(weights: None, shape: Shape, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    draw_by_torch(*inputs[:-1], vocab_size=inputs[-1])
+    return inputs[0], inputs[0]
+
+
+OPERATION = Operation(
+    candidates=(
+        Candidate(name="torch", build=_build(lambda: draw_by_torch)),
+        Candidate(name="triton", build=_build(_kernel), why_not=why_no_triton),
+    ),
+    default=_default,
+    inputs=_inputs,
+    twin=_twin,
+    num_bytes=lambda shape: 8 * int(shape["ranks"]) * int(shape["width"]),
+    sources=("sampling/*.py", "kernels/sampling/*.py"),
+    rows_of=None,
+    least_rows=1,
+    most_rows=256,
+    comes_first=True,
+)

@@ -37,6 +37,7 @@ import torch
 
 from tp_engine.cpu import best_tokens, native_library
 from tp_engine.distributed.collectives import Communicator
+from tp_engine.kernels.candidates import DEFAULTS, Choices
 from tp_engine.kernels.steps.decode_inputs import RowTables
 from tp_engine.layers.upload import upload, upload_all
 from tp_engine.plan import IntArray
@@ -78,13 +79,13 @@ class Sampler:
     If the state has tables, kernels sample the steps that they can sample (``device``); the tokens are the same.
     """
 
-    def __init__(self, state: SamplingState, communicator: Communicator) -> None:
+    def __init__(self, state: SamplingState, communicator: Communicator, choices: Choices = DEFAULTS) -> None:
         self._state = state
         self._communicator = communicator
         self._is_alone = communicator.info.world_size == 1
         self._grouper = StepGrouper(state)
         self._vocab_ids = torch.arange(state.vocab_size, dtype=torch.int32, device=state.device)
-        self.device = None if state.tables is None else DeviceSampler(state, communicator)
+        self.device = None if state.tables is None else DeviceSampler(state, communicator, choices)
         self._known = (0, -1, True)  # epoch, version of the state, whether all of the epoch's rows are plain
 
     def sample(

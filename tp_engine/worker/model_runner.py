@@ -10,6 +10,7 @@ from tp_engine.attention.base import Backends, prepare_groups
 from tp_engine.distributed.collectives import Communicator
 from tp_engine.features.registry import Half, find_half
 from tp_engine.job.progress import RankPhase, RankProgress
+from tp_engine.kernels.candidates import DEFAULTS, Choices
 from tp_engine.layers.attention import forward_context
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.plan import StepPlan
@@ -47,6 +48,7 @@ class ModelRunner:
         sampling: SamplingState,
         progress: RankProgress,
         features: Sequence[RunnerFeature] = (),
+        choices: Choices = DEFAULTS,
         check: Check = never_fails,
     ) -> None:
         self._model, self._backends, self._batch, self._sampling = model, backends, batch, sampling
@@ -56,7 +58,7 @@ class ModelRunner:
         self._progress = progress
         self._use(features)
         self._found: tuple[int, Captured | None] = (0, None)  # of decodes: epoch and what holds their steps
-        self._sampler = Sampler(sampling, communicator)
+        self._sampler = Sampler(sampling, communicator, choices)
         self._readback = Readback(len(batch.num_prompt), blocks.raw.device, check)
         self._graph_plan: GraphPlan | None = None
         steps = StepParts(

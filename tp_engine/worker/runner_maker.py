@@ -51,6 +51,7 @@ class RunnerMaker:
             sampling=sampling,
             progress=progress,
             features=features,
+            choices=parts.effective.choices,
             check=parts.groups.check,
         )
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 _AFTER = {
     "torch": "use_torch", "triton": "use_triton", "tp_engine.worker.gpu_host": "use_gpu_host",
-    "tp_engine.kernels.proofs": "use_proofs",
+    "tp_engine.kernels.recurrent_candidates": "use_kernels", "tp_engine.sampling.ranked_shares": "use_draws",
 }  # fmt: skip
 
 

@@ -38,7 +38,6 @@ from tp_engine.sampling import noise
 from tp_engine.sampling.device_sampler import SHARE_BYTES, DeviceSampler, SamplerVariant
 from tp_engine.sampling.filters import draw_filtered, draw_ranked
 from tp_engine.sampling.groups import group_rows
-from tp_engine.sampling.ranked_shares import count_differences
 from tp_engine.sampling.sampler import Sampler
 from tp_engine.sampling.state import SamplingState
 
@@ -177,12 +176,6 @@ def check_nuclei(device: str, world_size: int) -> None:
         check_tokens(device, samplings, SamplerVariant(nucleus=True), world_size, logits)
 
 
-def check_shares(device: str, world_size: int) -> None:
-    """The comparison that a GPU makes at its start: the twin's tokens, of rows with every filter."""
-    draw = ranked_ranks_triton.draw_of_shares_triton
-    assert count_differences(draw, torch.device(device), world_size, 64) == 0
-
-
 def check_long_front(device: str) -> None:
     """A front of more tokens than an exchange holds, which takes logits made from the noise: all ranks draw the same
     token, and one that top_p keeps.  Oracle: the likeliest tokens, in numpy."""
@@ -309,8 +302,6 @@ def make_cases() -> dict[str, Callable[[str], None]]:
         tied = (random_logits(7, 400, torch.float32) / 2).round()
         add("ties", ranked, SamplerVariant(ranked=True), world_size, tied)
         add("masked", everything, kind, world_size, masked(random_logits(9, 301, torch.float32, 1.0)))
-    for world_size in (2, 8):
-        cases[f"shares-{world_size}"] = partial(check_shares, world_size=world_size)
     cases["choice"], cases["groups"] = check_choice, check_groups
     cases["padding"], cases["advance"], cases["long front"] = check_padding, check_advance, check_long_front
     nucleus = [*PLAIN, *FILTERED[:2]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,7 +16,6 @@ from tp_engine.job.topology import RankInfo
 from tp_engine.plan import RowSampling
 from tp_engine.sampling import noise
 from tp_engine.sampling.device_sampler import SHARE_BYTES, DeviceSampler, SamplerVariant
-from tp_engine.sampling.ranked_shares import Draw, _proven, draw_by_torch
 from tp_engine.sampling.state import SamplingState
 
 
@@ -103,30 +101,6 @@ def test_sampling_on_ranks_takes_few_launches(
     with counted:
         sampler.sample(kind, *inputs)
     assert counted.count + len(ranks.gathered) <= most
-
-
-def wrong(token_ids: torch.Tensor, *arguments: Any, vocab_size: int) -> None:
-    """Greedy rows' tokens are changed too."""
-    draw_by_torch(token_ids, *arguments, vocab_size=vocab_size)
-    token_ids += (token_ids == 7).to(torch.int32)
-
-
-def crashing(*arguments: Any, vocab_size: int) -> None:
-    raise RuntimeError("out of resource: shared memory")
-
-
-@pytest.mark.parametrize(
-    ("candidate", "problem"),
-    [(draw_by_torch, None), (wrong, r"\d+ of 192 tokens differ"), (crashing, "out of resource: shared memory")],
-)
-def test_a_kernel_is_used_if_it_draws_as_pytorch(
-    candidate: Draw, problem: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Oracle: the twin instead of a candidate that is wrong in some rows, or fails, which the log says."""
-    device = torch.device("cpu")
-    chosen = _proven.__wrapped__(candidate, device, 2, 64)
-    assert chosen is (candidate if problem is None else draw_by_torch)
-    assert re.search(problem, caplog.text) if problem else not caplog.text
 
 
 NUCLEUS, TOP_K = RowSampling(temperature=1.0, top_p=0.9), RowSampling(temperature=1.0, top_k=9)

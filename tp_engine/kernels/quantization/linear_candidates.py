@@ -16,7 +16,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tp_engine.kernels.candidates import MANY, Candidate, Choice, Inputs, Operation, Run, Shape, integers, normal
+from tp_engine.kernels.candidates import (
+    MANY,
+    Candidate,
+    Choice,
+    Inputs,
+    Operation,
+    Run,
+    Shape,
+    integers,
+    normal,
+    why_no_triton,
+)
 from tp_engine.kernels.layer_ops import gate
 from tp_engine.kernels.ops import has_triton, op
 from tp_engine.kernels.quantization.weights import (
@@ -161,12 +172,6 @@ def _dequantised(weight: QuantisedWeight, shape: Shape) -> Run:
     return run
 
 
-def _why_not(shape: Shape, device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return "it needs a GPU"
-    return None if has_triton() else "the triton package is not installed"
-
-
 def _takes_row(shape: Shape) -> bool:
     from tp_engine.kernels.quantization.row_triton import takes_row
 
@@ -174,7 +179,7 @@ def _takes_row(shape: Shape) -> bool:
 
 
 def _why_no_row(shape: Shape, device: torch.device) -> str | None:
-    if (reason := _why_not(shape, device)) is not None:
+    if (reason := why_no_triton(shape, device)) is not None:
         return reason
     return None if _takes_row(shape) else "its rows are not whole words with one scale each"
 
@@ -190,13 +195,13 @@ OPERATION = Operation(
         Candidate(name="row", build=_of_row, why_not=_why_no_row, most_rows=1),
         *(
             Candidate(
-                name=_tiles_name(tiles), build=partial(_tiled, tiles), why_not=_why_not, least_rows=least,
+                name=_tiles_name(tiles), build=partial(_tiled, tiles), why_not=why_no_triton, least_rows=least,
                 most_rows=most, is_quick=is_quick,
             )
             for some, is_quick in ((_TILES, True), (_MORE_TILES, False))
             for tiles, least, most in some
         ),
-        Candidate(name="dequantise", build=_dequantised, why_not=_why_not),
+        Candidate(name="dequantise", build=_dequantised, why_not=why_no_triton),
     ),
     default=_default,
     weights=_weights,

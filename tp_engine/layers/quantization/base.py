@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from tp_engine.kernels.candidates import Wanted
 from tp_engine.kernels.experts.pairs import ExpertRun
 from tp_engine.layers.quantization.experts import ExpertsShape
 from tp_engine.layers.quantization.stored import LinearShape
@@ -100,3 +101,14 @@ class LinearFormat(Protocol):
         self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape, dtype: torch.dtype
     ) -> ExpertsProduct:
         """Return the product of the loaded ``parameters`` of experts, for rows of ``dtype``."""
+
+
+@runtime_checkable
+class TunedFormat(Protocol):
+    """A format whose products have candidates."""
+
+    def tuned(
+        self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype, device_type: str
+    ) -> Wanted | None:
+        """Return the operation and the shape of the product of ``parameters``, which have no memory; None if it has no
+        candidates there."""

@@ -7,6 +7,9 @@
 
 Of two equal candidates on a busy machine the rule takes the other one in 0 to 1 % of choices; "the fastest of one
 round" would in half of them.  Equal ones follow the order of their table, so that two starts choose alike.
+
+Clocks are not locked.  If the default's own times drift by more than 5 % from the first rounds to the last, all are
+measured again; if they drift again, a candidate must win by as much more.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -18,6 +21,7 @@ CLEARLY_FASTER = 0.97
 ROUNDS = 10
 MORE_ROUNDS = 30
 _SHARE_OF_ROUNDS = 0.8
+_MOST_DRIFT = 0.05
 HOPELESS = 1.3  # so slow after the first rounds that further ones are a waste
 FIRST_ROUNDS = 3
 
@@ -30,10 +34,22 @@ def ratios(times: Times, name: str, default: str) -> list[float]:
     return [own / other for own, other in zip(times[name], times[default], strict=False) if other > 0]
 
 
-def is_faster(found: Sequence[float]) -> bool:
-    """Return whether these ratios to the default are those of a faster candidate."""
-    won = sum(one < CLEARLY_FASTER for one in found)
-    return bool(found) and median(found) < CLEARLY_FASTER and won >= _SHARE_OF_ROUNDS * len(found)
+def drift(times: Times, default: str | None) -> float:
+    """Return by which part the default's times have moved from the first rounds to the last; 0 if it is little."""
+    own = [] if default is None else times[default]
+    if len(own) < 2 * FIRST_ROUNDS or not all(own):
+        return 0.0
+    first, last = median(own[:FIRST_ROUNDS]), median(own[-FIRST_ROUNDS:])
+    found = max(first, last) / min(first, last) - 1
+    return found if found > _MOST_DRIFT else 0.0
+
+
+def is_faster(found: Sequence[float], drifted: float = 0.0) -> bool:
+    """Return whether these ratios to the default, whose own times have ``drifted``, are those of a faster
+    candidate."""
+    limit = CLEARLY_FASTER / (1 + drifted)
+    won = sum(one < limit for one in found)
+    return bool(found) and median(found) < limit and won >= _SHARE_OF_ROUNDS * len(found)
 
 
 def is_unsure(times: Times, default: str) -> bool:
@@ -47,7 +63,8 @@ def fastest(times: Times, default: str | None) -> str:
     if default is None:
         scores = {name: median(own) for name, own in times.items()}
     else:
-        scores = {name: median(found) for name in times if is_faster(found := ratios(times, name, default))}
+        moved, found = drift(times, default), {name: ratios(times, name, default) for name in times}
+        scores = {name: median(one) for name, one in found.items() if is_faster(one, moved)}
         if not scores:
             return default
     best = min(scores.values())

@@ -1,6 +1,7 @@
 """The times of candidates, round by round: in turns, forth and back, over copies of the weight.
 
-On a GPU a round of a candidate is a replay of a graph with many calls, between two events.  On a CPU it is the
+On a GPU a round of a candidate is a replay of a graph with many calls, between two events, or the calls themselves of
+what is never recorded.  On a CPU it is the
 processor time of one thread, so that other processes hardly change it.  All candidates read the same inputs, and each
 has several copies of its weight, which it reads in turns, so that no cache holds them: in an engine other layers come
 between two reads of a weight.
@@ -13,9 +14,13 @@ import torch
 
 from tp_engine.kernels.candidates import Inputs, Run
 from tp_engine.worker.tuning.proof import record
-from tp_engine.worker.tuning.rule import FIRST_ROUNDS, HOPELESS, MORE_ROUNDS, ROUNDS, is_unsure
+from tp_engine.worker.tuning.rule import FIRST_ROUNDS, HOPELESS, MORE_ROUNDS, ROUNDS, drift, is_unsure
+
+Clock = Callable[[], float]
+"""Runs a round of a candidate, and returns the nanoseconds of a call."""
 
 _CALLS_OF_GRAPH = 20
+_CALLS_WITHOUT_GRAPH = 4
 _LEAST_ROUND_NS = 200_000
 _MOST_COPIES = 8
 _CPU_CACHE_BYTES = 32 << 20
@@ -35,15 +40,28 @@ def time_rounds(
     device: torch.device,
     default: str | None,
     note: Callable[[str], None],
+    *,
+    is_recorded: bool = True,
 ) -> dict[str, list[float]]:
     """Return each candidate's nanoseconds of a call, round by round.  ``runs``: its copies; ``note`` is called with a
     candidate before it runs.  One that is hopeless beside the ``default``, if that is among them, has few rounds."""
-    clocks = {}
+    clocks: dict[str, Clock] = {}
     for name, copies in runs.items():
         note(name)
-        clocks[name] = _graph_clock(copies, inputs) if device.type == "cuda" else _thread_clock(copies, inputs)
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    order, number = list(runs), 0
+        if device.type != "cuda":
+            clocks[name] = _thread_clock(copies, inputs)
+        else:
+            clocks[name] = (_graph_clock if is_recorded else _event_clock)(copies, inputs)
+    times = take_rounds(clocks, default, note)
+    return take_rounds(clocks, default, note) if drift(times, default) else times
+
+
+def take_rounds(
+    clocks: Mapping[str, Clock], default: str | None, note: Callable[[str], None]
+) -> dict[str, list[float]]:
+    """Return the times of some rounds, more of them where the first ones are not clear."""
+    times: dict[str, list[float]] = {name: [] for name in clocks}
+    order = list(clocks)
     for number in range(ROUNDS + MORE_ROUNDS):
         if number == ROUNDS and (default is None or not is_unsure(times, default)):
             break
@@ -55,7 +73,7 @@ def time_rounds(
     return times
 
 
-def _thread_clock(copies: Sequence[Run], inputs: Inputs) -> Callable[[], float]:
+def _thread_clock(copies: Sequence[Run], inputs: Inputs) -> Clock:
     def once() -> float:
         began, calls = time.thread_time_ns(), 0
         while True:
@@ -70,20 +88,30 @@ def _thread_clock(copies: Sequence[Run], inputs: Inputs) -> Callable[[], float]:
     return once
 
 
-def _graph_clock(copies: Sequence[Run], inputs: Inputs) -> Callable[[], float]:
+def _graph_clock(copies: Sequence[Run], inputs: Inputs) -> Clock:
     calls = max(_CALLS_OF_GRAPH, len(copies))
+    graph, _ = record(lambda: _in_turns(copies, inputs, calls))
+    return _between_events(graph.replay, calls)
 
-    def all_calls() -> torch.Tensor:
-        for number in range(calls):
-            found = copies[number % len(copies)](*inputs)
-        return found
 
-    graph, _ = record(all_calls)
+def _event_clock(copies: Sequence[Run], inputs: Inputs) -> Clock:
+    calls = max(_CALLS_WITHOUT_GRAPH, len(copies))
+    return _between_events(lambda: _in_turns(copies, inputs, calls), calls)
+
+
+def _in_turns(copies: Sequence[Run], inputs: Inputs, calls: int) -> tuple[torch.Tensor, ...]:
+    """Call the copies in turns; each result's memory is free for the next."""
+    for number in range(calls):
+        found = copies[number % len(copies)](*inputs)
+    return (found,)
+
+
+def _between_events(run: Callable[[], object], calls: int) -> Clock:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def once() -> float:
         begin.record()
-        graph.replay()
+        run()
         end.record()
         end.synchronize()
         return float(begin.elapsed_time(end)) * 1e6 / calls

@@ -16,6 +16,7 @@ import torch
 from tp_engine.kernels.candidates import Candidate, Operation, Run, Shape, operation
 from tp_engine.system.child_process import ignore_stop_signals
 from tp_engine.system.log import configure_logging
+from tp_engine.worker.tuning.guards import copied
 from tp_engine.worker.tuning.proof import ODD_ROWS, ProofQuestions, largest_error
 from tp_engine.worker.tuning.rule import fastest, merge, ratios, without
 from tp_engine.worker.tuning.table import RIGHT, Extent, Tried
@@ -87,6 +88,7 @@ class ShapeTrial:
     ) -> None:
         self._wanted, self._table, self._device, self._index, self._say = wanted, table, device, index, say
         self._tried: dict[str, Tried] = {}
+        self._rows = [one for one in wanted.rows if table.takes(one)] or [min(table.most_rows, max(wanted.rows))]
 
     def run(self, refused: Mapping[str, str]) -> None:
         """Say what came of each candidate, and the choice."""
@@ -115,11 +117,11 @@ class ShapeTrial:
 
     def _prove(self, candidate: Candidate, weights: Any, questions: ProofQuestions) -> bool:
         name, shape = candidate.name, self._wanted.shape
-        rows = sorted({*ODD_ROWS, *self._wanted.rows})
+        rows = [one for one in sorted({*ODD_ROWS, *self._rows}) if candidate.takes(one) and self._table.takes(one)]
         self._say_candidate(name)
         try:
             run = candidate.build(weights, shape)
-            error, at = largest_error(run, questions, filter(candidate.takes, rows), self._device)
+            error, at = largest_error(run, questions, rows, self._device, lambda: self._say_candidate(name))
         except Exception as fault:
             self._note(
                 Tried(candidate=name, verdict=f"it failed: {type(fault).__name__}: {fault}"[:300], is_fault=True)
@@ -145,7 +147,7 @@ class ShapeTrial:
         table, wanted = self._table, self._wanted
         default = table.default(wanted.shape, self._device)
         winners: dict[int, str | None] = {}
-        for num_rows in wanted.rows:
+        for num_rows in self._rows:
             fitting = {name: runs for name, runs in made.items() if _takes(table, name, num_rows)}
             own = next(name for most, name in default if num_rows <= most)
             if not fitting:
@@ -155,8 +157,8 @@ class ShapeTrial:
                 winners[num_rows] = None if own in fitting else next(iter(fitting))
                 continue
             beside = own if own in fitting else None
-            inputs, note = questions.of(num_rows).inputs, self._say_candidate
-            times = time_rounds(fitting, inputs, self._device, beside, note)
+            inputs, note = copied(questions.of(num_rows).inputs), self._say_candidate
+            times = time_rounds(fitting, inputs, self._device, beside, note, is_recorded=table.is_recorded)
             taken = fastest(times, beside)
             winners[num_rows] = None if taken == own else taken
             for name, found in times.items():

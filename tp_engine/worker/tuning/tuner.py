@@ -94,16 +94,17 @@ class Tuner:
         """Return a choice for each shape, in their order.  ``NoRightKernelError`` if there is none."""
         budget_s = self.budget_s or (QUICK_S if self.extent == "quick" else FULL_S)
         run = _Search(self, [*wanted], time.monotonic() + budget_s)
-        # What a step spends most on comes first, because the time may end the search.
-        order = sorted(range(len(wanted)), key=lambda index: -self._bytes(wanted[index]))
+        order = sorted(range(len(wanted)), key=lambda index: self._place(wanted[index]))
         run.finish(order)
         found = [run.found.get(index) or run.unreached(index) for index in range(len(wanted))]
         for one in found:
             _log(one)
         return found
 
-    def _bytes(self, one: WantedShape) -> int:
-        return one.count * operation(one.operation, self.places).num_bytes(one.shape)
+    def _place(self, one: WantedShape) -> tuple[bool, int]:
+        """What a step spends most on comes first, because the time may end the search."""
+        table = operation(one.operation, self.places)
+        return not table.comes_first, -one.count * table.num_bytes(one.shape)
 
 
 @dataclass

@@ -71,6 +71,36 @@ def _right_once(weight: torch.Tensor, shape: Shape) -> Run:
     return run
 
 
+def _outside(weight: torch.Tensor, shape: Shape) -> Run:
+    """Its output is right, and so is one more row behind it."""
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(len(x), len(weight), dtype=x.dtype)
+        more = out.as_strided((len(x) + 1, len(weight)), out.stride())
+        more.copy_(F.linear(torch.cat((x, x[:1])), weight))
+        return out
+
+    return run
+
+
+def _leaves_a_row(weight: torch.Tensor, shape: Shape) -> Run:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(len(x), len(weight), dtype=x.dtype)
+        out[:6] = F.linear(x[:6], weight)
+        return out
+
+    return run
+
+
+def _changes_inputs(weight: torch.Tensor, shape: Shape) -> Run:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        found = F.linear(x, weight)
+        x[0, 0] += 1
+        return found
+
+    return run
+
+
 def _raises(weight: torch.Tensor, shape: Shape) -> Run:
     raise RuntimeError("no such instruction")
 
@@ -85,6 +115,9 @@ FAULTS: dict[str, Callable[[torch.Tensor, Shape], Run]] = {
     "exit": lambda weight, shape: lambda x: os._exit(0) or x,
     "hang": lambda weight, shape: _hang,
     "raises": _raises,
+    "outside": _outside,
+    "leaves a row": _leaves_a_row,
+    "changes inputs": _changes_inputs,
     "half": lambda weight, shape: lambda x: F.linear(x, weight)[:, :48],
 }  # fmt: skip
 

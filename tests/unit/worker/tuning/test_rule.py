@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from tp_engine.kernels.candidates import MANY, Choice
-from tp_engine.worker.tuning.rule import ROUNDS, fastest, is_unsure, merge, without
+from tp_engine.worker.tuning import timing
+from tp_engine.worker.tuning.rule import ROUNDS, drift, fastest, is_unsure, merge, without
 
 
 def rounds(mean: float, seed: int, spread: float = 0.04) -> list[float]:
@@ -50,6 +52,25 @@ def test_more_rounds_where_a_median_alone_says_faster() -> None:
     assert is_unsure(times, "own") and fastest(times, "own") == "own"
     assert not is_unsure({"own": [1.0] * 10, "other": [0.9] * 10}, "own")
     assert fastest({"own": [0.0] * 10, "other": [0.0] * 10}, "own") == "own"  # a clock that stands still
+
+
+def test_a_drift_asks_for_more() -> None:
+    """Oracle: by hand.  The default takes 20 % longer at the end, so that a gain of 10 % may be the clock's, and one of
+    half is none of it; without a drift both are gains."""
+    moved = [1.0] * 5 + [1.2] * 5
+    assert drift({"own": moved}, "own") == pytest.approx(0.2) and drift({"own": [1.0, 1.02] * 5}, "own") == 0
+    assert drift({"own": moved[:3]}, "own") == drift({"own": moved}, None) == 0
+    for gain, taken in ((0.9, "own"), (0.5, "other")):
+        assert fastest({"own": moved, "other": [gain * one for one in moved]}, "own") == taken
+        assert fastest({"own": [1.0] * 10, "other": [gain] * 10}, "own") == "other"
+
+
+def test_a_drift_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the rounds of a clock by hand, whose first ten rounds drift."""
+    now = iter([1.0] * 5 + [1.5] * 5 + [2.0] * 10)
+    monkeypatch.setattr(timing, "_thread_clock", lambda copies, inputs: lambda: next(now))
+    times = timing.time_rounds({"own": []}, (), torch.device("cpu"), "own", lambda name: None)
+    assert times == {"own": [2.0] * 10}
 
 
 OWN: Choice = ((4, "few"), (32, "some"), (MANY, "many"))

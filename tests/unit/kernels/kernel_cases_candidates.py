@@ -1,0 +1,75 @@
+"""The candidates of operations on GPUs: each is right by the proof that it gets on a user's device, interpreted and on
+CUDA (``CASES``), and those that only a full search tries are compiled (``launch_all``).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from tests.unit.kernels.kernel_cases_layer_ops import Case
+from tp_engine.kernels.candidates import MANY, Shape, operation
+from tp_engine.worker.tuning.proof import ProofQuestions, largest_error
+
+_QUANTISED: Shape = {
+    "in": 128, "out": 64, "type": "bfloat16", "codes": "int4", "scales": "uint8", "group": 32, "row_block": 1,
+    "zeros": 1, "factors": 1, "parts": 0,
+}  # fmt: skip
+_WHOLE: Shape = {**_QUANTISED, "scales": "none", "group": 0, "zeros": 0}
+_RECURRENT: Shape = {"key_heads": 1, "value_heads": 2, "key": 16, "value": 8, "taps": 4, "type": "bfloat16"}
+# Operation, shape, numbers of rows; None: the fewest of each candidate, and one more than a tile has.
+SHAPES: dict[str, tuple[str, Shape, tuple[int, ...] | None]] = {
+    "int4": ("quantised_linear", _QUANTISED, None),
+    "int4, gate and up": ("quantised_linear", {**_QUANTISED, "parts": 2}, None),
+    "e4m3": ("quantised_linear", {**_WHOLE, "codes": "e4m3"}, None),
+    "e4m3, blocks": (
+        "quantised_linear",
+        {**_WHOLE, "codes": "e4m3", "scales": "float32", "group": 64, "row_block": 32, "factors": 0},
+        None,
+    ),
+    "int8, relu2": ("quantised_linear", {**_WHOLE, "codes": "int8", "parts": 1}, None),
+    "mxfp4": (
+        "quantised_linear",
+        {**_WHOLE, "codes": "e2m1", "scales": "float8_e8m0fnu", "group": 32, "factors": 0},
+        None,
+    ),
+    "nvfp4": ("quantised_linear", {**_WHOLE, "codes": "e2m1", "scales": "float8_e4m3fn", "group": 16}, None),
+    "gated_delta_net": ("gated_delta_net_prefill", _RECURRENT, (1, 40)),
+    "mamba2": ("mamba2_prefill", _RECURRENT, (1, 40)),
+    "short_conv": (
+        "short_conv_prefill",
+        {**_RECURRENT, "value_heads": 1, "key": 0, "value": 30, "taps": 3, "type": "float32"},
+        (1, 40),
+    ),
+    "draws of 2 ranks": ("draw_of_shares", {"ranks": 2, "width": 64}, (1, 48)),
+    "draws of 8 ranks": ("draw_of_shares", {"ranks": 8, "width": 64}, (48,)),
+}
+
+
+def check_candidates(device: str, name: str) -> None:
+    """Every candidate is within its bound; the code's own choice names candidates of the table."""
+    table, shape, where = operation(SHAPES[name][0]), SHAPES[name][1], torch.device(device)
+    weights = table.weights(shape, where, torch.Generator().manual_seed(0))
+    questions = ProofQuestions(table, weights, shape, where)
+    default = table.default(shape, where)
+    assert default[-1][0] == MANY and all(table.named(one) for _, one in default)
+    for candidate in table.candidates:
+        rows = SHAPES[name][2] or sorted({candidate.least_rows, min(candidate.most_rows, 17)} - {0})
+        run = candidate.build(weights, shape)
+        error, at = largest_error(run, questions, filter(candidate.takes, rows), where)
+        assert error <= 1, (candidate.name, error, at)
+
+
+CASES: dict[str, Case] = {f"candidates-{name}": partial(check_candidates, name=name) for name in SHAPES}
+
+
+def launch_all() -> None:
+    """Tiles that ``--tune full`` tries, of a weight of Qwen3-8B; ``kernel_cases_quantised`` has the other ones."""
+    table, device = operation("quantised_linear"), torch.device("meta")
+    shape: Shape = {**_QUANTISED, "in": 4096, "out": 6144}
+    weights = table.weights(shape, device, torch.Generator())
+    for candidate in table.candidates:
+        if not candidate.is_quick:
+            run = candidate.build(weights, shape)
+            run(*table.inputs(shape, min(candidate.most_rows, 128), device, torch.Generator()))

@@ -1,0 +1,74 @@
+"""Memory that shows what a candidate does to it: what it leaves unwritten, and what it writes outside.
+
+::
+
+    guard | the tensor, all bits set: NaN | guard         each allocation, while ``Guards`` are active
+
+Only what is allocated by name (``torch.empty`` and its like) is guarded, as the outputs and workspaces of our kernels
+are; a library's own outputs are not.  In a CUDA graph the guards are set anew in each replay.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_GUARD_BYTES = 4096  # a multiple of what allocators align to
+_PATTERN = 0xA5
+_EMPTY = {"empty", "empty_like", "new_empty"}
+_FILLED = {"zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full"}
+
+
+class Guards(TorchFunctionMode):
+    """Within, tensors of ``device`` lie between guards."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device_type = device.type
+        self._held: list[torch.Tensor] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name not in _EMPTY and name not in _FILLED:
+            return made
+        if made.device.type != self._device_type or not made.is_contiguous() or not made.numel():
+            return made
+        return self._guarded(made, keeps=name in _FILLED)
+
+    def _guarded(self, made: torch.Tensor, *, keeps: bool) -> torch.Tensor:
+        """``made`` in guarded memory; unless its values are to be kept, with all bits set."""
+        held = torch.empty(made.nbytes + 2 * _GUARD_BYTES, dtype=torch.uint8, device=made.device)
+        held.fill_(_PATTERN)
+        self._held.append(held)
+        inside = held[_GUARD_BYTES : _GUARD_BYTES + made.nbytes]
+        inside.fill_(0xFF)
+        found = inside.view(made.dtype).view(made.shape)
+        return found.copy_(made) if keeps else found
+
+    def check(self) -> None:
+        """Raise ``ValueError`` if a guard was written to."""
+        for held in self._held:
+            ends = torch.stack((held[:_GUARD_BYTES], held[-_GUARD_BYTES:]))
+            if bool((ends != _PATTERN).any()):
+                raise ValueError("it writes outside of its memory")
+
+
+def tensors_of(inputs: Any) -> list[torch.Tensor]:
+    """Return the tensors among ``inputs``, and in tuples among them."""
+    if isinstance(inputs, torch.Tensor):
+        return [inputs]
+    return [found for one in inputs for found in tensors_of(one)] if isinstance(inputs, tuple) else []
+
+
+def copied(inputs: Any) -> Any:
+    """Return ``inputs`` with tensors in memory of their own."""
+    if isinstance(inputs, torch.Tensor):
+        return inputs.clone()
+    if not isinstance(inputs, tuple):
+        return inputs
+    parts = [copied(one) for one in inputs]
+    return type(inputs)(*parts) if hasattr(inputs, "_fields") else tuple(parts)
