@@ -7,21 +7,22 @@ export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 say() { echo "[tp_engine] $*" >&2; }
 
 # Sets PYTHON to an interpreter that has the dependencies of the project and of the named extras: the active environment
-# if it has them, else .venv, which is made and filled if needed.
+# if it has them, else .venv, which is made and filled if needed.  Compiles the CPU kernels unless there are GPUs.
 set_up() { # extra ...
     local active
     active="$(active_python)"
     if [[ -n "$active" ]] && "$active" scripts/lib/usable.py "$@" >/dev/null 2>&1; then
         PYTHON="$active"
-        return
+    else
+        [[ -z "${VIRTUAL_ENV:-}" ]] || say "the active environment $VIRTUAL_ENV lacks packages; using .venv instead"
+        mkdir -p .venv
+        exec 9>.venv/.lock
+        ! command -v flock >/dev/null || flock 9
+        install_into .venv "$@"
+        exec 9>&-
+        PYTHON="$ROOT/.venv/bin/python"
     fi
-    [[ -z "${VIRTUAL_ENV:-}" ]] || say "the active environment $VIRTUAL_ENV lacks packages; using .venv instead"
-    mkdir -p .venv
-    exec 9>.venv/.lock
-    ! command -v flock >/dev/null || flock 9
-    install_into .venv "$@"
-    exec 9>&-
-    PYTHON="$ROOT/.venv/bin/python"
+    (($(num_gpus) > 0)) || "$PYTHON" -m tp_engine.cpu.compiling
 }
 
 # The interpreter that "python" means in this shell, if any.

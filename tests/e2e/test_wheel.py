@@ -1,12 +1,15 @@
 """The release as users install it: wheel and sdist, each in a clean virtual environment, used outside of the checkout.
 
-A line in a .pth file gives the environment the libraries of the tests' environment, so that nothing is downloaded.
+The wheel is built with the compiled kernels of this processor's level alone, which other tests have compiled, too.
+Nothing that is installed finds a compiler.  A line in a .pth file gives the environment the libraries of the tests'
+environment, so that nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -23,6 +26,8 @@ import httpx
 import pytest
 import yaml
 
+from tp_engine.cpu.compiling.levels import best_level, processor_flags
+from tp_engine.cpu.compiling.shipped import file_name
 from tp_engine.system.version import __version__
 
 pytestmark = pytest.mark.slow
@@ -32,14 +37,16 @@ NAME = f"tp_engine-{__version__}"
 LICENCES = {"LICENSE", "THIRD_PARTY.md"}
 # What is in no commit, beside a folder that a build would have left.
 IGNORED = (".*", "__pycache__", "*.egg-info", "build", "dist", "dist-packages", "gpu_check_results", "*.log")
+LEVEL = best_level(processor_flags()) if shutil.which("gcc") else None
+PLATFORM = "any" if LEVEL is None else f"linux_{platform.machine()}"
 SMALL = ("--device", "cpu", "--num-gpu-blocks-override", "256", "--max-num-seqs", "4")
 TORCHRUN = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 SUMS = {"one": ("12+34=", "46"), "two": ("7+8=", "15")}
 
 
-def outside() -> dict[str, str]:
-    """The environment variables of a shell that does not know the checkout."""
-    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+def outside(**others: str) -> dict[str, str]:
+    """The environment variables of a shell that does not know the checkout; ``others`` in their place."""
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")} | others
 
 
 class Release(NamedTuple):
@@ -50,9 +57,9 @@ class Release(NamedTuple):
     sdist: Path
 
     def install(self, archive: Path, folder: Path) -> Installation:
-        """Install ``archive`` into a new environment in ``folder``, without the index."""
+        """Install ``archive`` into a new environment in ``folder``, without the index and a compiler."""
         venv = folder / "venv"
-        quietly: dict[str, Any] = {"check": True, "timeout": 300, "stdout": subprocess.DEVNULL, "env": outside()}
+        quietly: dict[str, Any] = {"check": True, "timeout": 300, "stdout": subprocess.DEVNULL, "env": outside(PATH="")}
         # The pip of the tests' environment installs: an own one would take longer than the installation.
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], **quietly)
         pip = [sys.executable, "-m", "pip", "--python", str(venv / "bin" / "python"), "--disable-pip-version-check"]
@@ -85,13 +92,15 @@ class Installation(NamedTuple):
         return done.stdout
 
     @contextmanager
-    def serving(self, *words: str, exit_code: int = 0, timeout_s: float = 300) -> Iterator[httpx.Client]:
+    def serving(
+        self, *words: str, exit_code: int = 0, timeout_s: float = 300, **variables: str
+    ) -> Iterator[httpx.Client]:
         """Start a server with ``words``; yield its client once it is ready; check ``exit_code`` after SIGTERM."""
         socket, log = self.folder / "socket", self.folder / "log"
         with log.open("w") as output:
             process = subprocess.Popen(
                 self.command(*words, "--uds", str(socket), *SMALL),
-                cwd=self.folder, env=outside(), stdout=output, stderr=output, start_new_session=True,
+                cwd=self.folder, env=outside(**variables), stdout=output, stderr=output, start_new_session=True,
             )  # fmt: skip
         try:
             with httpx.Client(
@@ -127,10 +136,11 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Release:
         (source / left).parent.mkdir(exist_ok=True)
         (source / left).write_text("left by a run")
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(source)]
-    done = subprocess.run(build, cwd=folder, env=outside(), capture_output=True, text=True, timeout=340)
+    environment = outside(TP_ENGINE_BUILD="none" if LEVEL is None else LEVEL.name)
+    done = subprocess.run(build, cwd=folder, env=environment, capture_output=True, text=True, timeout=340)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     shutil.rmtree(source)
-    return Release(folder, folder / f"{NAME}-py3-none-any.whl", folder / f"{NAME}.tar.gz")
+    return Release(folder, folder / f"{NAME}-py3-none-{PLATFORM}.whl", folder / f"{NAME}.tar.gz")
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +187,9 @@ def test_the_wheel_has_the_package_and_nothing_else(release: Release, installed:
     with zipfile.ZipFile(release.wheel) as wheel:
         found = {name: wheel.read(name) for name in wheel.namelist()}
     licences = {f"{about}/licenses/{name}": (ROOT / name).read_bytes() for name in LICENCES}
-    assert found.keys() == expected.keys() | licences.keys() | others
+    built = set() if LEVEL is None else {f"tp_engine/cpu/built/{file_name(LEVEL)}"}
+    assert found.keys() == expected.keys() | licences.keys() | others | built
+    assert f"Tag: py3-none-{PLATFORM}\n".encode() in found[f"{about}/WHEEL"]
     assert found.items() >= expected.items() and found.items() >= licences.items()
     where = installed.run("python", "-c", "import tp_engine; print(tp_engine.__file__)")
     assert Path(where.strip()).is_relative_to(installed.venv)
@@ -185,7 +197,7 @@ def test_the_wheel_has_the_package_and_nothing_else(release: Release, installed:
 
 def test_the_sdist_has_what_a_wheel_is_built_from_and_nothing_else(release: Release) -> None:
     """Oracle: the package's folder in the checkout, and the files that its pyproject.toml names."""
-    about = {"LICENSE", "THIRD_PARTY.md", "README.md", "pyproject.toml", "setup.cfg", "PKG-INFO"}
+    about = {"LICENSE", "THIRD_PARTY.md", "README.md", "pyproject.toml", "setup.cfg", "setup.py", "PKG-INFO"}
     with tarfile.open(release.sdist) as sdist:
         names = {one.name.removeprefix(f"{NAME}/") for one in sdist.getmembers() if one.isfile()}
     generated = {name for name in names if name.startswith("tp_engine.egg-info/")}
@@ -200,23 +212,28 @@ def test_the_package_index_would_take_both(release: Release) -> None:
 
 
 def test_an_installed_sdist_serves(release: Release, tmp_path: Path) -> None:
-    """Oracle: the version that the release was built with, which its metadata has too; arithmetic."""
+    """Oracle: the version that the release was built with, which its metadata has too; arithmetic.  Without a compiler
+    it has installed no compiled kernels."""
     installed = release.install(release.sdist, tmp_path)
     assert installed.run("tp-engine", "--version") == f"tp-engine {__version__}\n"
     metadata = "from importlib import metadata as m; print(m.version('tp-engine'), m.metadata('tp-engine')['Author'])"
     assert installed.run("python", "-c", metadata) == f"{__version__} The tp_engine authors\n"
+    assert not list(installed.venv.glob("lib/python*/site-packages/tp_engine/cpu/built"))
     with installed.serving("tp-engine", "serve", "-tp", "1") as client:
         assert ask(client, "12+34=") == "46"
         assert client.get("/version").json() == {"version": __version__}
 
 
 def test_the_command_of_the_wheel(installed: Installation) -> None:
-    """Oracle: arithmetic; the page's own file; the log reports no failed compilation of the native kernels."""
+    """Oracle: arithmetic; the page's own file; the log names the wheel's level, and nothing was compiled."""
     assert installed.run("tp-engine", "--version") == f"tp-engine {__version__}\n"
-    with installed.serving("tp-engine", "serve", "-tp", "2") as client:
+    cache = installed.folder / "cache"
+    with installed.serving("tp-engine", "serve", "-tp", "2", TP_ENGINE_CACHE_DIR=str(cache), PATH="") as client:
         assert ask(client, "12+34=") == "46"
         assert "<title>" in client.get("/").text
-    assert "no native CPU kernels" not in (installed.folder / "log").read_text(encoding="utf-8")
+    if LEVEL is not None:
+        assert f"kernels {LEVEL.name})" in (installed.folder / "log").read_text(encoding="utf-8")
+        assert not list(cache.glob("code-*"))
     prompt = "<|im_start|>user\n12+34=<|im_end|>\n<|im_start|>assistant\n"
     answer = installed.run("tp-engine", "complete", "--quick", prompt, "--temperature", "0", *SMALL)
     assert answer.strip() == "46"

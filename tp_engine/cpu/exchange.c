@@ -3,7 +3,7 @@
    A call that waits for another rank returns that rank's number + 1 when its time is up.  The caller calls it again
    with the same arguments, and it continues where it was.  0 says that it has ended. */
 
-#define _GNU_SOURCE /* sem_clockwait */
+#define _GNU_SOURCE /* clockid_t, sem_clockwait */
 #include <sched.h>
 #include <semaphore.h>
 #include <time.h>
@@ -48,21 +48,18 @@ static char *slot(const struct exchange *x, int64_t rank)
     return x->slots + (2 * rank + x->num_pieces % 2) * x->slot_bytes;
 }
 
-/* sem_timedwait uses the wall clock, which may be set back: only for systems without sem_clockwait. */
+/* From glibc 2.30 on.  Weak, so that a library built for older systems uses it where it is there. */
+extern int sem_clockwait(sem_t *from, clockid_t clock, const struct timespec *until) __attribute__((weak));
+
+/* Waits for `ns` at most.  The wall clock, which may be set back, only where there is nothing else. */
 static int block(sem_t *from, int64_t ns)
 {
-#if defined(__GLIBC__) && __GLIBC_PREREQ(2, 30)
-    const int64_t until = now_ns() + ns;
-    const struct timespec at = {until / 1000000000L, until % 1000000000L};
-    return sem_clockwait(from, CLOCK_MONOTONIC, &at) == 0;
-#else
-    struct timespec at;
-    clock_gettime(CLOCK_REALTIME, &at);
-    const int64_t nanoseconds = at.tv_nsec + ns;
-    at.tv_sec += nanoseconds / 1000000000L;
-    at.tv_nsec = nanoseconds % 1000000000L;
-    return sem_timedwait(from, &at) == 0;
-#endif
+    struct timespec until;
+    clock_gettime(sem_clockwait ? CLOCK_MONOTONIC : CLOCK_REALTIME, &until);
+    const int64_t nanoseconds = until.tv_nsec + ns;
+    until.tv_sec += nanoseconds / 1000000000L;
+    until.tv_nsec = nanoseconds % 1000000000L;
+    return (sem_clockwait ? sem_clockwait(from, CLOCK_MONOTONIC, &until) : sem_timedwait(from, &until)) == 0;
 }
 
 /* Takes one from a semaphore: now, while spinning, or, if `blocks`, before block_ns have passed or a signal has come.

@@ -8,16 +8,6 @@ int panel_width(void) { return PANEL; }
 /* Whether x of this type is widened. */
 int widens(int64_t dtype) { return is_widened((int)dtype); }
 
-/* Whether the processor multiplies bfloat16 by instructions that oneDNN uses and this file does not. */
-int has_bfloat16_matrices(void)
-{
-#if defined(__AMX_BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-    return 1;
-#else
-    return 0;
-#endif
-}
-
 /* stored (out_size, items) -> packed (panels, items, PANEL); an item has the bytes of a float32. */
 int pack_weight(const void *stored, float *packed, int64_t out_size, int64_t items, int64_t parts, int64_t dtype,
                 int64_t num_threads)

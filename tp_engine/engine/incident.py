@@ -107,7 +107,7 @@ def about_gpu(slot: RankSlot, exit_code: int | None = None) -> str:
     """``', on GPU 1 (...); ...'`` for a rank that its GPU may have stopped: CUDA's error, or an abort by CUDA's or
     NCCL's own threads, which name no GPU.  Empty for any other end."""
     is_suspect = exit_code == -signal.SIGABRT or any(word in slot.failure_text for word in _GPU_ERRORS)
-    if not slot.device or not is_suspect:
+    if not slot.device.startswith("GPU") or not is_suspect:
         return ""
     return f", on {slot.device}; if the driver lost this GPU, the kernel's log says so: dmesg | grep -i xid"
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tp_engine.cpu import kernel_level
 from tp_engine.distributed.device_threads import use_device
 from tp_engine.distributed.rank import Agreeing
 from tp_engine.errors import ConfigError
@@ -41,7 +42,7 @@ class MemorySnapshot:
 
 
 class Device:
-    """One rank's device; ``local_world_size`` ranks share its host."""
+    """One rank's device; ``local_world_size`` ranks share its host.  What only a GPU needs does nothing here."""
 
     type: str
     torch_device: torch.device
@@ -51,12 +52,12 @@ class Device:
 
     @property
     def description(self) -> str:
-        """Which GPU it is, as an operator finds it; empty for a CPU."""
-        return ""
+        """What it is, as an operator finds it."""
+        raise NotImplementedError
 
     def snapshot(self) -> MemorySnapshot:
         """Memory now, after all launched work."""
-        raise NotImplementedError  # each kind of device has its own; the other methods need nothing on a CPU
+        raise NotImplementedError
 
     def free_bytes(self) -> int:
         """Bytes that this process may still take."""
@@ -159,6 +160,10 @@ class CpuDevice(Device):
     type = "cpu"
     torch_device = torch.device("cpu")
 
+    @property
+    def description(self) -> str:
+        return f"CPU ({kind_of_device(self.torch_device)})"
+
     def snapshot(self) -> MemorySnapshot:
         host, process = host_memory(), process_memory()
         return MemorySnapshot(
@@ -195,7 +200,9 @@ def kind_of_device(device: torch.device) -> str:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    kernels = kernel_level()
+    chosen = "PyTorch's kernels" if kernels is None else f"kernels {kernels}"
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {chosen}"
 
 
 def check_kinds(host: Agreeing, kind: str) -> None:

@@ -31,6 +31,7 @@ from tp_engine.job.tier_progress import TierProgress
 from tp_engine.kernels.ops import has_triton
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.draft_head import DraftHead
+from tp_engine.system.log import get_logger
 from tp_engine.worker.device import Device, check_devices, make_device
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.features import RankParts, count_bytes
@@ -53,6 +54,8 @@ from tp_engine.worker.trial_steps import (
 )
 from tp_engine.worker.tuning.start import choose_kernels
 from tp_engine.worker.worker import StartedRank
+
+logger = get_logger(__name__)
 
 
 def start_rank(
@@ -156,6 +159,8 @@ def _open_device(effective: EffectiveConfig, groups: RankGroups, start_up: Start
         device.set_current()
         groups.device = device.torch_device
         groups.note_device(device.description)
+        if info.is_first:
+            logger.info("computing on %s", device.description)
         return device
 
     device = start_up.run_agreed_phase("opening the device", open_own)

@@ -302,7 +302,6 @@ def test_decodes_that_share_blocks(
 
 # What the self-check does not call, with the reason.
 UNCHECKED = {
-    "has_bfloat16_matrices": "a question",
     "max_words": "a question",
     "prepare_row": "a part of quantised products",
     "run_quantised_task": "a part of quantised products",

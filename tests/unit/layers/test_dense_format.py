@@ -135,20 +135,13 @@ def test_methods_that_can_not_be_trusted_are_not_used(monkeypatch: pytest.Monkey
     assert isinstance(choose_product(weight.half()), PlainLinear)
 
 
-class FakeProcessor:
-    """Compiled kernels of a processor that has, or lacks, instructions for matrices of bfloat16."""
-
-    def __init__(self, library: ctypes.CDLL, matrices: bool) -> None:
-        self.has_bfloat16_matrices = lambda: matrices
-        self.panel_width, self.pack_weight, self.widens = library.panel_width, library.pack_weight, library.widens
-
-
 @pytest.mark.parametrize("matrices", [False, True])
 def test_the_choice_by_type_and_processor(
     library: ctypes.CDLL, matrices: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the table in the module's description."""
-    monkeypatch.setattr(dense, "native_library", lambda: FakeProcessor(library, matrices))
+    monkeypatch.setattr(dense, "native_library", lambda: library)
+    monkeypatch.setattr(dense, "multiplies_bfloat16_matrices", lambda: matrices)
     weight = torch.randn(48, 32)
     assert isinstance(choose_product(weight), PackedWeight)
     expected = PackedLinear if matrices else PackedWeight

@@ -57,7 +57,7 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     collectives that the rank has entered, or 1 once it has done its part of a start-up phase.  ``process`` is what the
     kernel says: ``alive``, ``stopped`` (SIGSTOP), ``gone``, or ``none`` for a rank that never came; ``lost`` for the
     first rank of a host that does not answer.  ``exit`` is how it ended, if its parent knows, such as ``signal 9``.
-    ``device`` is the GPU that it computes on, empty on a CPU.
+    ``device`` is the GPU that it computes on, or the kind of CPU and its kernels.
     ``failure`` is the traceback that a failing rank left, ``failed_rank`` another rank that caused its failure.
     ``host`` counts from 0; on hosts other than 0, only rank 0's record has all steps.
     """

@@ -32,7 +32,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tp_engine.cpu import NativeExperts, PackedWeight, fits_panels, native_library, takes_experts
+from tp_engine.cpu import (
+    NativeExperts,
+    PackedWeight,
+    fits_panels,
+    multiplies_bfloat16_matrices,
+    native_library,
+    takes_experts,
+)
 from tp_engine.kernels.candidates import DEFAULTS, Choices
 from tp_engine.kernels.experts.experts import ExpertWeights, Weights, mix_experts
 from tp_engine.kernels.experts.grouped import grouped_experts
@@ -223,7 +230,7 @@ def choose_product(weight: torch.Tensor, activation: Activation | None = None) -
         return OneRowLinear(weight, activation)
     library = _library_for(weight)
     # With matrix instructions of the processor, oneDNN is faster.
-    has_matrices = weight.dtype == torch.bfloat16 and library is not None and bool(library.has_bfloat16_matrices())
+    has_matrices = weight.dtype == torch.bfloat16 and multiplies_bfloat16_matrices()
     if library is not None and not has_matrices:
         return PackedWeight(library, weight, activation)
     if activation is not None:

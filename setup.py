@@ -1,0 +1,76 @@
+"""Compile the C kernels into wheels; all else about the package is in pyproject.toml.
+
+TP_ENGINE_BUILD   all      every level of tp_engine/cpu/compiling/levels.py for this machine's kind, or an error
+                  v3,v4    these levels, or an error
+                  none     none: a wheel for every platform, whose users compile at their first start
+                  unset    as "all" where there is a compiler, else as "none"
+
+An editable installation has none: scripts/lib/environment.sh compiles, and shows how far it is.
+"""
+
+import os
+import sys
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from tp_engine.cpu.compiling.cache import compiled_library
+from tp_engine.cpu.compiling.gcc import BuildError, find_compiler
+from tp_engine.cpu.compiling.levels import Level, shippable_levels
+from tp_engine.cpu.compiling.shipped import ship
+
+
+class Package(Distribution):
+    """The package; its wheel is one of a platform if it holds compiled kernels."""
+
+    @cached_property
+    def levels(self) -> tuple[Level, ...]:
+        """Those that are compiled into what is built."""
+        wanted = os.environ.get("TP_ENGINE_BUILD", "")
+        known = {one.name: one for one in shippable_levels()}
+        if wanted == "none" or "editable_wheel" in self.commands:
+            return ()
+        names = list(known) if wanted in ("", "all") else wanted.split(",")
+        if not known.keys() >= set(names):
+            raise SystemExit(f"TP_ENGINE_BUILD is {wanted!r}; it must be all, none, or some of {', '.join(known)}")
+        try:
+            find_compiler()
+        except BuildError as error:
+            if wanted:
+                raise SystemExit(f"TP_ENGINE_BUILD is {wanted!r}, but {error}") from error
+            print(f"tp_engine: a wheel without compiled CPU kernels: {error}", file=sys.stderr)
+            return ()
+        return tuple(known[name] for name in names)
+
+    def has_ext_modules(self) -> bool:
+        """Return whether setuptools must treat this as a package of one platform."""
+        return bool(self.levels)
+
+
+class BuildPackage(build_py):
+    """The package's files, and the compiled kernels beside their sources."""
+
+    def run(self) -> None:
+        """Build them."""
+        super().run()
+        if self.distribution.levels and not self.editable_mode:
+            ship(self.distribution.levels, Path(self.build_lib) / "tp_engine" / "cpu" / "built", compiled_library)
+
+
+class Wheel(bdist_wheel):
+    """A wheel whose libraries use nothing of Python's, so that one serves all versions."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Return its tag."""
+        _, _, platform = super().get_tag()
+        return "py3", "none", platform
+
+
+commands: dict[str, Any] = {"build_py": BuildPackage, "bdist_wheel": Wheel}
+setup(distclass=Package, cmdclass=commands)
