@@ -48,7 +48,6 @@ TEXTS_NOT_RUN = {
     ("batch.md", '{"id"'): "is an answer of a job, shortened",
     ("check.md", "$ tp-engine check"): "needs a checkpoint that is broken; tests/e2e/test_check.py has its like",
     ("ci.md", "$ pytest test_sum.py"): "is a test that fails; tests/e2e/test_pytest_plugin.py has its like",
-    ("ci.md", "$ torchrun"): "is a report, shortened; tests/ranks/test_check_machine.py has its like",
     ("command_line.md", "$ tp-engine recommend"): "needs the config.json of a model of the hub",
     ("models.md", "--hf-overrides"): "are values of a flag; test_hf_overrides.py of tests/unit/ has their like",
     ("structured_output.md", '{"messages"'): "tests/e2e/test_structured_demo.py runs them",
