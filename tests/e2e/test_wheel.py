@@ -231,8 +231,10 @@ def test_the_command_of_the_wheel(installed: Installation) -> None:
     with installed.serving("tp-engine", "serve", "-tp", "2", TP_ENGINE_CACHE_DIR=str(cache), PATH="") as client:
         assert ask(client, "12+34=") == "46"
         assert "<title>" in client.get("/").text
+    log = (installed.folder / "log").read_text(encoding="utf-8")
+    assert f"tp_engine {__version__} starts" in log.splitlines()[0]
     if LEVEL is not None:
-        assert f"kernels {LEVEL.name})" in (installed.folder / "log").read_text(encoding="utf-8")
+        assert f"kernels {LEVEL.name})" in log
         assert not list(cache.glob("code-*"))
     prompt = "<|im_start|>user\n12+34=<|im_end|>\n<|im_start|>assistant\n"
     answer = installed.run("tp-engine", "complete", "--quick", prompt, "--temperature", "0", *SMALL)

@@ -42,6 +42,7 @@ from tp_engine.server.tracing import check_tracing
 from tp_engine.system import env
 from tp_engine.system.child_process import kill_children
 from tp_engine.system.log import get_logger
+from tp_engine.system.version import __version__
 
 if TYPE_CHECKING:
     from tp_engine.engine.engine import Engine
@@ -177,6 +178,7 @@ def _start(
         )
         frontend = start_frontend(settings)
         stack.callback(end_frontend, frontend)
+    logger.info("tp_engine %s starts, and imports PyTorch first", __version__)
     with _ending_with(frontend, leftovers), hearing_progress(pulse.say):
         engine = start_engine(config, ends_process=True, pulse=pulse)
     stack.callback(engine.close)

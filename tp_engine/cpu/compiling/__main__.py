@@ -5,6 +5,7 @@ costs, and ends with 0: PyTorch computes then.
 """
 
 import sys
+import time
 from collections.abc import Callable
 
 from tp_engine.cpu.compiling.cache import compiled_library
@@ -12,6 +13,8 @@ from tp_engine.cpu.compiling.gcc import BuildError
 from tp_engine.cpu.compiling.levels import NATIVE, best_level, processor_flags
 from tp_engine.cpu.compiling.shipped import shipped_library
 from tp_engine.job.progress import hearing_progress
+
+_SAY_S = 10.0
 
 
 def main() -> None:
@@ -27,11 +30,14 @@ def main() -> None:
 
 
 def _teller() -> Callable[[str], None]:
-    """Each text on a line of its own; on a terminal in the place of the one before."""
-    end = "\r" if sys.stderr.isatty() else "\n"
+    """Each text on a terminal in the place of the one before; elsewhere one in some seconds, on a line of its own."""
+    is_terminal, said_s = sys.stderr.isatty(), 0.0
 
     def tell(text: str) -> None:
-        print(f"[tp_engine] {text}", end=end, file=sys.stderr, flush=True)
+        nonlocal said_s
+        if is_terminal or time.monotonic() > said_s + _SAY_S:
+            said_s = time.monotonic()
+            print(f"[tp_engine] {text}", end="\r" if is_terminal else "\n", file=sys.stderr, flush=True)
 
     return tell
 
