@@ -186,10 +186,17 @@ def test_probes_ask_what_the_server_answers(maker: str) -> None:
 
 
 def test_the_dockerfile() -> None:
-    """Oracle: the stages that its comment names, the files that it copies, the port of its entry point."""
+    """Oracle: the stages that its comments name, the files that it copies, the port of its entry point; the image for
+    CPUs has no compiler."""
     words_of = [(word, arguments.split()) for word, arguments in dockerfile()]
-    assert [rest[2] for word, rest in words_of if word == "FROM"] == ["base", "cpu", "cuda"]
-    copied = [name for word, rest in words_of if word == "COPY" for name in rest[:-1]]
+    stages = {rest[2]: rest[0] for word, rest in words_of if word == "FROM"}
+    assert list(stages) == ["wheel", "packages", "base", "cpu", "cuda"]
+    assert stages["cpu"] == stages["cuda"] == "base" and stages["base"] == stages["wheel"] != "wheel"
+    text = (DEPLOY / "docker" / "Dockerfile").read_text(encoding="utf-8")
+    assert "gcc" not in text[text.index(" AS base") : text.index(" AS cuda")]
+    copied = [
+        name for word, rest in words_of if word == "COPY" and not rest[0].startswith("--from=") for name in rest[:-1]
+    ]
     assert all((DEPLOY.parent / name).exists() for name in copied)
     ignored = (DEPLOY / "docker" / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
     assert set(copied) == {line[1:] for line in ignored if line.startswith("!")}
