@@ -28,6 +28,7 @@ from tp_engine.kernels.jit import jit
 from tp_engine.kernels.mamba2 import Mamba2Rule
 from tp_engine.kernels.recurrent import Chunk, LayerStates
 from tp_engine.kernels.recurrent_triton import (
+    added_product,
     causal_conv,
     conv_chunks,
     decays_of,
@@ -36,15 +37,19 @@ from tp_engine.kernels.recurrent_triton import (
     load_tile,
     matrix_blocks,
     product,
+    product_of_parts,
     row_of,
+    scan_blocks,
     silu,
     softplus,
     tile_table,
 )
 
 _ELEMENTS_PER_THREAD, _MAX_WARPS = 8, 16
-# Of a program of a chunk.
-_TILE, _COLUMNS, _SCAN_WARPS = 32, 32, 8
+# Of a program of a chunk: tokens of a tile, and columns of a state, half as many where keys are wider.  More of them
+# spill.
+_TILE, _COLUMNS, _WIDE_KEYS = 16, 32, 128
+_SCAN_WARPS, _SCAN_STAGES = 8, 2
 
 
 @jit
@@ -111,7 +116,7 @@ def mamba2_decode_triton(
 def mamba2_scan_kernel(
     convolved, mixed, log_decay, dt_bias, skip, states, out, chunks, mixed_stride, slot_stride,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_BLOCK: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
+    KEY_BLOCK: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: VALUES columns of the state of one value head, through a chunk, SIZE tokens at a time."""
     begin_program(PDL)
@@ -121,31 +126,33 @@ def mamba2_scan_kernel(
     values: tl.constexpr = VALUE_HEADS * VALUE_DIM
     # fmt: off
     i, j, own, inside, state = load_state(
-        states, slot, slot_stride, is_fresh, head, KEY_DIM, VALUE_DIM, KEY_BLOCK, VALUES)
+        states, slot, slot_stride, is_fresh, head, KEY_DIM, VALUE_DIM, KEY_BLOCK, WIDTH, VALUES)
     # fmt: on
     factor, bias, share = tl.load(log_decay + head), tl.load(dt_bias + head), tl.load(skip + head)
+    token = tl.arange(0, SIZE)
+    in_turned = token[None, :, None] * (2 * keys + values) + i
+    column = head * VALUE_DIM + j[None, :]
     for first in range(0, count, SIZE):
-        token = first + tl.arange(0, SIZE)
-        exists, row = token < count, start + token
-        in_key, in_value = exists[:, None] & (i < KEY_DIM)[None, :], exists[:, None] & (j < VALUE_DIM)[None, :]
-        turned = convolved + row[:, None] * (2 * keys + values)
-        own_query = turned + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + i[None, :]
+        exists, row = token < count - first, start + first
+        in_key = exists[None, :, None] & (i < KEY_DIM)
+        in_value = exists[:, None] & (j < VALUE_DIM)[None, :]
+        turned = convolved + row * (2 * keys + values)
+        own_query = turned + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + in_turned
         query = tl.load(own_query, mask=in_key, other=0.0)
         key = tl.load(own_query + keys, mask=in_key, other=0.0)
-        x = tl.load(turned + 2 * keys + head * VALUE_DIM + j[None, :], mask=in_value, other=0.0)
-        gates = mixed + row * mixed_stride + 2 * keys + values
+        own_value = turned + 2 * keys + token[:, None] * (2 * keys + values) + column
+        x = tl.load(own_value, mask=in_value, other=0.0)
+        gates = mixed + row * mixed_stride + 2 * keys + values + token * mixed_stride
         dt = tl.load(gates + values + head, mask=exists, other=0.0).to(tl.float32)
         step = tl.where(exists, softplus(dt + bias), 0.0)
-        sums = tl.cumsum(factor * step, axis=0)  # tokens that do not exist repeat the last sum
-        last = tl.sum(tl.where(tl.arange(0, SIZE) == SIZE - 1, sums, 0.0), axis=0)
+        sums, last = tl.cumsum(factor * step, axis=0), tl.sum(factor * step, axis=0)
         value = x * step[:, None]
-        scores = product(query, tl.trans(key)) * decays_of(sums, SIZE)
-        attended = product(query * tl.exp(sums)[:, None], state) + product(scores, value) + share * x
-        z = gates[:, None] + head * VALUE_DIM + j[None, :]
-        gate = silu(tl.load(z, mask=in_value, other=0.0).to(tl.float32))
-        tl.store(out + row[:, None] * values + head * VALUE_DIM + j[None, :], attended * gate, mask=in_value)
-        left = key * tl.exp(last - sums)[:, None]
-        state = tl.exp(last) * state + product(tl.trans(left), value)
+        scores = product_of_parts(query, tl.trans(key, 0, 2, 1)) * decays_of(sums, SIZE)
+        attended = product_of_parts(query, state) * tl.exp(sums)[:, None] + product(scores, value) + share * x
+        gate = silu(tl.load(gates[:, None] + column, mask=in_value, other=0.0).to(tl.float32))
+        own_out = out + row * values + token[:, None] * values + column
+        tl.store(own_out, attended * gate, mask=in_value)
+        state = added_product(tl.exp(last) * state, key, value * tl.exp(last - sums)[:, None])
     tl.store(own, state, mask=inside)
 
 
@@ -160,14 +167,13 @@ def mamba2_prefill_triton(
     kind, whole = rule.kind, tile_table(chunks, None, states, mixed.device)
     recurrent = out if states is None else states.recurrent  # without states nothing is read or written there
     assert states is None or recurrent[0].is_contiguous(), "a slot is contiguous"
-    blocks = matrix_blocks(kind)
-    columns = min(blocks["VALUE_BLOCK"], _COLUMNS)
-    mamba2_scan_kernel[(len(whole), kind.num_value_heads, triton.cdiv(kind.value_dim, columns))](
+    blocks = scan_blocks(kind, _COLUMNS if kind.key_dim <= _WIDE_KEYS else _COLUMNS // 2)
+    mamba2_scan_kernel[(len(whole), kind.num_value_heads, triton.cdiv(kind.value_dim, blocks["VALUES"]))](
         convolved, mixed, rule.decay, rule.dt_bias, rule.skip, recurrent, out, whole, mixed.stride(0),
         recurrent.stride(0),
         KEY_HEADS=kind.num_key_heads, VALUE_HEADS=kind.num_value_heads, KEY_DIM=kind.key_dim, VALUE_DIM=kind.value_dim,
-        KEY_BLOCK=blocks["KEY_BLOCK"], VALUES=columns, SIZE=_TILE, num_warps=_SCAN_WARPS, num_stages=1,
-        **dependent_launch(mixed.device),
+        KEY_BLOCK=blocks["KEY_BLOCK"], WIDTH=blocks["WIDTH"], VALUES=blocks["VALUES"], SIZE=_TILE,
+        num_warps=_SCAN_WARPS, num_stages=_SCAN_STAGES, **dependent_launch(mixed.device),
     )  # fmt: skip
     return out
 

@@ -194,14 +194,22 @@ def conv_chunks_kernel(
 @jit
 def load_state(
     states, slot, slot_stride, is_fresh, head,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUES: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """The program's rows i and columns j (VALUES of them) of the matrix of a chunk's ``head``, where it lies, which of
-    its elements exist, and the matrix, which is zero if the chunk is fresh or has no slot."""
-    i, j = tl.arange(0, KEY_BLOCK), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
-    inside = (i < KEY_DIM)[:, None] & (j < VALUE_DIM)[None, :] & (slot >= 0)
-    own = states + slot * slot_stride + head * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
+    """The program's rows i (parts, 1, WIDTH) and columns j (VALUES,) of the matrix of a chunk's ``head``, where it is,
+    which of its elements exist, and the matrix (parts, WIDTH, VALUES), which is zero if the chunk is fresh or has no
+    slot."""
+    i = columns_in_parts(KEY_BLOCK, WIDTH)
+    row, j = tl.trans(i, 0, 2, 1), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+    inside = (row < KEY_DIM) & (j < VALUE_DIM)[None, None, :] & (slot >= 0)
+    own = states + slot * slot_stride + head * (KEY_DIM * VALUE_DIM) + row * VALUE_DIM + j[None, None, :]
     return i, j, own, inside, tl.load(own, mask=inside & (is_fresh == 0), other=0.0)
+
+
+@jit
+def columns_in_parts(SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """The numbers below SIZE in parts: (parts, 1, WIDTH)."""
+    return tl.arange(0, SIZE // WIDTH)[:, None, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
 
 
 @jit
@@ -218,6 +226,27 @@ def load_tile(tiles):
 def product(a, b):
     """a b, float32: on tensor cores in three parts (tf32x3), which keeps that precision."""
     return tl.dot(a, b, input_precision="tf32x3")
+
+
+@jit
+def product_of_parts(a, b):
+    """a b, whose inner dimension is in parts: (parts, m, k) and (parts, k, n) -> (m, n).
+
+    Each warp has some of the parts: whole operands would not fit into its registers, because ``product`` splits each
+    element in two."""
+    return tl.sum(product(a, b), axis=0)
+
+
+@jit
+def product_with_parts(a, b):
+    """a b, whose columns are in parts: (m, k) and (parts, k, n) -> (parts, m, n)."""
+    return product(tl.broadcast_to(a[None], [b.shape[0], a.shape[0], a.shape[1]]), b)
+
+
+@jit
+def added_product(state, a, b):
+    """``state`` (parts, k, n) + a' b, of ``a`` (parts, m, k) and ``b`` (m, n)."""
+    return state + product(tl.trans(a, 0, 2, 1), tl.broadcast_to(b[None], [a.shape[0], b.shape[0], b.shape[1]]))
 
 
 @jit
@@ -261,6 +290,13 @@ def tile_table(chunks: list[Chunk], size: int | None, states: LayerStates | None
         for tile in range(1 if size is None else triton.cdiv(count, size))
     ]
     return torch.tensor(rows, dtype=torch.int32, device="cpu").view(-1, 5).to(device, non_blocking=True)
+
+
+def scan_blocks(kind: StateKind, columns: int) -> dict[str, int]:
+    """The constants of launches whose programs hold up to ``columns`` columns of a state, in parts."""
+    blocks = matrix_blocks(kind)
+    key, value = blocks["KEY_BLOCK"], blocks["VALUE_BLOCK"]
+    return {"KEY_BLOCK": key, "VALUE_BLOCK": value, "WIDTH": _MIN_BLOCK, "VALUES": min(value, columns)}
 
 
 def matrix_blocks(kind: StateKind) -> dict[str, int]:

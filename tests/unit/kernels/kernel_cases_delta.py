@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tests.unit.kernels.kernel_cases_layer_ops import DTYPES, Case, assert_close_enough, both, random
+from tests.unit.kernels.kernel_harness import spilled_bytes
 from tests.unit.kernels.recurrent_runs import Runs, chunks_of
 from tp_engine.kernels.gated_delta_net import DeltaRule
 from tp_engine.kernels.ops import implementation
@@ -180,8 +181,9 @@ def launch_step(
 
 
 def launch_all() -> None:
-    """Qwen3-Next and Qwen3.5 on one rank and on one of 16, in every type, and the largest heads."""
+    """Qwen3-Next and Qwen3.5 on one rank, on one of 2 and of 16, in every type, and the largest heads."""
     launch_step(7, chunks=chunks_of(PROMPTS))
+    launch_step(7, (8, 16, 128, 128, 4), chunks=chunks_of(PROMPTS))
     launch_step(7, (16, 48, 128, 128, 4))
     launch_step(7, has_runs=True)
     for dtype in DTYPES:
@@ -190,5 +192,7 @@ def launch_all() -> None:
 
 
 def check_compiled(kernel: Any, capability: int) -> None:
-    """Dependent launch where the GPU has it."""
+    """Dependent launch where the GPU has it; the registers hold all that programs of chunks need."""
     assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == (capability >= 90)
+    if kernel.name in ("solve_tiles_kernel", "scan_tiles_kernel"):
+        assert spilled_bytes(kernel) == 0, kernel.name

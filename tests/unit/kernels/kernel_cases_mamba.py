@@ -15,6 +15,7 @@ import torch
 
 from tests.unit.kernels.kernel_cases_delta import KINDS, NUM_SLOTS, STEPS, kind_of, make_states
 from tests.unit.kernels.kernel_cases_layer_ops import DTYPES, Case, assert_close_enough, both, random
+from tests.unit.kernels.kernel_harness import spilled_bytes
 from tests.unit.kernels.recurrent_runs import Runs, chunks_of
 from tp_engine.kernels.mamba2 import Mamba2Rule
 from tp_engine.kernels.ops import implementation
@@ -187,5 +188,7 @@ def launch_all() -> None:
 
 
 def check_compiled(kernel: Any, capability: int) -> None:
-    """Dependent launch where the GPU has it."""
+    """Dependent launch where the GPU has it; the registers hold all that programs of chunks need."""
     assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == (capability >= 90)
+    if kernel.name in ("mamba2_scan_kernel",):
+        assert spilled_bytes(kernel) == 0, kernel.name

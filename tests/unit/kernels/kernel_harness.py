@@ -10,6 +10,9 @@
 from __future__ import annotations
 
 import importlib
+import re
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import signature
@@ -140,3 +143,17 @@ def compile_cases(module: str, capability: int, *, repeats: Repeats = "compile")
         if kernel.name != "measured":
             assert kernel.asm["cubin"], f"{kernel.name} has no machine code for sm_{capability}"
     return kernels
+
+
+def spilled_bytes(kernel: Any) -> int:
+    """Return what each thread of a compiled kernel keeps in memory because its registers do not take it."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        printed = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, timeout=60).stdout
+    found = re.search(r"STACK:(\d+)", printed)
+    assert found is not None, printed
+    return int(found[1])
