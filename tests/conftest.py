@@ -19,6 +19,7 @@ from tests.leaks import footprint, leaked_since
 from tests.plain_environment import make_plain_environment
 from tests.skip_list import pytest_addoption, pytest_configure  # noqa: F401 - the hooks of a plugin
 from tests.tiny_models import make_checkpoint
+from tp_engine.system.importing import without_collections
 from tp_engine.system.isolation.process import end_isolated_processes, needed_by
 
 # Set before torch is imported, here and in every process that a test starts, because several ranks share a few cores.
@@ -70,10 +71,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: RANKS not in item.path.parents)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """What exists now lives to the end: engines, which collect garbage when they start, need not search it, nor do they
-    change what is excluded from garbage collection."""
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What exists then lives to the end: it is not searched for garbage while it is made, nor do engines search it,
+    which collect garbage when they start, or change what is excluded from garbage collection."""
+    with without_collections():
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

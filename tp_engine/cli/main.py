@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tp_engine.errors import ConfigError, EngineDeadError, RequestError, did_you_mean, printable
+from tp_engine.system.importing import without_collections
 from tp_engine.system.version import __version__
 
 EXIT_FAILED = 1
@@ -22,7 +23,8 @@ class Command(NamedTuple):
     def load(self) -> Callable[[Sequence[str]], int]:
         """Return the command's function."""
         module, _, function = self.place.partition(":")
-        run: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function)
+        with without_collections():
+            run: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function)
         return run
 
 

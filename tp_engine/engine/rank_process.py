@@ -16,6 +16,7 @@ from tp_engine.ipc.job_board import JobBoard
 from tp_engine.job.faults import fault_injector
 from tp_engine.job.progress import RankPhase, RankProgress
 from tp_engine.system.child_process import ignore_stop_signals
+from tp_engine.system.importing import without_collections
 from tp_engine.system.log import configure_logging, get_logger
 
 logger = get_logger(__name__)
@@ -47,7 +48,8 @@ def main() -> int:
         with job.blaming():
             job.progress.reach(RankPhase.IMPORT)
             # torch takes seconds to import, and the job's watchdog must see the rank before that
-            from tp_engine.engine.rank_worker import serve_own_rank
+            with without_collections():
+                from tp_engine.engine.rank_worker import serve_own_rank
 
             serve_own_rank(spec.rank, (spec.store_host, spec.store_port), config, job)
     except Exception as error:

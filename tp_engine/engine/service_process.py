@@ -30,6 +30,7 @@ from tp_engine.errors import RankError
 from tp_engine.ipc.pulse import Pulse
 from tp_engine.system import env
 from tp_engine.system.child_process import ignore_stop_signals
+from tp_engine.system.importing import without_collections
 from tp_engine.system.log import configure_logging, get_logger
 
 logger = get_logger(__name__)
@@ -153,8 +154,9 @@ def main() -> int:
     configure_logging("rank 0", config.log_format)
     is_ready = False
     try:
-        from tp_engine.engine.service import EngineService  # torch, which the caller's process need not import
-        from tp_engine.engine.start import start_engine
+        with without_collections():
+            from tp_engine.engine.service import EngineService  # torch, which the caller's process need not import
+            from tp_engine.engine.start import start_engine
 
         with contextlib.ExitStack() as stack:
             engine = start_engine(config, ends_process=True, pulse=Pulse.open(spec.pulse))

@@ -41,6 +41,7 @@ from tp_engine.server.signals import StopRequested, StopSignals, end_process, en
 from tp_engine.server.tracing import check_tracing
 from tp_engine.system import env
 from tp_engine.system.child_process import kill_children
+from tp_engine.system.importing import without_collections
 from tp_engine.system.log import get_logger
 from tp_engine.system.version import __version__
 
@@ -59,7 +60,8 @@ def serve(config: EngineConfig, server_config: ServerConfig) -> int:
     """Serve until told to stop; returns the exit code of this rank's process."""
 
     def serve_rank0() -> None:
-        from tp_engine.engine.start import serve_rank  # torch, after the signal handlers
+        with without_collections():
+            from tp_engine.engine.start import serve_rank  # torch, after the signal handlers
 
         serve_rank(config)
 
@@ -82,7 +84,8 @@ def serve(config: EngineConfig, server_config: ServerConfig) -> int:
 def start_engine(config: EngineConfig, *, ends_process: bool, pulse: Pulse) -> Engine:
     """Start the engine.  Its module is imported here and not above: that imports torch, which takes seconds, while the
     frontend process imports its own modules."""
-    from tp_engine.engine import start
+    with without_collections():
+        from tp_engine.engine import start
 
     return start.start_engine(config, ends_process=ends_process, pulse=pulse)
 

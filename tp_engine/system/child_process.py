@@ -20,7 +20,7 @@ _ROOT = str(Path(__file__).resolve().parents[2])
 # interrupted, and says so itself.  The module's name stays on the command line, where process lists show it.
 _ENTER = (
     "import json, sys; sys.path[:] = json.loads(sys.stdin.buffer.readline() or sys.exit(1)); "
-    "from importlib import import_module; sys.exit(import_module(sys.argv.pop()).main())"
+    "from tp_engine.system.importing import run_main; sys.exit(run_main(sys.argv.pop()))"
 )
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -30,6 +30,15 @@ def main():
     return 7
 """
 
+_COLLECTS = """
+import gc, sys
+KEPT = gc.isenabled(), [[] for _ in range(5000)]
+def main():
+    is_searched = any(one is KEPT[1] for one in gc.get_objects())
+    sys.stdout.write(f"{KEPT[0]} {gc.isenabled()} {gc.get_freeze_count() > 5000} {is_searched}")
+    return 7
+"""
+
 _IGNORES = """
 from tp_engine.system.child_process import ignore_stop_signals
 def main():
@@ -61,6 +70,15 @@ def test_a_child_imports_as_its_parent_does(tmp_path: Path, monkeypatch: pytest.
     assert told["settings"] == "one\ntwo"
     assert not any(Path(name).is_relative_to(hostile) for name in told["files"])
     assert told["path"] == [str(modules), *map(os.path.abspath, filter(None, sys.path[2:]))]
+
+
+def test_imports_are_not_searched_for_garbage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the collector's own state while a child imports, and in its main function."""
+    (tmp_path / "collects.py").write_text(_COLLECTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    with (tmp_path / "output").open("w+b") as file:
+        assert start_child("collects", b"", output=file).wait(DEADLINE_S) == 7
+    assert (tmp_path / "output").read_text() == "False True True False"
 
 
 def test_a_checkout_that_was_found_in_the_current_directory_is_found_by_children(
