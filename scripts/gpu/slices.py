@@ -39,7 +39,7 @@ _TINY = {
 }  # fmt: skip
 # Nor does a rehearsal profile a step of 16,384 tokens.
 _FEW = {"max_num_batched_tokens": 32, "max_num_seqs": 2, "max_model_len": 128, "num_gpu_blocks_override": 16}
-_COMMON = {
+COMMON = {
     "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 40960, "torch_dtype": "bfloat16",
     "tie_word_embeddings": False, "attention_bias": False, "hidden_act": "silu",
 }  # fmt: skip
@@ -58,7 +58,7 @@ class Whole:
 
     def slice(self) -> dict[str, Any]:
         """Return the config.json of one rank's share."""
-        config = {**_COMMON, **self.sizes}
+        config = {**COMMON, **self.sizes}
         for name in _SHARED:
             if name in config:
                 config[name] = max(1, -(-int(config[name]) // self.world_size))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lib import generated
+from lib import generated, gpu_table
 
 from tp_engine.api.openai.reasoning import REASONING_FORMATS
 from tp_engine.api.openai.tools.formats import TOOL_FORMATS
@@ -76,6 +76,16 @@ def test_every_flag_is_documented() -> None:
 def test_generated_files_are_current(name: str) -> None:
     """Oracle: what ``scripts/generate`` writes."""
     assert (DOCS.parent / name).read_text(encoding="utf-8") == generated.files()[name], "run scripts/generate"
+
+
+@pytest.mark.slow
+def test_the_page_of_gpus_is_current() -> None:
+    """Oracle: what ``scripts/generate`` writes: the first row whole, of the others the models."""
+    text = gpu_table.PAGE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \S.*GiB \| [-\d].*$", text, re.MULTILINE)
+    (title, config), *others = gpu_table.models().items()
+    assert [line.split(" | ")[0][2:] for line in rows[1:]] == [name for name, _ in others]
+    assert text == gpu_table.page([gpu_table.row(title, config), *rows[1:]]), "run scripts/generate"
 
 
 def test_every_endpoint_is_documented() -> None:
