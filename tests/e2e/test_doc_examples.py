@@ -37,7 +37,6 @@ NOT_RUN = {
     ("embeddings.md", "from openai"): "needs a model of the hub; tests/e2e/test_pooling.py has tiny ones",
     ("embeddings.md", "from tp_engine"): "needs models of the hub; tests/e2e/test_pooling.py has tiny ones",
     ("classifiers.md", "from tp_engine import LLM, Pool"): "needs a model of the hub; test_classifiers.py has its like",
-    ("new_weights.md", "import torch"): "needs a model of the hub",
     ("replicas.md", "from ray"): "needs Ray, which scripts/test_ray installs",
     ("replicas.md", "import ray"): "needs Ray, which scripts/test_ray installs",
     ("design/models.md", "ARCHITECTURES"): "is a file of the package: tp_engine/model_config/families/seed_oss.py",
