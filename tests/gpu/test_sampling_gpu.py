@@ -27,13 +27,13 @@ def test_cases() -> None:
 def test_captured() -> None:
     """Oracle: the same launches without a graph; between replays rows, positions and logits change."""
     from tests.unit.kernels.kernel_cases_sampling import FILTERED, MIN_P, PENALISED, PLAIN, RANKED, make_state
-    from tp_engine.sampling.device_sampler import DeviceSampler, SamplerVariant
+    from tp_engine.sampling.device_sampler import DeviceSampler, Filters, SamplerVariant
 
     samplings: list[RowSampling] = [*PLAIN, *MIN_P, *RANKED, *FILTERED, *PENALISED]
     captured, eager = (
         DeviceSampler(make_state(samplings, 5000, "cuda", has_tables=True), SingleRank()) for _ in range(2)
     )
-    kind, count = SamplerVariant(penalised=True, min_p=True, ranked=True), 8
+    kind, count = SamplerVariant(Filters.RANKED, penalised=True, min_p=True), 8
     logits = torch.zeros(count, 5000, dtype=torch.bfloat16, device="cuda")
     rows = torch.full((count,), -1, dtype=torch.int32, device="cuda")
     positions = torch.full((count,), -1, dtype=torch.int64, device="cuda")

@@ -16,7 +16,7 @@ from tp_engine import LLM, SamplingParams
 from tp_engine.attention.base import AttentionBackend, AttentionNeeds
 from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.plan import IntArray, StepPlan
-from tp_engine.sampling.device_sampler import SamplerVariant
+from tp_engine.sampling.device_sampler import Filters, SamplerVariant
 from tp_engine.sampling.logprobs import LogprobTensors
 from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.graphs.captured_steps import CapturedSteps
@@ -36,8 +36,8 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 # Steps of decodes alone, whether their sampling is recorded, and whether it ends the step, too: the penalised row ends
 # first, then the ranked.
 STEPS = {
-    (SamplerVariant(ranked=True, penalised=True), False, False),
-    (SamplerVariant(ranked=True), True, False),
+    (SamplerVariant(Filters.RANKED, penalised=True), False, False),
+    (SamplerVariant(Filters.RANKED), True, False),
     (SamplerVariant(), True, True),
 }
 

@@ -8,16 +8,18 @@ parameters from the rows' tables.  The host only chooses the *kind* of a step, a
 | greedy, temperature | best_tokens | the same, its keys exchanged |
 | with penalties (``penalised``) | the same launch reads the counts | the same |
 | min_p without top_k and top_p (``min_p``) | largest logit first | the same, exchanged first |
-| top_p without top_k (``nucleus``; one rank: part of ``ranked``) | draw_nucleus, from the best tokens | fronts, then \
-weights, exchanged (``nucleus_ranks_triton``) |
-| top_k up to MAX_RANKED (``ranked``) | draw_ranked | top_keys, exchanged with the others' keys, draw_of_shares |
-| a larger top_k (``ranked``; several ranks: ``gathered``) | draw_ranked | the same from all logits, exchanged |
+| top_p without top_k (NUCLEUS) | draw_nucleus, from the best tokens | fronts, then weights, exchanged \
+(``nucleus_ranks_triton``) |
+| top_k up to MAX_RANKED (RANKED; with NUCLEUS: BOTH) | draw_nucleus, draw_ranked | top_keys, exchanged with the \
+others' keys, draw_of_shares |
+| a larger top_k (RANKED; several ranks: GATHERED) | draw_nucleus, draw_ranked | the same from all logits, exchanged |
 
 ``kind_of`` is None for steps that this sampler does not sample: those with rows that have token lists,
 log-probabilities, tokens still banned by min_tokens, or penalties beside filters.  ``Sampler`` masks the logits of
 rows with masks.
 """
 
+import enum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,9 +36,19 @@ from tp_engine.sampling.ranking import LOWEST_KEY
 from tp_engine.sampling.state import SamplingState
 from tp_engine.sampling.vocab_parallel import exchange
 
-MAX_RANKED = 64  # a row's candidates in an exchange, a nucleus' front too
+MAX_RANKED = 64  # a row's candidates in an exchange, and the length of a nucleus' front
 SHARE_BYTES = tuple(num_keys * torch.int64.itemsize for num_keys in (1, 1 + MAX_RANKED))
-"""Bytes of each row that a rank sends the others in a step of the recorded kinds."""
+"""Bytes that a rank sends the others for each row, in a step of a recorded kind."""
+
+
+class Filters(enum.IntEnum):
+    """How the rows of a step that have top_k or top_p are drawn; see the module's table."""
+
+    NONE = 0
+    NUCLEUS = 1
+    RANKED = 2
+    BOTH = 3
+    GATHERED = 4
 
 
 def sampler_kernels(world_size: int, device_type: str) -> list[Wanted]:
@@ -45,13 +57,11 @@ def sampler_kernels(world_size: int, device_type: str) -> list[Wanted]:
 
 
 class SamplerVariant(NamedTuple):
-    """The launches that a step needs beside the first; see the module's table.  Without any it is *plain*."""
+    """The kind of a step: what it needs beside the first launch."""
 
+    filters: Filters = Filters.NONE
     penalised: bool = False
     min_p: bool = False
-    nucleus: bool = False
-    ranked: bool = False
-    gathered: bool = False
 
 
 class DeviceSampler:
@@ -79,20 +89,17 @@ class DeviceSampler:
 
     @property
     def kinds(self) -> tuple[SamplerVariant, ...]:
-        """The kinds of which steps are recorded."""
-        kinds = (SamplerVariant(), SamplerVariant(nucleus=True), SamplerVariant(ranked=True))
-        return kinds if self._is_alone else (*kinds, SamplerVariant(nucleus=True, ranked=True))
+        """The kinds whose steps are recorded."""
+        kinds = tuple(SamplerVariant(filters) for filters in (Filters.NONE, Filters.NUCLEUS, Filters.RANKED))
+        return kinds if self._is_alone else (*kinds, SamplerVariant(Filters.BOTH))
 
     @property
     def advancing(self) -> tuple[SamplerVariant, ...]:
-        """The kinds of ``kinds`` whose only launch can end the decode step of its rows, too."""
+        """Those of ``kinds`` whose only launch can also end the decode step of its rows."""
         return (SamplerVariant(),) if self._is_alone else ()
 
     def kind_of(self, rows: IntArray, positions: IntArray) -> SamplerVariant | None:
-        """Return the kind of a step that samples ``rows`` (n,) at ``positions`` (n,).
-
-        None if this sampler does not sample it.
-        """
+        """The kind of a step that samples ``rows`` (n,) at ``positions`` (n,); None if this sampler does not."""
         state = self._state
         is_short = positions - state.num_prompt_tokens[rows] < state.min_tokens[rows]
         if (state.has_lists[rows] | (state.num_logprobs[rows] >= 0) | is_short).any():
@@ -103,14 +110,15 @@ class DeviceSampler:
         min_p = draws & ~ranked & ~nucleus & (state.log_min_p[rows] > -np.inf)
         if (penalised & (ranked | nucleus | min_p)).any():
             return None
-        gathered = not self._is_alone and bool((ranked & (state.top_k[rows] > MAX_RANKED)).any())
-        return SamplerVariant(
-            penalised=bool(penalised.any()),
-            min_p=bool(min_p.any()),
-            nucleus=bool(nucleus.any()) and not gathered and not (self._is_alone and ranked.any()),
-            ranked=bool(ranked.any()) and not gathered,
-            gathered=gathered,
-        )
+        filters = Filters.NUCLEUS if nucleus.any() else Filters.NONE
+        if ranked.any():
+            if self._is_alone:
+                filters = Filters.RANKED
+            elif (ranked & (state.top_k[rows] > MAX_RANKED)).any():
+                filters = Filters.GATHERED
+            else:
+                filters = Filters.RANKED if filters is Filters.NONE else Filters.BOTH
+        return SamplerVariant(filters, penalised=bool(penalised.any()), min_p=bool(min_p.any()))
 
     def sample(
         self,
@@ -121,47 +129,47 @@ class DeviceSampler:
         *,
         advanced: RowTables | None = None,
     ) -> torch.Tensor:
-        """Token ids (n,) int32, the same on every rank.  The host reads no value, so this can be captured.
+        """Token ids (n,) int32, the same on every rank.  The host reads no value, so it can be captured.
 
-        ``logits`` (n, width) are this rank's slice.  On the device: ``rows`` (n,) int32, of which -1 is padding and
-        gets any token, and the ``positions`` (n,) int64 of their last tokens.  A collective if there are several ranks.
-        ``advanced``, for kinds of ``advancing``, are tables in which the rows' tokens follow (``advance_decodes``).
+        ``logits`` (n, width) are this rank's slice.  On the device: ``rows`` (n,) int32, -1 for padding, which gets any
+        token, and the ``positions`` (n,) int64 of their last tokens.  A collective if there are several ranks.
+        ``advanced``, for kinds of ``advancing``, are the tables that receive the tokens (``advance_decodes``).
         """
         assert advanced is None or kind in self.advancing, kind
         held = logits[:, : self._state.vocab.num_ids]
         options: dict[str, Any] = {
             "counts": self._state.penalties.tables if kind.penalised else None,
             "maxima": self._maxima(held) if kind.min_p else None,
-            "ranked_below": self._state.vocab_size if kind.ranked or kind.gathered else None,
+            "ranked_below": self._state.vocab_size if kind.filters >= Filters.RANKED else None,
             "advanced": advanced,
         }
         if self._is_alone:
-            tokens = self._sample_alone(kind, held, rows, positions, options)
+            tokens = self._sample_alone(kind.filters, held, rows, positions, options)
         else:
             best = self._best_share(held, rows, positions, options)
-            if kind.gathered:
-                tokens = self._sample_gathered(best, logits, rows, positions)
-            elif kind.ranked or kind.nucleus:
-                tokens = self._sample_candidates(kind, best, held, rows, positions)
-            else:
+            if kind.filters is Filters.NONE:
                 tokens = vocab_parallel.merge_best(*exchange(self._communicator, [best]))
+            elif kind.filters is Filters.GATHERED:
+                tokens = self._sample_gathered(best, logits, rows, positions)
+            else:
+                tokens = self._sample_candidates(kind.filters, best, held, rows, positions)
         if kind.penalised:
             self._record(rows, tokens)
         return tokens
 
     def _sample_alone(
         self,
-        kind: SamplerVariant,
+        filters: Filters,
         logits: torch.Tensor,
         rows: torch.Tensor,
         positions: torch.Tensor,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        filters = kind.nucleus or kind.ranked
-        best = self._best_tokens(logits, rows, positions, self._tables, first_id=0, finds_maxima=filters, **options)
-        if filters:
+        draws = filters is not Filters.NONE
+        best = self._best_tokens(logits, rows, positions, self._tables, first_id=0, finds_maxima=draws, **options)
+        if draws:
             self._draw_nucleus(logits, rows, positions, self._tables, best)
-        if kind.ranked:
+        if filters is Filters.RANKED:
             self._draw_ranked(logits, rows, positions, self._tables, best.token_ids)
         tokens: torch.Tensor = best.token_ids
         return tokens
@@ -169,11 +177,11 @@ class DeviceSampler:
     def _sample_gathered(
         self, best: torch.Tensor, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Filtered rows draw as on a single rank, from all ranks' logits; the others take their ``best`` token."""
+        """Filtered rows are drawn as on a single rank, from all ranks' logits; the others get their ``best`` token."""
         best_of_ranks, slices = exchange(self._communicator, [best, logits])
         whole = vocab_parallel.whole_logits(slices, self._state.vocab_size)
         options = {"ranked_below": self._state.vocab_size}
-        drawn = self._sample_alone(SamplerVariant(ranked=True), whole, rows, positions, options)
+        drawn = self._sample_alone(Filters.RANKED, whole, rows, positions, options)
         known = rows.clamp(min=0)
         temperature, top_p = self._tables.floats.index_select(0, known).unbind(1)[:2]
         has_top_k = self._tables.top_k.index_select(0, known) < self._state.vocab_size
@@ -182,23 +190,24 @@ class DeviceSampler:
 
     def _sample_candidates(
         self,
-        kind: SamplerVariant,
+        filters: Filters,
         best: torch.Tensor,
         held: torch.Tensor,
         rows: torch.Tensor,
         positions: torch.Tensor,
     ) -> torch.Tensor:
-        """Rows with top_k or top_p draw from the ranks' candidates; the others take their ``best`` token."""
+        """Rows with top_k or top_p are drawn from the ranks' candidates; the others get their ``best`` token."""
         vocab = self._state.vocab
+        has_ranked, has_nucleus = filters is not Filters.NUCLEUS, filters is not Filters.RANKED
         step = (held, rows, positions, self._tables)
-        share = self._ranked_share(held, rows) if kind.ranked else self._no_keys(held, MAX_RANKED)
-        if kind.nucleus:
+        share = self._ranked_share(held, rows) if has_ranked else self._no_keys(held, MAX_RANKED)
+        if has_nucleus:
             self._front_share(share, *step, first_id=vocab.first, vocab_size=vocab.vocab_size)
         best_of_ranks, shares = exchange(self._communicator, [best, share])
         tokens = vocab_parallel.merge_best(best_of_ranks)
-        if kind.ranked:
+        if has_ranked:
             self._draw_of_shares(tokens, shares, rows, positions, self._tables, vocab_size=vocab.vocab_size)
-        if kind.nucleus:
+        if has_nucleus:
             front, own = self._weigh_fronts(shares, *step, first_id=vocab.first, vocab_size=vocab.vocab_size)
             (sums,) = exchange(self._communicator, [own])
             self._choose_of_fronts(tokens, front, sums, rows, self._tables, vocab_size=vocab.vocab_size)

@@ -35,7 +35,7 @@ from tp_engine.layers.embedding import VocabSlice
 from tp_engine.model_config import padded_vocab_size
 from tp_engine.plan import RowSampling
 from tp_engine.sampling import noise
-from tp_engine.sampling.device_sampler import SHARE_BYTES, DeviceSampler, SamplerVariant
+from tp_engine.sampling.device_sampler import SHARE_BYTES, DeviceSampler, Filters, SamplerVariant
 from tp_engine.sampling.filters import draw_filtered, draw_ranked
 from tp_engine.sampling.groups import group_rows
 from tp_engine.sampling.sampler import Sampler
@@ -173,7 +173,7 @@ def check_nuclei(device: str, world_size: int) -> None:
         if trial >= 3 or (trial and world_size > 1):
             logits = (logits * 2).round() / 2
             logits[:, ::3, 40:] = -torch.inf
-        check_tokens(device, samplings, SamplerVariant(nucleus=True), world_size, logits)
+        check_tokens(device, samplings, SamplerVariant(Filters.NUCLEUS), world_size, logits)
 
 
 def check_long_front(device: str) -> None:
@@ -193,7 +193,7 @@ def check_long_front(device: str) -> None:
         own = logits[:, part.first : part.first + part.num_ids].contiguous().to(device)
         rows, positions = torch.tensor([1], dtype=torch.int32), torch.tensor([13])
         sampler = one_at_a_time(DeviceSampler(state, communicator))
-        return int(sampler.sample(SamplerVariant(nucleus=True), own, rows.to(device), positions.to(device)))
+        return int(sampler.sample(SamplerVariant(Filters.NUCLEUS), own, rows.to(device), positions.to(device)))
 
     found = run_ranks(world_size, body)
     assert found[0] == found[1] and found[0] in kept, (found, kept)
@@ -207,7 +207,7 @@ def check_padding(device: str) -> None:
         logits = random_logits(2, 700, torch.float32, 0.1)[0].to(device)
         rows = torch.tensor([-1, -1], dtype=torch.int32, device=device)
         positions = torch.tensor([3, 4], device=device)
-        found = DeviceSampler(state, SingleRank()).sample(SamplerVariant(ranked=True), logits, rows, positions)
+        found = DeviceSampler(state, SingleRank()).sample(SamplerVariant(Filters.RANKED), logits, rows, positions)
         assert found.tolist() == logits.argmax(-1).tolist()
 
 
@@ -294,39 +294,41 @@ def make_cases() -> dict[str, Callable[[str], None]]:
             world_size,
             random_logits(6, 700, torch.float32, 1.0),
         )
-        add("ranked", ranked, SamplerVariant(ranked=True), world_size, random_logits(7, 700, torch.bfloat16))
+        add("ranked", ranked, SamplerVariant(Filters.RANKED), world_size, random_logits(7, 700, torch.bfloat16))
         everything = [*PENALISED, *MIN_P, *RANKED]
-        kind = SamplerVariant(penalised=True, min_p=True, ranked=True)
+        kind = SamplerVariant(Filters.RANKED, penalised=True, min_p=True)
         add("everything", everything, kind, world_size, random_logits(9, 500, torch.float32))
         # Of equal logits the lowest ids come first, also where a threshold falls among them.
         tied = (random_logits(7, 400, torch.float32) / 2).round()
-        add("ties", ranked, SamplerVariant(ranked=True), world_size, tied)
+        add("ties", ranked, SamplerVariant(Filters.RANKED), world_size, tied)
         add("masked", everything, kind, world_size, masked(random_logits(9, 301, torch.float32, 1.0)))
     cases["choice"], cases["groups"] = check_choice, check_groups
     cases["padding"], cases["advance"], cases["long front"] = check_padding, check_advance, check_long_front
     nucleus = [*PLAIN, *FILTERED[:2]]
     for world_size in (1, 2, 4):
         cases[f"nuclei-{world_size}"] = partial(check_nuclei, world_size=world_size)
-        kind = SamplerVariant(nucleus=True)
+        kind = SamplerVariant(Filters.NUCLEUS)
         add("nucleus", nucleus, kind, world_size, random_logits(5, 700, torch.bfloat16, 1.0))
         add("equal logits", nucleus, kind, world_size, torch.zeros(STEPS, 5, 700))
         few = [*PLAIN, FILTERED[0]]
         add("nucleus of few", few, kind, world_size, random_logits(4, 17, torch.float32))  # ranks with padding alone
-    add("filtered", FILTERED, SamplerVariant(ranked=True), 1, random_logits(3, 700, torch.float32, 1.0))
-    add("filtered", FILTERED, SamplerVariant(gathered=True), 2, random_logits(3, 700, torch.float32, 1.0))
-    mixed = SamplerVariant(nucleus=True, ranked=True)
+    add("filtered", FILTERED, SamplerVariant(Filters.RANKED), 1, random_logits(3, 700, torch.float32, 1.0))
+    add("filtered", FILTERED, SamplerVariant(Filters.GATHERED), 2, random_logits(3, 700, torch.float32, 1.0))
+    mixed = SamplerVariant(Filters.BOTH)
     add("nucleus and ranked", [*nucleus, *RANKED], mixed, 3, random_logits(9, 700, torch.float32))
     everything = [*PENALISED, *MIN_P, *RANKED, *FILTERED[:2]]
-    mixed = SamplerVariant(penalised=True, min_p=True, nucleus=True, ranked=True)
+    mixed = SamplerVariant(Filters.BOTH, penalised=True, min_p=True)
     add("everything and a nucleus", everything, mixed, 2, masked(random_logits(11, 301, torch.float32, 1.0)))
-    gathered = SamplerVariant(penalised=True, min_p=True, gathered=True)
+    gathered = SamplerVariant(Filters.GATHERED, penalised=True, min_p=True)
     everything = [PENALISED[1], MIN_P[0], RANKED[2], *FILTERED[1:]]
     add("everything and a large top_k", everything, gathered, 3, random_logits(5, 301, torch.float32, 1.0))
     # Several chunks of candidates, on a GPU too.
     peaked = random_logits(4, 4500, torch.bfloat16, 6.0)
-    add("peaked", [RANKED[0], RANKED[3], FILTERED[0], FILTERED[2]], SamplerVariant(ranked=True), 1, peaked)
-    add("filtered ties", FILTERED, SamplerVariant(ranked=True), 1, (random_logits(3, 700, torch.float32) / 2).round())
-    add("padding alone", [*PLAIN, RANKED[1]], SamplerVariant(ranked=True), 2, random_logits(4, 16, torch.float32))
+    add("peaked", [RANKED[0], RANKED[3], FILTERED[0], FILTERED[2]], SamplerVariant(Filters.RANKED), 1, peaked)
+    add(
+        "filtered ties", FILTERED, SamplerVariant(Filters.RANKED), 1, (random_logits(3, 700, torch.float32) / 2).round()
+    )
+    add("padding alone", [*PLAIN, RANKED[1]], SamplerVariant(Filters.RANKED), 2, random_logits(4, 16, torch.float32))
     return cases
 
 

@@ -15,7 +15,7 @@ from tp_engine.distributed.collectives import SingleRank
 from tp_engine.job.topology import RankInfo
 from tp_engine.plan import RowSampling
 from tp_engine.sampling import noise
-from tp_engine.sampling.device_sampler import SHARE_BYTES, DeviceSampler, SamplerVariant
+from tp_engine.sampling.device_sampler import SHARE_BYTES, DeviceSampler, Filters, SamplerVariant
 from tp_engine.sampling.state import SamplingState
 
 
@@ -82,7 +82,8 @@ class Launches(TorchDispatchMode):
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("kind", "most"), [(SamplerVariant(), 8), (SamplerVariant(nucleus=True), 17), (SamplerVariant(ranked=True), 12)]
+    ("kind", "most"),
+    [(SamplerVariant(), 8), (SamplerVariant(Filters.NUCLEUS), 17), (SamplerVariant(Filters.RANKED), 12)],
 )
 def test_sampling_on_ranks_takes_few_launches(
     monkeypatch: pytest.MonkeyPatch, valueless: Valueless, kind: SamplerVariant, most: int
@@ -115,10 +116,18 @@ PENALISED = RowSampling(presence_penalty=1.0)
         ([RowSampling(), PENALISED], SamplerVariant(penalised=True), SamplerVariant(penalised=True)),
         ([RowSampling(temperature=1.0, min_p=0.1)], SamplerVariant(min_p=True), SamplerVariant(min_p=True)),
         ([RowSampling(min_p=0.1, top_k=5, top_p=0.5)], SamplerVariant(), SamplerVariant()),
-        ([RowSampling(temperature=1.0, top_k=64, min_p=0.1)], SamplerVariant(ranked=True), SamplerVariant(ranked=True)),
-        ([RowSampling(temperature=1.0, top_k=65), NUCLEUS], SamplerVariant(ranked=True), SamplerVariant(gathered=True)),
-        ([NUCLEUS, PENALISED], *[SamplerVariant(nucleus=True, penalised=True)] * 2),
-        ([NUCLEUS, TOP_K], SamplerVariant(ranked=True), SamplerVariant(nucleus=True, ranked=True)),
+        (
+            [RowSampling(temperature=1.0, top_k=64, min_p=0.1)],
+            SamplerVariant(Filters.RANKED),
+            SamplerVariant(Filters.RANKED),
+        ),
+        (
+            [RowSampling(temperature=1.0, top_k=65), NUCLEUS],
+            SamplerVariant(Filters.RANKED),
+            SamplerVariant(Filters.GATHERED),
+        ),
+        ([NUCLEUS, PENALISED], *[SamplerVariant(Filters.NUCLEUS, penalised=True)] * 2),
+        ([NUCLEUS, TOP_K], SamplerVariant(Filters.RANKED), SamplerVariant(Filters.BOTH)),
         ([RowSampling(temperature=1.0, top_k=9, presence_penalty=1.0)], None, None),
         ([RowSampling(logprobs=0)], None, None),
         ([RowSampling(allowed_token_ids=ids(4))], None, None),
