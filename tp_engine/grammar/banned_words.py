@@ -6,8 +6,8 @@ A word comes in three ways, and each is found before the token that completes it
     in one longer word     "badge"  " embad"     allowed: another word, which is a token of its own
     over several tokens    "b" + "ad"            the second one is not allowed behind the first
 
-So a text never has the word between spaces, line ends or signs, and never puts it together from pieces.  All of this is
-about bytes: a token may be a part of a character.
+So a text never has the word between spaces, line ends or punctuation, and never assembles it from pieces.  All of this
+works on bytes: a token may be a part of a character.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from tp_engine.plan import MASK_TOKENS, BoolArray, IntArray
 from tp_engine.requests.request import EngineRequest
 
 _MAX_REMEMBERED = 16
-_MAX_PLACES = 256  # whose tokens are remembered
+_MAX_PLACES = 256  # whose completing tokens are remembered
 
 
 class TokenSpellings:
     """What each token writes; ``special_ids`` are tokens that texts may leave out.
 
-    ``bytes`` are those of all tokens, one token after the other, and a *place* is a number of bytes before it.
+    ``bytes`` are those of all tokens, one after the other, and a *place* is an offset in them.
     """
 
     def __init__(self, tokens: Sequence[bytes], special_ids: Collection[int] = ()) -> None:
@@ -41,19 +41,18 @@ class TokenSpellings:
 
     @classmethod
     def of(cls, vocabulary: GrammarVocabulary) -> TokenSpellings:
-        """Return the spellings of a model's vocabulary; they take less than a second for 150,000 tokens, tables
-        included."""
+        """The spellings of a model's vocabulary; takes less than a second for 150,000 tokens, tables included."""
         library, ids = vocabulary.tokens, range(min(vocabulary.tokens.vocab_size, vocabulary.num_words * MASK_TOKENS))
         return cls([library.decode_bytes([one]) for one in ids], [one for one in ids if library.is_special_token(one)])
 
     def beginning_with(self, start: bytes) -> IntArray:
-        """Return the tokens whose spelling begins with ``start``."""
+        """The tokens whose spelling begins with ``start``."""
         first = bisect_left(self._sorted, start, key=self.tokens.__getitem__)
         end = bisect_right(self._sorted, start, lo=first, key=lambda token: self.tokens[token][: len(start)])
         return np.sort(np.array(self._sorted[first:end], dtype=np.int32))
 
     def writing(self, word: str) -> IntArray:
-        """Return the tokens that have ``word`` in them, but not as a part of a longer word."""
+        """The tokens that have ``word`` in them, but not as a part of a longer word."""
         first = self._places(word.encode())
         last = first + len(word.encode())
         owners = self._owners[first]
@@ -65,7 +64,7 @@ class TokenSpellings:
         return np.unique(owners[~is_longer])
 
     def _places(self, data: bytes) -> IntArray:
-        """Where tokens have ``data``."""
+        """The places where tokens have ``data``."""
         text = np.frombuffer(self.bytes, dtype=np.uint8)
         found = np.flatnonzero(text[: max(0, len(text) - len(data) + 1)] == data[0])
         for number, byte in enumerate(data[1:], start=1):
@@ -97,7 +96,7 @@ class TokenSpellings:
 
     @cached_property
     def _is_of_word(self) -> BoolArray:
-        """Whether each byte is of a letter or the like; not if its token has but a part of the character."""
+        """Whether each byte belongs to a letter or the like; not if its token has only a part of the character."""
         of_ascii = np.array([_is_of_word(chr(byte)) and byte < 128 for byte in range(256)])
         found: BoolArray = of_ascii[np.frombuffer(self.bytes, dtype=np.uint8)]
         for token, end in zip(self.tokens, self._ends.tolist(), strict=True):
@@ -114,10 +113,10 @@ def _is_of_word(char: str) -> bool:
 
 
 class WordRulesMaker:
-    """Makes the rules of requests' words, and remembers the last; safe to call from several threads.
+    """Makes the rules of requests' words, and remembers the last ones; thread-safe.
 
-    ``vocabulary`` None is one whose spellings are not known: then only the tokens that the tokenizer itself makes of a
-    word, alone and behind a space, are banned.
+    Without a ``vocabulary`` spellings are unknown: only the tokens that the tokenizer itself makes of a word, alone and
+    after a space, are banned.
     """
 
     def __init__(self, vocabulary: GrammarVocabulary | None) -> None:
@@ -128,8 +127,8 @@ class WordRulesMaker:
         self._lock = threading.Lock()
 
     def rules(self, request: EngineRequest, banned: tuple[tuple[int, ...], ...]) -> SpelledWords | TokenWords:
-        """Return the rules of ``request``, whose words the tokenizer writes as ``banned``; with words this takes up to
-        a second, and a second more at the first call."""
+        """The rules of ``request``, whose words the tokenizer writes as ``banned``; with words this takes up to a
+        second, and a second more at the first call."""
         if self._vocabulary is None or not banned:
             return TokenWords(banned)
         with self._lock:
@@ -142,7 +141,8 @@ class WordRulesMaker:
 
 
 class TokenWords:
-    """A request's words as token ids, for unknown spellings; implements ``WordRules``.  A place is the last tokens."""
+    """A request's words as token ids, for unknown spellings; implements ``WordRules``.  A place is a text's last
+    tokens."""
 
     start: tuple[int, ...] = ()
 
@@ -152,7 +152,7 @@ class TokenWords:
         self._kept = max((len(before) for before, _ in self._longer), default=0)
 
     def after(self, place: tuple[int, ...], token_id: int) -> tuple[int, ...]:
-        """Return the place behind one more token."""
+        """The place after one more token."""
         return (*place, token_id)[-self._kept :] if self._kept else ()
 
     def completing(self, place: tuple[int, ...]) -> list[IntArray]:
@@ -163,9 +163,9 @@ class TokenWords:
 class SpelledWords:
     """A request's words in terms of its vocabulary; implements ``WordRules``.
 
-    A place is the longest end of the text with which a word begins, as a number: its node in the tree of all beginnings
-    (Aho and Corasick), in which ``_shorter`` leads to the next shorter end of that kind.  So a token costs a step for
-    each of its bytes, however many words begin alike.
+    A place is the longest end of the text with which a word begins, as its node in the trie of all beginnings (Aho and
+    Corasick), in which ``_shorter`` leads to the next shorter such end.  So a token costs a step for each of its bytes,
+    however many words begin alike.
     """
 
     start = 0
@@ -175,8 +175,8 @@ class SpelledWords:
         self.never: IntArray = np.unique(np.concatenate([spellings.writing(word) for word in own]))
         self._spellings = spellings
         self._unseen = frozenset() if shows_special else spellings.special_ids
-        self._next: list[dict[int, int]] = [{}]  # of each beginning: byte -> the beginning that is longer by it
-        rests: list[set[bytes]] = [set()]  # what may be missing behind each
+        self._next: list[dict[int, int]] = [{}]  # for each beginning: byte -> the beginning that is longer by it
+        rests: list[set[bytes]] = [set()]  # what may be missing after each
         for data in sorted(word.encode() for word in own):
             node = 0
             for place, byte in enumerate(data[:-1], start=1):
@@ -192,7 +192,7 @@ class SpelledWords:
         self._completing = lru_cache(maxsize=_MAX_PLACES)(self._completing_at)
 
     def after(self, place: int, token_id: int) -> int:
-        """Return the place behind one more token."""
+        """The place after one more token."""
         if token_id not in self._unseen:
             for byte in self._spellings.tokens[token_id]:
                 place = self._step(place, byte)

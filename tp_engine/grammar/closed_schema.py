@@ -1,8 +1,8 @@
-"""Objects that have no other properties than those which their schema names, as in vLLM.
+"""Objects that have only the properties that their schema names, as in vLLM.
 
-Else a weak model goes on with properties of its own until ``max_tokens``.  JSON Schema says otherwise, so a schema that
-speaks of other properties keeps its word, and so do parts that only together name all properties of an object: what
-``allOf`` joins, ``anyOf`` or ``$ref`` beside properties, and branches of a ``oneOf`` that are not told apart.
+Otherwise a weak model invents properties until ``max_tokens``.  JSON Schema allows any, so a schema that says which
+others there may be is kept, and so are parts that only together name all properties of an object: what ``allOf`` joins,
+``anyOf`` or ``$ref`` beside properties, and branches of a ``oneOf`` that are not told apart.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from tp_engine.grammar.schema import inner_schemas, is_any, normal_schema, rewri
 from tp_engine.grammar.schema_types import SchemaRoot
 
 _OF_OBJECTS = frozenset({"properties", "patternProperties", "required", "minProperties"})
-# A schema with one of these has said which other properties there may be.
+# A schema with one of these says which other properties there may be.
 _DECIDED = frozenset({"additionalProperties", "unevaluatedProperties", "propertyNames"})
 
 
 def closed_schema(schema: Any) -> Any:
-    """``normal_schema``, with ``additionalProperties: false`` wherever an object would else take what its schema does
-    not name.
+    """``normal_schema``, with ``additionalProperties: false`` wherever an object could otherwise have properties that
+    its schema does not name.
 
-    Branches of a ``oneOf`` are told apart before: a closed one would no longer exclude what it did.
+    Branches of a ``oneOf`` are told apart first: a closed one would no longer exclude what it did.
     """
     copy = rewritten(normal_schema(rewritten(schema, _with_what_is_said)), dict)
     root = SchemaRoot(copy)
@@ -35,7 +35,8 @@ def closed_schema(schema: Any) -> Any:
 
 
 def _with_what_is_said(node: Mapping[str, Any]) -> dict[str, Any]:
-    """``node``, whose ``unevaluatedProperties`` that allow all others are in a word that ``normal_schema`` keeps."""
+    """``node``, where ``unevaluatedProperties`` that allow all others are said by a keyword that ``normal_schema``
+    keeps."""
     found = dict(node)
     if is_any(node.get("unevaluatedProperties", False)):
         found.setdefault("additionalProperties", True)
@@ -52,7 +53,7 @@ def _all_nodes(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _is_open(node: Mapping[str, Any]) -> bool:
-    """Whether a schema lists properties, all that it needs among them, and says nothing of others."""
+    """Whether a schema lists properties, among them all required ones, and says nothing of others."""
     known, required = node.get("properties", {}), node.get("required", [])
     if "properties" not in node and "patternProperties" not in node:
         return False
@@ -66,7 +67,7 @@ def _is_open(node: Mapping[str, Any]) -> bool:
 
 
 def _together(nodes: list[dict[str, Any]], root: SchemaRoot) -> set[int]:
-    """The identities of schemas that speak of one object together with others."""
+    """The ``id`` of schemas that describe one object together with others."""
     found = set[int]()
     for node in nodes:
         parts = _of_the_same_value(node, root)
@@ -83,7 +84,7 @@ def _together(nodes: list[dict[str, Any]], root: SchemaRoot) -> set[int]:
 
 
 def _of_the_same_value(node: Mapping[str, Any], root: SchemaRoot) -> list[Any]:
-    """The schemas in ``node`` that speak of the same value as it does."""
+    """The schemas in ``node`` that describe the same value."""
     parts = [node[name] for name in ("if", "then", "else") if name in node]
     for name in ("allOf", "anyOf", "oneOf"):
         parts += node[name] if isinstance(node.get(name), list) else []

@@ -1,12 +1,12 @@
-"""Compiles grammars for one model, in threads, each after it has been tried out in another process; remembers the last.
+"""Compiles grammars for one model, in threads, after a trial in another process; remembers the last ones.
 
 ::
 
-    submit --> first queue: tried out, compiled -----------------------------> the grammar, or why there is none
-                    |                                                            ^
-                    +--more than its time--> next queue: the same from the start -+
+    submit --> first queue: tried out, compiled ----------------------------> the grammar, or why there is none
+                    |                                                           ^
+                    +--it takes too long--> next queue: the same from the start -+
 
-Grammars that take long wait for each other in the last queue, and no others for them.
+Grammars that take long wait for each other in the last queue, and others do not wait for them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tp_engine.system.units import MIB
 QUICK_S = 0.25
 _FIRST_S = 0.05  # ordinary ones take some milliseconds
 MAX_SLOW = 8
-MAX_MEMORY_BYTES = 512 * MIB  # of all grammars that are remembered or in use
+MAX_MEMORY_BYTES = 512 * MIB  # for all grammars that are remembered or in use
 _MAX_REMEMBERED = 32
 _NUM_QUICK_THREADS = 2
 _SLOW_NICENESS = 10
@@ -58,13 +58,13 @@ class CompiledGrammar:
         self._place.mask = np.frombuffer(first, dtype=np.int32)
 
     def start(self, *, ignore_eos: bool = False) -> GrammarMatcher:
-        """Return a matcher before its first token; takes microseconds."""
+        """A matcher before its first token; takes microseconds."""
         matcher = self._matcher.deep_copy()
         return GrammarMatcher(matcher, self._vocabulary, self.pace, ignore_eos=ignore_eos, place=self._place)
 
 
 def compile_grammar(params: StructuredOutputsParams, vocabulary: GrammarVocabulary) -> CompiledGrammar:
-    """Compile in this thread.  ``RequestError`` for unusable ``params``; hostile ones may end the process."""
+    """Compile in this thread.  Raises ``RequestError`` for unusable ``params``; hostile ones may end the process."""
     return CompiledGrammar(*new_matcher(params, vocabulary.tokens), vocabulary)
 
 
@@ -96,8 +96,7 @@ class GrammarCompiler:
         )
 
     def known(self, params: StructuredOutputsParams) -> CompiledGrammar | None:
-        """Return the grammar if it is among the last ones; ``RequestError`` if it is among the last that were
-        refused."""
+        """The grammar, if it is among the last ones; ``RequestError`` if it is among the last that were refused."""
         with self._lock:
             if (words := self._refused.get(params)) is not None:
                 raise RequestError(words, param=PARAM, code=INVALID_GRAMMAR)
@@ -107,10 +106,10 @@ class GrammarCompiler:
         return found
 
     def submit(self, params: StructuredOutputsParams) -> Future[CompiledGrammar]:
-        """Return the grammar, tried out and compiled unless it is known.  The future may be cancelled until it is done.
+        """The grammar, tried out and compiled unless it is known.  The future may be cancelled until it is done.
 
-        Its exception is a ``RequestError`` for unusable ``params``, with ``CODE_UNAVAILABLE`` if too many that take
-        long, or too much memory, are there already.
+        Its exception is a ``RequestError`` for unusable ``params``, with ``CODE_UNAVAILABLE`` if there are already too
+        many that take long, or take memory.
         """
         found: Future[CompiledGrammar] = Future()
         cancellation = Cancellation()
@@ -119,7 +118,7 @@ class GrammarCompiler:
         return found
 
     def compile(self, params: StructuredOutputsParams, tried: TriedGrammar | None = None) -> CompiledGrammar:
-        """Return the grammar, compiled in this thread unless it is known; ``tried`` is what is known of that."""
+        """The grammar, compiled in this thread unless it is known; ``tried`` is the result of its trial."""
         grammar = self.known(params)
         if grammar is None:
             pace = self._reserved(0 if tried is None else tried.num_bytes)
@@ -130,7 +129,7 @@ class GrammarCompiler:
         return grammar
 
     def _reserved(self, num_bytes: int) -> Pace:
-        """The pace of a new grammar; older ones are forgotten for its memory.  ``RequestError`` if there is none."""
+        """The pace of a new grammar, for whose memory older ones are forgotten; ``RequestError`` if there is none."""
 
         def used_bytes() -> int:
             return sum(pace.num_bytes for pace in self._paces)
@@ -157,7 +156,7 @@ class GrammarCompiler:
         cancellation: Cancellation,
         number: int,
     ) -> None:
-        """Settle ``found`` in the queue of this ``number``, or leave that to the next one."""
+        """Settle ``found`` in queue ``number``, or leave that to the next one."""
         if found.cancelled():
             return
         try:
@@ -222,7 +221,7 @@ class _Queue:
         return True
 
     def try_out(self, params: StructuredOutputsParams) -> TriedGrammar:
-        """Compile a grammar in the compiler's process, within the limits of these threads; a job calls it."""
+        """Compile a grammar in the compiler's process, within the limits of this queue; jobs call it."""
         return self._trial.try_out(params, cpu_s=self._cpu_s, niceness=self._niceness)
 
     def close(self) -> None:
@@ -263,7 +262,7 @@ class _Recent(Generic[Value]):
 
 
 def check_defaults(defaults: StructuredOutputsDefaults) -> None:
-    """Raise ``ConfigError`` if the library refuses the white space of the engine's configuration."""
+    """Raise ``ConfigError`` if the library refuses the configured white space."""
     if defaults.whitespace_pattern is None:
         return
     try:

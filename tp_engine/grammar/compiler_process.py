@@ -1,4 +1,4 @@
-"""Compiles each grammar in a process of its own first: there it may crash, or take all its time and memory."""
+"""Compiles each grammar in a separate process first, where it may crash, or use up its time and memory."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ from tp_engine.system.units import MIB
 _MEMORY_BYTES = 256 * MIB
 _NUM_TRIED = 4
 _MOST_MASK_S = 0.1
-_STACK_BYTES = 4 * MIB  # threads that compile what has passed here have more
+_STACK_BYTES = 4 * MIB  # less than the threads have that then compile the grammar
 
 
 class TookTooLongError(RequestError):
@@ -41,7 +41,7 @@ class TookTooLongError(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class TriedGrammar:
-    """A grammar that can be compiled: its text for the library, and the bytes of memory that this took."""
+    """A grammar that can be compiled: its text for the library, and the bytes of memory that it took."""
 
     text: str
     num_bytes: int
@@ -50,7 +50,7 @@ class TriedGrammar:
 class CompilerProcess(Closing):
     """The process; it starts with the first grammar.  For any thread.
 
-    ``special_tokens`` are those that grammars may name; without them, a grammar that names some is only parsed.
+    ``special_tokens`` are those that grammars may name; without them, a grammar that names one is only parsed.
     """
 
     def __init__(self, special_tokens: SpecialTokens | None) -> None:
@@ -60,8 +60,8 @@ class CompilerProcess(Closing):
     def try_out(self, params: StructuredOutputsParams, *, cpu_s: float, niceness: int = 0) -> TriedGrammar:
         """Compile ``params`` there, within ``cpu_s`` seconds of processor time.
 
-        Raises ``RequestError`` if that fails, ``TookTooLongError`` if the time was too short, and ``RuntimeError`` if
-        the process itself cannot run; ``CancelledCallError`` if nobody waits any more.
+        Raises ``RequestError`` if that fails, ``TookTooLongError`` if the time was too short, ``RuntimeError`` if the
+        process itself cannot run, and ``CancelledCallError`` if nobody waits any more.
         """
         job = json.dumps({"params": dataclasses.asdict(params), "special": self._special}).encode()
         limits = Limits(cpu_s=cpu_s, memory_bytes=_MEMORY_BYTES, stack_bytes=_STACK_BYTES, niceness=niceness)
@@ -87,12 +87,12 @@ class CompilerProcess(Closing):
 
 @cache
 def tokens_of(special: str) -> Any:
-    """Return the library's tokenizer of the special tokens that this JSON has; the process makes it once."""
+    """The library's tokenizer of the special tokens in this JSON; the process makes it once."""
     return byte_tokens(SpecialTokens(**json.loads(special))) if special else byte_tokens()
 
 
 def try_out(job: bytes) -> bytes:
-    """Compile a grammar and find its first tokens; its text.  ``RequestError`` if it cannot be used."""
+    """Compile a grammar and find its first tokens; returns its text.  Raises ``RequestError`` if it cannot be used."""
     given = json.loads(job)
     params, warnings = StructuredOutputsParams(**given["params"]), []
     text = grammar_text(params)
@@ -108,8 +108,8 @@ def try_out(job: bytes) -> bytes:
 
 
 def _check_masks(params: StructuredOutputsParams, matcher: Any) -> None:
-    """Refuse a grammar in which it takes long to find the tokens that may follow its first ones: rank 0 finds those of
-    a whole vocabulary, which is more."""
+    """Refuse a grammar in which it takes long to find the tokens that may follow its first ones: rank 0 must search a
+    whole vocabulary, which takes longer."""
     for _ in range(_NUM_TRIED):
         mask = timed_mask(params, matcher, _MOST_MASK_S)
         place = next((place for place, bits in enumerate(mask) if bits), None)

@@ -1,4 +1,4 @@
-"""The one door to llguidance: the library, and from ``StructuredOutputsParams`` to its own grammar text."""
+"""The one door to llguidance: the library, and the grammar text that it reads for ``StructuredOutputsParams``."""
 
 import contextlib
 import itertools
@@ -16,15 +16,15 @@ from tp_engine.grammar.schema import normal_schema, unkept_keywords
 from tp_engine.requests.structured_outputs import PARAM, StructuredOutputsParams
 from tp_engine.system.panics import panics_refused
 
-# Some models write white space without end, so it is limited to some blanks, or a line end and an indentation.
+# Some models write white space without end, so it is limited to a few blanks, or a line end and an indentation.
 WHITESPACE = r"[\x20\x09]{1,8}|\x0D?\x0A[\x20\x09]{0,20}"
 _BOOLEAN_SCHEMAS = {"true": "{}", "false": '{"enum":[]}'}
 _ANY_OBJECT = '{"type":"object"}'
 
-# What the library says of schemas that it does not take.
+# What the library says of schemas that it refuses.
 _UNKEPT, _ONE_OF = "Unimplemented keys", "oneOf constraints are not supported"
 _MAX_PLACES = 5
-# The begin of a schema within Lark; what stands in strings, expressions and comments is none.
+# The beginning of a schema within Lark, but not in strings, expressions or comments.
 _JSON_PART = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|(?P<head>%json\s*)(?=\{)')
 _NUM_BYTES = 256
 _ANSWER = "answer"
@@ -34,7 +34,7 @@ _NO_SPACE = 'space: ""\n'
 
 
 def llguidance() -> Any:
-    """Return the library.  ``RequestError`` if it cannot be imported; requests for free text are served without it."""
+    """The library.  Raises ``RequestError`` if it cannot be imported; free text is served without it."""
     try:
         import llguidance as library
     except ImportError as error:
@@ -48,7 +48,7 @@ def llguidance() -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecialTokens:
-    """The special tokens of a vocabulary of ``num_tokens``, which grammars may name: pairs of id and text."""
+    """The special tokens that grammars may name, pairs of id and text, of a vocabulary of ``num_tokens``."""
 
     num_tokens: int
     tokens: Sequence[tuple[int, str]]
@@ -58,7 +58,7 @@ _BYTES_ALONE = SpecialTokens(num_tokens=_NUM_BYTES + 1, tokens=((_NUM_BYTES, "<e
 
 
 def byte_tokens(special: SpecialTokens = _BYTES_ALONE) -> Any:
-    """Return the library's tokenizer of one token per byte and the ``special`` ones: enough to try a grammar out."""
+    """The library's tokenizer with one token per byte and the ``special`` ones: enough to try a grammar out."""
     texts = dict(special.tokens) or {max(special.num_tokens, _NUM_BYTES): "<end>"}
     free = (token_id for token_id in itertools.count() if token_id not in texts)
     texts_of = {next(free): bytes((value,)) for value in range(_NUM_BYTES)}
@@ -81,11 +81,11 @@ def byte_tokens(special: SpecialTokens = _BYTES_ALONE) -> Any:
 def new_matcher(
     params: StructuredOutputsParams, tokens: Any, text: str | None = None, *, most_mask_s: float = math.inf
 ) -> tuple[Any, bytes]:
-    """Return the library's matcher before the first token, for its tokenizer ``tokens``, and the mask of that token.
+    """The library's matcher before the first token, for its tokenizer ``tokens``, and the mask of that token.
 
-    ``text`` is the ``grammar_text`` if that is known.  Takes milliseconds for ordinary schemas, mostly without the GIL.
-    ``RequestError`` for unusable ``params``; also if they allow no output: no first token, and no empty output, or if
-    to find the tokens that may come first takes more than ``most_mask_s`` of processor time.
+    ``text`` is the ``grammar_text``, if it is known.  Takes milliseconds for ordinary schemas, mostly without the GIL.
+    Raises ``RequestError`` for unusable ``params``, also if they allow no output at all, or if finding the tokens that
+    may come first takes more than ``most_mask_s`` of processor time.
     """
     written = grammar_text(params) if text is None else text
     matcher = llguidance().LLMatcher(tokens, written, log_level=0, limits=parser_limits())
@@ -99,7 +99,7 @@ def new_matcher(
 
 
 def timed_mask(params: StructuredOutputsParams, matcher: Any, most_s: float) -> bytes:
-    """Return the mask of the tokens that may follow; ``RequestError`` if it takes more than ``most_s``."""
+    """The mask of the tokens that may follow; ``RequestError`` if it takes more than ``most_s``."""
     began_s = time.thread_time()
     mask: bytes = matcher.compute_bitmask()
     if time.thread_time() - began_s > most_s:
@@ -116,8 +116,7 @@ def parser_limits() -> Any:
 
 
 def grammar_text(params: StructuredOutputsParams) -> str:
-    """Return the constraint ``params`` as a grammar of the library.  ``RequestError`` if the library cannot read
-    it."""
+    """The constraint ``params`` as a grammar of the library.  Raises ``RequestError`` if the library cannot read it."""
     try:
         text = _grammar_text(params)
         if params.preamble is None:
@@ -140,7 +139,7 @@ def _grammar_text(params: StructuredOutputsParams) -> str:
         case "regex":
             text = matcher.grammar_from_regex(params.regex)
         case "choice":
-            # One terminal: the library takes quadratic time for as many alternatives of a rule.
+            # One terminal: for alternatives of a rule the library takes quadratic time.
             texts = (json.dumps(one, ensure_ascii=False) for one in params.choice or ())
             text = matcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(texts))
         case _:
@@ -149,7 +148,7 @@ def _grammar_text(params: StructuredOutputsParams) -> str:
 
 
 def _with_bounded_space(grammar: str, params: StructuredOutputsParams) -> str:
-    """``grammar`` whose ``%json`` schemas have the bounded white space, unless they say otherwise."""
+    """``grammar``, whose ``%json`` schemas get the bounded white space, unless they say otherwise."""
     decoder, parts, end = json.JSONDecoder(), list[str](), 0
     while (found := _JSON_PART.search(grammar, end)) is not None:
         parts.append(grammar[end : found.end()])
@@ -162,14 +161,14 @@ def _with_bounded_space(grammar: str, params: StructuredOutputsParams) -> str:
 
 
 def refusal(params: StructuredOutputsParams, reason: str) -> RequestError:
-    """Return the error for a grammar that the library refuses, with the library's reason."""
+    """The error for a grammar that the library refuses, with the library's reason."""
     what = {"json": "the JSON schema", "choice": "the choice", "json_object": "the white space"}.get(params.kind)
     brief = " ".join(_explained(params, reason).replace("<non-verbose/>", "").split())[:500]
     return RequestError(f"{what or f'the {params.kind}'} cannot be used: {brief}", param=PARAM, code=INVALID_GRAMMAR)
 
 
 def _explained(params: StructuredOutputsParams, reason: str) -> str:
-    """``reason`` with the places that the library does not tell, and the remedies that are here."""
+    """``reason``, with the places that the library does not tell, and with our remedies."""
     if params.kind == "json" and reason.startswith(_UNKEPT):
         found = unkept_keywords(normal_schema(json.loads(str(params.json))))
         places = ", ".join(f"{name} at {place}" for name, place in itertools.islice(found, _MAX_PLACES))
@@ -180,8 +179,7 @@ def _explained(params: StructuredOutputsParams, reason: str) -> str:
 
 
 def inner_schema(schema: Mapping[str, Any], like: StructuredOutputsParams) -> str:
-    """Return a JSON ``schema`` as ``%json`` of a Lark grammar takes it, with white space and properties as ``like``
-    says."""
+    """A JSON ``schema`` as ``%json`` of a Lark grammar takes it, with white space and properties as in ``like``."""
     return json.dumps({"x-guidance": _json_options(like), **_taken(schema, like)})
 
 
@@ -202,7 +200,7 @@ def _json_options(params: StructuredOutputsParams) -> dict[str, Any]:
 
 
 def _behind(first: str, grammar: str) -> str:
-    """``grammar`` (the library's JSON, or Lark) as the ``@answer`` of the Lark rules ``first``."""
+    """``grammar``, the library's JSON or Lark, as the ``@answer`` of the Lark rules ``first``."""
     library_json = grammar.lstrip().startswith("{")
     parts = json.loads(grammar)["grammars"] if library_json else [{"lark_grammar": grammar}]
     parts[0]["name"] = _ANSWER

@@ -4,13 +4,14 @@
 
     ask ----> first queue: masks of grammars that have been quick so far; some threads ------> place.mask, on_found
       |                        |
-      |                        +--more than 2 ms: it is late.  Its thread gets less of the processors, ends behind it,
-      |                           and another one takes its place
-      +-----> second queue: those of other grammars; few threads, which get less of the processors
+      |                        +--more than 2 ms: it is late.  Its thread gets a lower priority and ends after it, and
+      |                           another one takes its place
+      +-----> second queue: those of other grammars; few threads, of lower priority
 
 Nobody has to wait for a mask, but a step that begins a moment later has more rows: ``be_patient`` waits for those of
 the first queue that are not late.  So a slow grammar costs others a few milliseconds in all, however slow it is.  A
-mask that takes 0.2 s of processor time is given up, with its grammar; its thread ends at the library's limits.
+mask that takes 0.2 s of processor time is given up, with its grammar; its thread ends when the library reaches its own
+limits.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _PATIENCE_EACH_S = 0.0001
 
 _LOOK_S = 0.02
 _LINGER_S = 0.5  # of a thread without work
-_MOST_THREADS = 64  # of them most are busy with masks that nobody waits for any more
+_MOST_THREADS = 64  # at most a few of which are busy with masks that somebody waits for
 _NUM_FIRST = 4
 _SHARE_S = 0.001  # of work for one thread
 _LEAST_S = 0.00003  # of an unknown grammar's mask
@@ -47,7 +48,7 @@ _LOST_NICENESS = 19
 
 
 class MaskFiller:
-    """The queues and their threads.  ``on_found`` is called, in any thread, when a mask has come, or will not.
+    """The queues and their threads.  ``on_found`` is called, in any thread, when a mask has come, or never will.
 
     Any thread may call the methods."""
 
@@ -69,8 +70,8 @@ class MaskFiller:
         return bool(self._asked)
 
     def ask(self, matchers: Iterable[GrammarMatcher]) -> None:
-        """Begin to find the masks of these places, if that has not begun; a matcher that nobody holds any more is
-        forgotten."""
+        """Begin to find the masks of the places of ``matchers``, unless that has begun; a matcher that nobody holds any
+        more is forgotten."""
         with self.lock:
             quick, slow = list[_Fill](), list[_Fill]()
             for matcher in matchers:
@@ -98,14 +99,14 @@ class MaskFiller:
             self._num_waiting += 1
             try:
                 while not all(one.is_ready for one in matchers):
-                    self.ask(matchers)  # one that fails leaves the others of its place to the next round
+                    self.ask(matchers)  # if one fails, the next round asks for the others of its place
                     self._found.wait(_LOOK_S)
                     self._watch()
             finally:
                 self._num_waiting -= 1
 
     def close(self) -> None:
-        """Forget what was asked for; threads end behind their present masks, without being waited for."""
+        """Forget what was asked for; threads end after their current masks, without being waited for."""
         with self.lock:
             for lane in (self._first, self._second):
                 lane.close()
@@ -113,7 +114,7 @@ class MaskFiller:
             self._num_awaited = 0
 
     def next_of(self, lane: _Lane, thread: _FillThread) -> GrammarMatcher | None:
-        """What the thread does next; waits for it.  None: it ends."""
+        """What the thread does next; waits for it.  None if it is to end."""
         with self.lock:
             while (fill := lane.take(thread)) is not None:
                 matcher = fill.matcher()
@@ -125,7 +126,7 @@ class MaskFiller:
             return None
 
     def done(self, thread: _FillThread) -> None:
-        """The thread has found its mask, or has none."""
+        """Note that the thread has found its mask, or has failed."""
         with self.lock:
             self._running.discard(thread)
             fill, thread.fill = thread.fill, None
@@ -148,7 +149,7 @@ class MaskFiller:
                 self._found.notify_all()
 
     def _watch(self) -> None:
-        """Look which masks are late, and give up those that take too long."""
+        """Note which masks are late, and give up those that take too long."""
         for thread in list(self._running):
             fill, spent_s = thread.fill, thread.spent_s()
             if fill is None or spent_s < _LATE_S:
@@ -177,8 +178,7 @@ class _Fill:
 
 
 class _Lane:
-    """A queue and its threads, at most ``num_threads``, as many as its work needs; its filler's lock is held by whoever
-    calls."""
+    """A queue and its threads, as many as its work needs, at most ``num_threads``; callers hold the filler's lock."""
 
     def __init__(self, filler: MaskFiller, *, num_threads: int, niceness: int) -> None:
         self.niceness = niceness
@@ -195,7 +195,7 @@ class _Lane:
         self.staff()
 
     def staff(self) -> None:
-        """See to it that enough threads are at work."""
+        """Make sure that enough threads are at work."""
         num_wanted = min(self._most, len(self._queue), math.ceil(self._work_s / _SHARE_S))
         num_missing = num_wanted - self._num_threads + self._num_idle
         if num_missing <= 0 or self._is_closed:
@@ -207,7 +207,7 @@ class _Lane:
             _FillThread(self._filler, self).start()
 
     def take(self, thread: _FillThread) -> _Fill | None:
-        """Return the next one; None if the thread is to end."""
+        """The next one; None if the thread is to end."""
         while not (self._is_closed or thread.is_lost):
             if self._queue:
                 fill = self._queue.popleft()
@@ -221,7 +221,7 @@ class _Lane:
         return None
 
     def count_out(self) -> None:
-        """A thread ends, or belongs to this lane no more."""
+        """Note that a thread ends, or no longer belongs to this lane."""
         self._num_threads -= 1
         self.staff()
 
@@ -233,7 +233,7 @@ class _Lane:
 
 
 class _FillThread(threading.Thread):
-    """Finds one mask after the other.  ``fill`` is the present one, which has the processor since ``began_s``."""
+    """Finds one mask after the other.  ``fill`` is the current one; ``began_s`` is the thread's clock at its start."""
 
     def __init__(self, filler: MaskFiller, lane: _Lane) -> None:
         super().__init__(name="token-masks")
@@ -244,11 +244,11 @@ class _FillThread(threading.Thread):
         self._clock = self._niceness = 0
 
     def spent_s(self) -> float:
-        """Processor time of the present mask; asked while there is one."""
+        """Processor time of the current mask; asked while there is one."""
         return time.clock_gettime(self._clock) - self.began_s
 
     def lose(self, niceness: int) -> None:
-        """Let it get less of the processors for its present mask, if that is less than now, and then end."""
+        """Lower its priority for its current mask, after which it ends; does nothing if it is that low already."""
         if niceness <= self._niceness:
             return
         self._be_nice(niceness)
@@ -262,7 +262,7 @@ class _FillThread(threading.Thread):
         while (matcher := self._filler.next_of(self._lane, self)) is not None:
             try:
                 matcher.find_mask()
-            except BaseException as error:  # a panic of the library, too: it ends the request, and nothing else
+            except BaseException as error:  # even a panic of the library ends only the request
                 logger.exception("a mask could not be found")
                 matcher.fail(f"{type(error).__name__}: {error}")
             matcher = None
@@ -277,7 +277,7 @@ class _FillThread(threading.Thread):
             self._lane.count_out()
 
     def _be_nice(self, niceness: int) -> None:
-        """Get less of the processors from now on; a thread cannot get more again."""
+        """Lower the priority; a thread cannot raise it again."""
         self._niceness = niceness
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, self.native_id or 0, niceness)

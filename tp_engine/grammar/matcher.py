@@ -4,7 +4,7 @@
 
     compiled --start()--> running --accept(token)--> running | over
                                                               |
-                             the grammar allows no more, an end token was accepted, a token was refused, a limit
+                             nothing may follow, an end token was accepted, a token was refused, or a limit reached
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from tp_engine.errors import INVALID_GRAMMAR
 from tp_engine.grammar.vocabulary import GrammarVocabulary
 from tp_engine.plan import MASK_TOKENS, IntArray
 
-# Processor time.  Masks of ordinary grammars take 0.01 to 1 ms, and up to 40 ms where much is new.
+# Processor time.  Masks of ordinary grammars take 0.01 to 1 ms, up to 40 ms where the library has much to build.
 _MEAN_S = 0.01
 _ALLOWANCE_S = 0.5
 _QUICK_S = 0.001
 _MEMORY = 4  # masks
-_MOST_COUNTED_S = 0.002  # one mask where much is new does not make a grammar slow
+_MOST_COUNTED_S = 0.002  # so that one such mask does not make a grammar slow
 
 
 class Pace:
     """How fast the tokens that may follow are found in one grammar, over all its outputs.
 
-    It lives as long as one of them or the grammar itself; meanwhile they hold about ``num_bytes``.
-    ``failure`` is set once one mask takes too long (``MaskFiller``), or all more than ``_MEAN_S`` each.
+    It lives as long as any of them, or the grammar itself; meanwhile they hold about ``num_bytes``.
+    ``failure`` is set once one mask takes too long (``MaskFiller``), or masks take more than ``_MEAN_S`` on average.
     """
 
     def __init__(self, num_bytes: int = 0) -> None:
@@ -48,18 +48,18 @@ class Pace:
         return self.usual_s < _QUICK_S
 
     def note_mask(self, cpu_s: float) -> None:
-        """A token and the mask behind it took ``cpu_s``."""
+        """Note that a token and the mask after it took ``cpu_s``."""
         self.usual_s += (min(cpu_s, _MOST_COUNTED_S) - self.usual_s) / _MEMORY
         self.note(cpu_s)
 
     def note(self, cpu_s: float) -> None:
-        """Something took ``cpu_s``."""
+        """Note that something took ``cpu_s``."""
         self._left_s = min(_ALLOWANCE_S, self._left_s + _MEAN_S - cpu_s)
         if self._left_s < 0:
             self.fail()
 
     def fail(self) -> None:
-        """It takes too long."""
+        """Note that it takes too long."""
         self.failure = "finding the tokens that may follow takes too long; make the grammar simpler"
 
     @contextlib.contextmanager
@@ -71,12 +71,11 @@ class Pace:
 
 
 class GrammarPlace:
-    """Where the outputs of a grammar are behind the same tokens.  They share one, as long as any of them is there, and
-    so the library's ``mask`` (own words,): copies of a prompt, or many requests with one schema, cost what one does.
-
-    Once there is a mask it is known whether the library ``is_stopped``, as nothing may follow, or ``is_accepting``, as
-    the output is complete.  ``behind_it`` is a matcher of the library that has taken the tokens, for those that have
-    not (``GrammarMatcher.accept``)."""
+    """Where the outputs of a grammar are after the same tokens.  They share one, as long as any of them is there, and
+    with it the library's ``mask`` (own words,): copies of a prompt, or many requests with one schema, cost as much as
+    one.  Once there is a mask, it is known whether the library ``is_stopped``, because nothing may follow, or
+    ``is_accepting``, because the output is complete.  ``behind_it`` is a matcher of the library that has taken the
+    tokens, for those that have not (``GrammarMatcher.accept``)."""
 
     __slots__ = ("__weakref__", "_behind", "behind_it", "is_accepting", "is_stopped", "mask")
 
@@ -87,7 +86,7 @@ class GrammarPlace:
         self._behind: dict[int, weakref.ref[GrammarPlace]] = {}
 
     def behind(self, token_id: int) -> GrammarPlace:
-        """Return the place behind one more token."""
+        """The place after one more token."""
         known = self._behind.get(token_id)
         place = None if known is None else known()
         if place is None:
@@ -99,11 +98,11 @@ class GrammarPlace:
 class GrammarMatcher:
     """One sequence's place in a grammar; implements the scheduler's ``TokenConstraint``.
 
-    ``is_over``: no token may follow; while it ``may_be_over``, only what is found with the mask tells.  ``error``: why
-    the grammar cannot be followed any further, if a limit is the reason and not the grammar's end.  ``ignore_eos``: an
-    end token is allowed only if no other token is.
+    ``is_over``: no token may follow; while it ``may_be_over``, only the mask will tell.  ``error``: why the grammar
+    cannot be followed any further, if a limit is the reason and not the grammar's end.  ``ignore_eos``: an end token is
+    allowed only if no other token is.
 
-    While a thread finds its mask, nothing but ``is_ready`` and ``give_up`` may be used.
+    While a thread finds its mask, only ``is_ready`` and ``give_up`` may be used.
     """
 
     error_code = INVALID_GRAMMAR
@@ -122,19 +121,19 @@ class GrammarMatcher:
         self._vocabulary = vocabulary
         self._pace = pace
         self._ignore_eos = ignore_eos
-        self._untaken: list[int] = []  # tokens that the library's matcher has still to take
+        self._untaken: list[int] = []  # tokens that the library's matcher has not taken yet
         self._accept_s = 0.0
         self.is_over = self.may_be_over = False
         self.error: str | None = None
 
     @property
     def usual_s(self) -> float:
-        """How much processor time its mask will take, as far as is known."""
+        """The processor time that its mask will probably take."""
         return self._pace.usual_s
 
     @property
     def is_quick(self) -> bool:
-        """Whether its mask will hardly take any time, as far as is known."""
+        """Whether its mask will probably take hardly any time."""
         return self._pace.is_quick
 
     @property
@@ -145,8 +144,8 @@ class GrammarMatcher:
     def accept(self, token_id: int) -> bool:
         """Add a token; False if the grammar refuses it, and then the output ends without it.
 
-        In a slow grammar the library takes some time for that, too.  What the mask allows is taken by the thread that
-        finds the next one, then."""
+        In a slow grammar this takes the library some time, too; a token that the mask allows is then taken by the
+        thread that finds the next mask."""
         if self.is_over or not self._is_sound():
             self.is_over = True
             return False
@@ -178,9 +177,9 @@ class GrammarMatcher:
             )
 
     def forced(self) -> list[int]:
-        """Return the tokens that must follow, as the tokenizer writes their text; others may write the same text.
+        """The tokens that must follow, as the tokenizer writes their text; others may write the same text.
 
-        A copy is asked, so that no limit of the library is reached for it.
+        A copy is asked, so that no limit of the library is reached here.
         """
         if self.is_over or not self.is_quick or not self._is_sound():
             return []
@@ -190,11 +189,11 @@ class GrammarMatcher:
         return found
 
     def may_end(self, mask: IntArray) -> bool:
-        """Return whether the output is complete here, by the ``mask`` of the next token."""
+        """Whether the output is complete here, by the ``mask`` of the next token."""
         return bool((mask & self._vocabulary.end_mask).any()) or self._matcher.is_accepting()
 
     def copy(self) -> GrammarMatcher:
-        """Return a copy, which accepts its own tokens from here; takes microseconds."""
+        """A copy, which accepts its own tokens from here on; takes microseconds."""
         with self._pace.timed():
             matcher = self._matcher.deep_copy() if self._is_sound() else None
         other = GrammarMatcher(matcher, self._vocabulary, self._pace, ignore_eos=self._ignore_eos, place=self.place)
@@ -203,12 +202,12 @@ class GrammarMatcher:
         return other
 
     def find_mask(self) -> None:
-        """Let the library write the mask, for all at this place, unless there is an ``error``; for any thread."""
+        """Let the library write the mask, for all at this place, unless there is an ``error``; in any thread."""
         if self.error is not None or self._pace.failure is not None:
             return
         mask: IntArray = np.zeros(self._vocabulary.num_own_words, dtype=np.int32)
         began_s, has_untaken = time.thread_time(), bool(self._untaken)
-        with contextlib.suppress(ValueError):  # at a limit, which its error state says
+        with contextlib.suppress(ValueError):  # at a limit, which its error state tells
             self._catch_up()
             if not self._matcher.is_stopped():
                 self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -229,8 +228,8 @@ class GrammarMatcher:
         self.error = f"the grammar cannot be followed any further: {reason}"
 
     def settle_mask(self) -> IntArray:
-        """Return what may be sampled, a new mask (words,) int32, in which at least one bit is set.  Where it turns out
-        to be over, that is any token, which is refused then."""
+        """What may be sampled: a new mask (words,) int32, in which at least one bit is set.  If the output turns out to
+        be over, any token may be, which is then refused."""
         end_mask = self._vocabulary.end_mask
         if not self._is_sound():
             return _any_of(end_mask)
@@ -244,12 +243,12 @@ class GrammarMatcher:
         return mask.copy() if mask.any() else _any_of(end_mask)
 
     def _allows(self, token_id: int) -> bool:
-        """Whether the mask is there and allows the token."""
+        """Whether there is a mask that allows the token."""
         mask = self.place.mask
         return mask is not None and bool(int(mask[token_id // MASK_TOKENS]) >> token_id % MASK_TOKENS & 1)
 
     def _catch_up(self) -> None:
-        """Let the library's matcher take the tokens that it has not."""
+        """Let the library's matcher take the tokens that it has not taken."""
         if self._untaken:
             tokens, self._untaken = self._untaken, []
             if self.place.behind_it is not None:
@@ -258,7 +257,7 @@ class GrammarMatcher:
                 self._matcher.try_consume_tokens(tokens)
 
     def _own_mask(self) -> IntArray:
-        """What the library wrote, of the model's tokens (words,); not to be changed."""
+        """The library's mask for the model's tokens (words,); not to be changed."""
         assert self.place.mask is not None, "the mask is not there"
         return self.place.mask[: self._vocabulary.num_words]
 
@@ -274,5 +273,5 @@ class GrammarMatcher:
 
 
 def _any_of(end_mask: IntArray) -> IntArray:
-    """A copy; of all tokens if there is no end token."""
+    """A copy; a mask of all tokens if there is no end token."""
     return end_mask.copy() if end_mask.any() else np.full_like(end_mask, -1)

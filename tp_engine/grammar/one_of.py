@@ -1,4 +1,4 @@
-"""Schemas with a ``oneOf`` whose branches exclude each other, so that ``anyOf`` says the same."""
+"""Schemas with a ``oneOf`` whose branches exclude each other, so that ``anyOf`` means the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EXACT = (str, bool, int, type(None))
 
 
 class ExclusiveBranches:
-    """Puts ``anyOf`` in place of ``oneOf`` within one schema; branches that several refer to are compared once."""
+    """Replaces ``oneOf`` with ``anyOf`` within one schema; branches that several refer to are compared once."""
 
     def __init__(self, root: SchemaRoot) -> None:
         self._root = root
@@ -25,9 +25,9 @@ class ExclusiveBranches:
         self._excluding: dict[tuple[int, int], bool] = {}
 
     def changed(self, node: dict[str, Any]) -> dict[str, Any]:
-        """Return ``node`` with ``anyOf`` in place of ``oneOf`` if each branch can be made to exclude the others.
+        """``node`` with ``anyOf`` instead of ``oneOf``, if each branch can be made to exclude the others.
 
-        A branch for objects excludes another one if it forbids a property that the other one requires.
+        A branch for objects excludes another if it forbids a property that the other requires.
         """
         branches = node.get("oneOf")
         if not isinstance(branches, list) or "anyOf" in node or not 0 < len(branches) <= _MAX_BRANCHES:
@@ -55,7 +55,7 @@ class ExclusiveBranches:
         return {name: value for name, value in node.items() if name != "oneOf"} | {"anyOf": narrowed}
 
     def _object(self, schema: Any) -> _Object:
-        """What is known of a branch, behind its references."""
+        """What is known of a branch, references followed."""
         for _ in range(_MAX_REFERENCES):
             if isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str):
                 schema = self._root.referenced(schema["$ref"])
@@ -75,8 +75,8 @@ class ExclusiveBranches:
 
 @dataclass(frozen=True, slots=True)
 class _Object:
-    """What is known of one branch of a ``oneOf``: the ``schema`` itself, its values, and those of its properties that
-    it requires.  ``others``: what those may be that it does not name."""
+    """What is known of one branch of a ``oneOf``: its ``schema``, its values, the properties that it requires, and the
+    values of its properties.  ``others`` are the values of properties that it does not name."""
 
     schema: Any
     values: frozenset[str] | None
@@ -100,7 +100,7 @@ class _Object:
         )
 
     def excludes(self, other: _Object) -> bool:
-        """Return whether no object fits both."""
+        """Whether no object fits both."""
         for name in self.required | other.required:
             mine = self.properties.get(name, self.others)
             theirs = other.properties.get(name, other.others)

@@ -1,8 +1,8 @@
 """JSON schemas as the grammar library takes them.
 
-* ``normal_schema`` allows the same values, or fewer: what asserts nothing is left out (``uniqueItems: false``, an
-  unknown ``format``, keywords for other types), ``maxItems: 2.0`` is 2, and ``oneOf`` is ``anyOf`` where its branches
-  exclude each other.
+* ``normal_schema`` allows the same values, or fewer: keywords that assert nothing are left out
+  (``uniqueItems: false``, an unknown ``format``, keywords for other types), ``maxItems: 2.0`` is 2, and ``oneOf`` is
+  ``anyOf`` where its branches exclude each other.
 * ``lenient_schema`` allows the same values, or more: keywords that cannot be kept, or read, are left out.
 * ``unkept_keywords`` are what the library refuses, and where.
 * ``object_schema`` allows objects only.
@@ -38,7 +38,7 @@ _MAX_LIMIT = 2**53
 _RANGES = tuple(itertools.product(("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))) + tuple(
     (f"min{what}", f"max{what}") for what in ("Items", "Length", "Properties")
 )
-# The types that a keyword is about; it asserts nothing of others.
+# The types that a keyword is about; it asserts nothing about others.
 _ABOUT: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("minLength", "maxLength", "pattern", "format"), frozenset({"string"})),
     **dict.fromkeys(("multipleOf", *_LIMITS), OF_NUMBERS),
@@ -50,7 +50,7 @@ _ABOUT: Mapping[str, frozenset[str]] = {
          "propertyNames", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties"),
         frozenset({"object"})),
 }  # fmt: skip
-# Those that the library knows and cannot keep.
+# Keywords that the library knows but cannot enforce.
 _UNKEPT = frozenset({"uniqueItems", "not", "if", "then", "else", "propertyNames", "contains", "minContains",
                      "maxContains", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties",
                      "unevaluatedItems", "$dynamicRef", "$recursiveRef"})  # fmt: skip
@@ -59,7 +59,7 @@ FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname
 _DRAFTS = re.compile(r"https?://json-schema\.org/")
 _MAX_PATTERN = 500
 _LONGEST_POINTER = 200
-# Expressions that the library surely reads; ``re`` finds brackets that do not match.
+# Expressions that the library certainly reads; ``re`` finds unbalanced brackets.
 _ESCAPE = r"\\(?:[dDwWsSnrtfv]|[^0-9A-Za-z<>]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})"
 _PLAIN_PATTERN = re.compile(
     rf"(?:[^\\\[\](){{}}?*+]|{_ESCAPE}|\[\^?(?:[^\\\[\]&~-]|-(?!-)|{_ESCAPE})++\]|\((?:\?:|(?!\?))|\)|[?*+]|\{{\d{{1,4}}(?:,\d{{0,4}})?\}})*+",
@@ -67,26 +67,26 @@ _PLAIN_PATTERN = re.compile(
 )
 
 Schema = Mapping[str, Any]
-# A way down a schema: that to the schema around it, which is one too, and the names from there.
+# A path down a schema: the place of the schema around it, and the names from there.
 _Place: TypeAlias = tuple[Any, tuple[str, ...]] | None
 
 
 def normal_schema(schema: Any) -> Any:
-    """``schema`` in words that the library takes; other faults stay for the library to refuse."""
+    """``schema`` in keywords that the library takes; other faults are left for the library to refuse."""
     branches = ExclusiveBranches(SchemaRoot(schema))
     return rewritten(schema, lambda node: branches.changed(_normal(node)))
 
 
 def lenient_schema(schema: Any) -> Any:
-    """``schema`` without what the library would refuse: for outputs that nobody is promised to follow it."""
+    """``schema`` without what the library would refuse, for outputs that need not follow it."""
     root = SchemaRoot(schema)
     found = rewritten(schema, lambda node: _lenient(_normal(node), root))
-    kept = SchemaRoot(found)  # without definitions under keywords that are none, such as "components"
+    kept = SchemaRoot(found)  # without definitions under unknown keywords, such as "components"
     return rewritten(found, lambda node: _with_found_reference(dict(node), kept))
 
 
 def object_schema(schema: Any) -> dict[str, Any] | None:
-    """``schema`` for objects only, which is what arguments are; None if it allows no object."""
+    """``schema`` for objects only, as arguments are; None if it allows no object."""
     if schema is True:
         return {"type": "object"}
     types = SchemaRoot(schema).allowed_types(schema)
@@ -96,7 +96,7 @@ def object_schema(schema: Any) -> dict[str, Any] | None:
 
 
 def placed_schema(schema: Any, place: str) -> Any:
-    """``schema`` as a part of a larger one, at the JSON pointer ``place`` of it, to which its references are moved."""
+    """``schema`` as a part of a larger one, at its JSON pointer ``place``, to which references are moved."""
     own_id = schema.get("$id") if isinstance(schema, Mapping) else None
 
     def moved(node: Schema) -> dict[str, Any]:
@@ -112,8 +112,8 @@ def placed_schema(schema: Any, place: str) -> Any:
 
 
 def unkept_keywords(schema: Any) -> Iterator[tuple[str, str]]:
-    """Yield the keywords that the library cannot keep, each with the JSON pointer of its schema, of which a long one
-    is cut; unused definitions are fine."""
+    """Yield the keywords that the library cannot enforce, each with the JSON pointer of its schema, cut if it is long;
+    unused definitions are not looked at."""
     root = SchemaRoot(schema)
     seen = set[int]()
     open_nodes: list[tuple[Any, _Place]] = [(schema, None)]
@@ -131,7 +131,7 @@ def unkept_keywords(schema: Any) -> Iterator[tuple[str, str]]:
 
 
 def _pointer(place: _Place) -> str:
-    """The JSON pointer of a place, cut: all names of a long way may take more memory than the schema."""
+    """The JSON pointer of a place, cut: all names of a long path may take more memory than the schema."""
     parts: list[str] = []
     while place is not None:
         place, way = place
@@ -143,7 +143,7 @@ def _pointer(place: _Place) -> str:
 
 
 def rewritten(schema: Any, change: Callable[[Schema], dict[str, Any]]) -> Any:
-    """A copy with every schema in it changed, the inner ones first."""
+    """A copy in which every schema is changed, inner ones first."""
     if not isinstance(schema, Mapping):
         return schema
     found = dict(schema)
@@ -158,7 +158,7 @@ def rewritten(schema: Any, change: Callable[[Schema], dict[str, Any]]) -> Any:
 
 
 def inner_schemas(node: Schema) -> Iterator[tuple[str, tuple[str, ...], Any]]:
-    """The schemas right inside of ``node``: keyword, way to it, and schema."""
+    """The schemas directly inside of ``node``: keyword, path, and schema."""
     for name, value in node.items():
         if name in _SEVERAL and isinstance(value, list):
             yield from ((name, (name, str(place)), one) for place, one in enumerate(value))
@@ -212,17 +212,17 @@ def _asserts_nothing(name: str, node: Schema) -> bool:
 
 
 def is_any(schema: Any) -> bool:
-    """Return whether ``schema`` allows every value."""
+    """Whether ``schema`` allows every value."""
     return schema is True or (isinstance(schema, Mapping) and not without_notes(schema))
 
 
 def without_notes(schema: Schema) -> dict[str, Any]:
-    """Return the keywords of ``schema`` that assert something."""
+    """The keywords of ``schema`` that assert something."""
     return {name: value for name, value in schema.items() if name not in NOTES}
 
 
 def _with_named_properties(node: dict[str, Any]) -> dict[str, Any]:
-    """``propertyNames`` that lists the names, as of a mapping with literal keys, as properties."""
+    """``propertyNames`` that lists names, as for a mapping with literal keys, as properties."""
     names = node.get("propertyNames")
     listed = names.get("enum") if isinstance(names, Mapping) else None
     properties, others = node.get("properties", {}), node.get("additionalProperties", True)
@@ -239,7 +239,7 @@ def _with_named_properties(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lenient(node: dict[str, Any], root: SchemaRoot) -> dict[str, Any]:
-    """Those keywords of ``node`` that the library surely takes."""
+    """The keywords of ``node`` that the library certainly takes."""
     if "oneOf" in node:
         node.setdefault("anyOf", node["oneOf"])
     found = {name: value for name, value in node.items() if _is_taken(name, value, root)}
@@ -298,7 +298,7 @@ def _is_taken(name: str, value: Any, root: SchemaRoot) -> bool:
 
 
 def _is_plain(pattern: str) -> bool:
-    """Whether the library surely reads the regular expression."""
+    """Whether the library certainly reads the regular expression."""
     if len(pattern) > _MAX_PATTERN or _PLAIN_PATTERN.fullmatch(pattern) is None:
         return False
     try:

@@ -1,4 +1,4 @@
-"""What a JSON schema says about the types of its values, and what its references mean."""
+"""What a JSON schema says about the types of its values, and what its references point to."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from urllib.parse import unquote
 TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 OBJECT = frozenset({"object"})
 OF_NUMBERS = frozenset({"integer", "number"})
-# What careless writers say instead.
+# What careless authors write instead.
 OTHER_TYPE_NAMES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object",
                     "list": "array", "none": "null"}  # fmt: skip
 _MAX_DEPTH = 64
@@ -16,25 +16,25 @@ _MOST_VALUES = 10_000
 
 
 class SchemaRoot:
-    """A whole schema, in which references are looked up.  Each part is looked at once, however many refer to it, so
-    that all answers together take time linear in the schema."""
+    """A whole schema, in which references are looked up.  Each part is looked at once, however many refer to it, so all
+    answers together take time linear in the size of the schema."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
         self._found: dict[str, Any] = {}
-        # With the node itself: its identity is its own as long as it is kept.
+        # With the node itself: while it is kept, no other object has its id.
         self._types: dict[int, tuple[Any, frozenset[str] | None]] = {}
 
     def referenced(self, reference: str) -> Any:
-        """Return what a reference such as ``#/$defs/city`` means; None if it cannot be found, or is very long."""
+        """What a reference such as ``#/$defs/city`` points to; None if it cannot be found, or is very long."""
         if reference not in self._found:
             self._found[reference] = self._look_up(reference) if len(reference) <= _LONGEST_REFERENCE else None
         return self._found[reference]
 
     def allowed_types(self, schema: Any, depth: int = 0) -> frozenset[str] | None:
-        """Return the types of the values that a schema allows, as far as it says so; None if it does not.
+        """The types of the values that a schema allows; None if it does not say.
 
-        A schema that refers to itself says nothing there, and neither does one that is far away.
+        A schema that refers to itself says nothing there, nor does one that is nested too deeply.
         """
         if schema is False:
             return frozenset()
@@ -77,7 +77,7 @@ class SchemaRoot:
 
 
 def given_types(schema: Mapping[str, Any]) -> frozenset[str] | None:
-    """Return the types that ``type`` names."""
+    """The types that the keyword ``type`` names; None without them."""
     given = schema.get("type")
     names = [given] if isinstance(given, str) else given
     if not isinstance(names, list) or len(names) > _MOST_VALUES or not all(isinstance(name, str) for name in names):
@@ -87,13 +87,13 @@ def given_types(schema: Mapping[str, Any]) -> frozenset[str] | None:
 
 
 def _numbers_alike(names: Iterable[str]) -> frozenset[str]:
-    """``names``, where a number may be an integer."""
+    """``names``, with integers among numbers."""
     found = frozenset(names)
     return found | OF_NUMBERS if "number" in found else found
 
 
 def types_of(value: Any) -> tuple[str, ...]:
-    """Return the types that a JSON value has."""
+    """The types that a JSON value has."""
     match value:
         case None:
             return ("null",)

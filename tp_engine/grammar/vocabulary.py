@@ -1,4 +1,4 @@
-"""The model's tokens as the grammar library knows them."""
+"""The model's tokens, as the grammar library sees them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -41,10 +41,10 @@ def check_tokenizer(tokenizer: Any | None) -> None:
 
 
 def make_vocabulary(tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarVocabulary:
-    """Return the tokens of a fast Hugging Face tokenizer, for a model of ``vocab_size`` logits.
+    """The tokens of a fast Hugging Face tokenizer, for a model with ``vocab_size`` logits.
 
-    ``tokenizer_json`` is the text of its ``tokenizer.json``.  This takes about a second for 150,000 tokens and holds
-    the GIL, so call it when no step waits.  ``RequestError`` for a tokenizer that the library does not know.
+    ``tokenizer_json`` is the text of its ``tokenizer.json``.  Takes about a second for 150,000 tokens and holds the
+    GIL, so call it when no step waits.  Raises ``RequestError`` for a tokenizer that the library does not support.
     """
     library = llguidance()
     try:
@@ -69,7 +69,7 @@ def _num_tokens(written: Mapping[str, Any]) -> int:
 
 
 def byte_vocabulary() -> GrammarVocabulary:
-    """Return one token per byte and an end token: enough to check whether a grammar can be used."""
+    """One token per byte and an end token: enough to check whether a grammar can be used."""
     tokens = byte_tokens()
     return _vocabulary(tokens, tokens.vocab_size, SpecialTokens(num_tokens=tokens.vocab_size, tokens=()))
 

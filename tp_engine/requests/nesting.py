@@ -1,6 +1,6 @@
-"""Whether JSON schemas, grammars and expressions nest too deeply, found in linear time and without recursion.
+"""Whether JSON schemas, grammars and regular expressions nest too deeply, found in linear time and without recursion.
 
-A compiler recurses over them, so one that nests without bound overflows its stack.
+A compiler recurses over them, so unbounded nesting overflows its stack.
 """
 
 import re
@@ -9,7 +9,7 @@ from typing import Any
 
 _DEFINITIONS = ("$defs", "definitions")
 _FIRST_RULES = ("start", "root")
-# Each of these patterns reads a character once, also where a closing mark is missing.
+# Each of these patterns reads a character once, even where a closing mark is missing.
 _QUOTED = re.compile(r"""(?://|#)[^\n]*+|(["'/])(?:(?!\1)[^\\\n]|\\.)*+\1?""")
 _RULE = re.compile(r"^[ \t]*+[?!]?([A-Za-z_][\w-]*+)[^\n:=]*+(?:::=|:)", re.MULTILINE)
 _NAME = re.compile(r"[A-Za-z_][\w-]*+")
@@ -18,8 +18,8 @@ _BRACKET = re.compile(r"[()\[\]{}]")
 
 
 def is_schema_deeper(schema: Any, limit: int) -> bool:
-    """Return whether a way down a JSON schema is longer than ``limit``: objects, lists and references within the
-    schema. Each part is looked at once; definitions count where they are referred to."""
+    """Whether a path down a JSON schema, through objects, lists and references within the schema, is longer than
+    ``limit``.  Each part is looked at once; definitions count where they are referred to."""
     seen, targets = set[int](), dict[str, Any]()
     open_parts: list[tuple[Any, int]] = [(schema, 1)]
     while open_parts:
@@ -43,8 +43,8 @@ def is_schema_deeper(schema: Any, limit: int) -> bool:
 
 
 def is_grammar_deeper(text: str, limit: int) -> bool:
-    """Return whether a chain of rules of a Lark or GBNF grammar is longer than ``limit``, or its brackets are deeper.
-    A rule is followed once, from the first rule on."""
+    """Whether a chain of rules of a Lark or GBNF grammar is longer than ``limit``, or its brackets nest deeper.
+    Each rule is followed once, from the start rule on."""
     bare = _QUOTED.sub(" ", text)
     rules = list(_RULE.finditer(bare))
     ends = [*(rule.start() for rule in rules[1:]), len(bare)]
@@ -67,7 +67,7 @@ def is_grammar_deeper(text: str, limit: int) -> bool:
 
 
 def is_expression_deeper(regex: str, limit: int) -> bool:
-    """Return whether the groups of a regular expression are nested deeper than ``limit``."""
+    """Whether the groups of a regular expression nest deeper than ``limit``."""
     return _are_brackets_deeper(_ESCAPED_OR_CLASS.sub("", regex), limit)
 
 

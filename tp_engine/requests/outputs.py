@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logprob:
-    """Log-probability of one token at one position; ``rank`` 1 is the likeliest.  ``decoded_token`` is what the token
-    adds to the text before it: nothing if it leaves a character incomplete, and all of the character if it completes
-    one.  ``token_bytes`` are the token's own bytes."""
+    """Log-probability of one token at one position; ``rank`` 1 is the likeliest token.  ``decoded_token`` is what the
+    token adds to the text before it: nothing if it leaves a character incomplete, and the whole character if it
+    completes one.  ``token_bytes`` are the token's own bytes."""
 
     logprob: float
     rank: int | None = None
@@ -24,7 +24,7 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMetrics:
-    """Times of one request in seconds.  TTFT runs from arrival to the first token; TPOT is the mean after it."""
+    """Times of one request in seconds.  TTFT is from arrival to the first token; TPOT is the mean per later token."""
 
     arrival_s: float
     queue_s: float
@@ -35,8 +35,8 @@ class RequestMetrics:
 
 @dataclass(slots=True, kw_only=True)
 class CompletionOutput:
-    """One generated sequence of a request.  Of ``num_draft_tokens`` that speculation verified for it,
-    ``num_accepted_tokens`` were right."""
+    """One generated sequence of a request.  Of the ``num_draft_tokens`` that speculation verified for it,
+    ``num_accepted_tokens`` were accepted."""
 
     index: int
     text: str
@@ -51,9 +51,9 @@ class CompletionOutput:
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """A request and its ``n`` sequences; ``outputs`` is ordered by index.  ``pooled`` is what a pooling request asks
-    for.  ``weight_version`` names the weights of the last token after an update of the weights.  ``row`` is the
-    prompt's place in a call of ``LLM``."""
+    """A request and its ``n`` sequences; ``outputs`` is ordered by index.  ``pooled`` is the result of a pooling
+    request.  ``weight_version`` names the weights of the last token; None for those of the start.  ``row`` is the
+    prompt's index in a call of ``LLM``."""
 
     request_id: str
     prompt: str | None
@@ -70,9 +70,9 @@ class RequestOutput:
 
 @dataclass(slots=True, kw_only=True)
 class BeamSearchSequence:
-    """One beam: ``tokens`` are the prompt and what was generated, a final EOS included; ``text`` is all of it.
-    ``logprobs`` has one mapping per generated token, with the candidates that the search looked at.  ``finish_reason``
-    is ``stop`` after an EOS and ``length`` at the limit."""
+    """One beam: ``tokens`` are the prompt's and the generated ones, a final EOS included; ``text`` is their text.
+    ``logprobs`` has one mapping per generated token, with the candidates that the search considered.
+    ``finish_reason`` is ``stop`` after an EOS, and ``length`` at the limit."""
 
     tokens: list[int]
     logprobs: list[dict[int, Logprob]]
@@ -110,7 +110,7 @@ class ClassificationOutput:
 
     @property
     def num_classes(self) -> int:
-        """How many labels there are."""
+        """The number of labels."""
         return len(self.probs)
 
 
@@ -145,4 +145,4 @@ class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
 
 
 class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
-    """The score of one pair; ``prompt_token_ids`` are those of its prompt, or of its two, one after the other."""
+    """The score of one pair; ``prompt_token_ids`` are those of its prompt, or of both prompts, one after the other."""

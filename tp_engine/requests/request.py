@@ -15,7 +15,7 @@ NOT_FINITE = (
     "the model's outputs for this prompt are not numbers (NaN or infinity): the weights may be broken, or values may "
     "overflow float16; serve it with --dtype bfloat16 or float32, or other weights"
 )
-"""The error of a request whose vector or scores mean nothing."""
+"""The error of a request whose vector or scores are not finite."""
 
 
 class FinishReason(enum.StrEnum):
@@ -29,9 +29,9 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pooling:
-    """What a request returns that generates nothing: the hidden state of its last token, after the final norm, or the
-    scores that a classifier's head makes of it; ``per_token``: those of all its tokens.  With ``token_ids``: instead of
-    it the logits of these tokens as the next one."""
+    """What a request that generates nothing returns: the hidden state of its last token, after the final norm, or the
+    scores that a classifier's head makes of it; with ``per_token`` those of all its tokens; with ``token_ids`` instead
+    the logits of these as the next token."""
 
     token_ids: tuple[int, ...] = ()
     per_token: bool = False
@@ -45,10 +45,10 @@ class EngineRequest:
     first, equal priorities of one ``client`` run in order of arrival; clients take turns (``sched.waiting_queue``).
     ``place`` is the prompt's number in the body that it came with, where long prompts count more than once.
     ``will_continue``: prompts that begin with all its tokens will follow, so the K/V of its last, partly filled block
-    is kept too.  A request with ``pooling`` ends with its prompt; nothing reads the one token that its ``params`` ask
-    for.  ``prompt_field`` is the field of the client's request that the prompt comes from, for errors.  ``images`` are
-    in the order of the prompt, where the model's placeholder (``VisionSpec.image_token_id``) stands for each of their
-    rows; such an id elsewhere is no image.  ``extensions`` has what features want to know of it.
+    is kept, too.  A request with ``pooling`` ends with its prompt; nobody reads the one token that its ``params`` ask
+    for.  ``prompt_field`` is the field of the client's request that has the prompt, for errors.  ``images`` are in the
+    order of the prompt, where the model's placeholder (``VisionSpec.image_token_id``) stands for each of their rows;
+    elsewhere that id is an ordinary token.  ``extensions`` has what features need to know of it.
     """
 
     request_id: str
@@ -83,9 +83,9 @@ class SequenceDelta(msgspec.Struct, kw_only=True):
     ``ends_with_text``: a grammar ended it, so that its last token is text, not a stop token.
     ``num_cached_tokens`` (prompt tokens found in the prefix cache), ``prompt_logprobs`` and ``pooled`` (float32, what a
     pooling request asks for) come with the first delta.
-    ``num_draft_tokens`` have been verified, of which ``num_accepted_tokens`` were right; the last delta has all.
+    ``num_draft_tokens`` have been verified, of which ``num_accepted_tokens`` were accepted; the last delta has all.
     ``first_scheduled_s`` is the time.monotonic() at which its prefill began (0.0 if it never ran).
-    ``error_code`` is that of an ``error`` which the request caused; None for one of the engine.
+    ``error_code`` is that of an ``error`` that the request caused; None for one of the engine.
     """
 
     request_id: str
@@ -111,8 +111,8 @@ class StepOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     ``weight_version`` names the weights of the step; empty for those of the start.
 
-    Iterating gives a record for every sequence.  Columns spare a steady step of many sequences these records on its
-    way to the process that needs them.
+    Iterating gives a record for every sequence.  Thanks to the columns, a steady step of many sequences needs no such
+    records on its way to the process that reads it.
     """
 
     request_ids: list[str] = []

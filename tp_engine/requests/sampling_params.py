@@ -41,7 +41,7 @@ else:  # what a record holds, also one that is read from another process
 
 
 class RequestOutputKind(enum.Enum):
-    """What each output of ``AsyncLLM.generate`` holds: all until then, what is new, or all at the end alone."""
+    """What ``AsyncLLM.generate`` yields: everything so far each time, only what is new, or everything at the end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -109,18 +109,17 @@ _ALTERNATIVES = "a whole number of at least 0, -1 (all tokens), or None"
 class SamplingParams:
     """How one request is sampled.
 
-    ``temperature`` 0 is greedy.  ``top_k`` 0 or -1 means all tokens.  ``seed`` gives the same sample in any batch; -1
-    is None, which gives another one each time.  ``max_tokens`` None means as many as the model's context allows.
+    ``temperature`` 0 is greedy.  ``top_k`` 0 or -1 means all tokens.  ``seed`` gives the same sample in any batch; None
+    or -1 gives another one each time.  ``max_tokens`` None means as many as the model's context allows.
     ``logprobs`` and ``prompt_logprobs`` are the number of alternatives per token (None for none, -1 for all tokens).
-    ``bad_words`` never appear as words of their own, at the beginning or within text, whatever their tokens are.
-    ``detokenize`` False leaves texts empty; there are no stop strings then.  ``truncate_prompt_tokens`` keeps that many
-    of the prompt's last tokens, -1 as many as leave room for ``max_tokens``.  ``output_kind`` is for
-    ``AsyncLLM.generate``.  ``prompt_cache_key`` names the session that the request belongs to, for prefetching from
-    the host tier.  ``structured_outputs`` constrains the form of the output.
+    ``bad_words`` never appear as separate words, at the beginning or within text, however they are tokenized.
+    ``detokenize`` False leaves texts empty; there can be no stop strings then.  ``truncate_prompt_tokens`` keeps that
+    many of the prompt's last tokens, -1 as many as leave room for ``max_tokens``.  ``output_kind`` is for
+    ``AsyncLLM.generate``.  ``prompt_cache_key`` names the session that the request belongs to, for prefetching from the
+    host tier.  ``structured_outputs`` constrains the form of the output.
 
-    Numbers may be numpy's or torch's, lists any iterables.  Names of vLLM, SGLang and OpenAI's API that mean one of
-    these are taken too.  Raises ``RequestError`` for a value out of range, and for an unknown name, with the nearest
-    one.
+    Numbers may be numpy's or torch's, lists any iterables.  Names of vLLM, SGLang and OpenAI's API for one of these are
+    accepted, too.  Raises ``RequestError`` for a value out of range, and for an unknown name, with the nearest one.
     """
 
     n: int = whole(1, f"a whole number from 1 to {MAX_N}", least=1, most=MAX_N)
@@ -166,7 +165,7 @@ class SamplingParams:
 
     @classmethod
     def of(cls, given: object, default: SamplingParams) -> SamplingParams:
-        """``given`` itself, made of a mapping of its fields, or the ``default`` for None; else ``RequestError``."""
+        """``given`` itself, one made from a mapping of fields, or the ``default`` for None; else ``RequestError``."""
         if given is None:
             return default
         if isinstance(given, Mapping):
@@ -177,8 +176,8 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **fields: Any) -> Self:
-        """Return parameters with the defaults for fields that are None, except ``max_tokens``, for which None means no
-        limit of its own.  The keys of ``logit_bias`` may be texts, as in JSON."""
+        """Parameters with the defaults for fields that are None, except ``max_tokens``, where None means no limit of
+        its own.  The keys of ``logit_bias`` may be texts, as in JSON."""
         given = {name: value for name, value in fields.items() if value is not None or name == "max_tokens"}
         if isinstance(bias := given.get("logit_bias"), Mapping):
             is_id = {key: isinstance(key, str) and key.isdecimal() for key in bias}  # other keys are left for the check
@@ -186,7 +185,7 @@ class SamplingParams:
         return cls(**given)
 
     def clone(self, **changes: Any) -> Self:
-        """Return a copy, with ``changes``; it can be changed in no other way."""
+        """A copy with ``changes``; a record itself cannot be changed."""
         return replace(self, **changes)
 
     def _check_stops(self) -> None:
@@ -243,7 +242,7 @@ class SamplingParams:
                 raise RequestError(text, param="logit_bias")
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise ``RequestError`` for a token id outside of the vocabulary, and for more ids than it has."""
+        """Raise ``RequestError`` for a token id outside of the vocabulary, and for more allowed ids than it has."""
         num_allowed = len(self.allowed_token_ids or ())
         if num_allowed > vocab_size:
             text = (
@@ -270,7 +269,7 @@ class BeamSearchParams:
 
     Beams are ranked by cum_logprob / length ** ``length_penalty``; the length counts prompt and generated tokens but
     not a final EOS, as in vLLM.  ``include_stop_str_in_output`` shows the EOS in the text.  ``temperature`` is accepted
-    because callers send it, and changes nothing: a search draws nothing, and log-probabilities are the model's own.
+    because callers send it, and changes nothing: a search does not sample, and log-probabilities are the model's own.
     Raises ``RequestError`` for a value out of range.
     """
 

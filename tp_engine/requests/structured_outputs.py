@@ -78,14 +78,14 @@ class StructuredOutputsParams:
 
     For JSON: ``disable_any_whitespace`` allows no space between tokens, ``whitespace_pattern`` is a regular expression
     for it, and ``disable_additional_properties`` False allows properties that a schema does not name, where it says
-    nothing of them; None: as the engine's ``structured_outputs_config`` says.  ``disable_fallback`` is accepted because
-    callers send it, and changes nothing: there is one grammar library.
+    nothing about them; None: as the engine's ``structured_outputs_config`` says.  ``disable_fallback`` is accepted
+    because callers send it, and changes nothing: there is one grammar library.
 
     ``preamble`` says what comes before the answer, such as reasoning: rules in Lark syntax, whose ``start`` ends with
     ``@answer`` and may name ``space``, for white space.
 
-    Raises ``RequestError`` for faults that can be found without that library; the check of a request finds the others
-    (``tp_engine.grammar``).
+    Raises ``RequestError`` for faults that can be found without the grammar library; the check of a request finds the
+    others (``tp_engine.grammar``).
     """
 
     json: Schema | None = key(None, form=_schema_text)
@@ -133,7 +133,7 @@ class StructuredOutputsParams:
 @checked(CONFIG_NAME)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsDefaults:
-    """The engine's ``structured_outputs_config``: defaults of the JSON fields of ``StructuredOutputsParams``, and the
+    """The engine's ``structured_outputs_config``: defaults for the JSON fields of ``StructuredOutputsParams``, and the
     seconds of processor time that a grammar may take to compile.  Raises ``ConfigError`` for faults that can be found
     without the grammar library."""
 
@@ -152,16 +152,16 @@ class StructuredOutputsDefaults:
 
     @classmethod
     def of(cls, given: StructuredOutputsDefaults | Mapping[str, Any] | str) -> StructuredOutputsDefaults:
-        """Return the record of the option's JSON object, as text or as a mapping.  Raises ``ConfigError``."""
+        """The record of the option's JSON object, given as text or as a mapping.  Raises ``ConfigError``."""
         known = [spec.name for spec in dataclasses.fields(cls)]
         return given if isinstance(given, StructuredOutputsDefaults) else cls(**json_object(CONFIG_NAME, given, known))
 
     def probe(self) -> StructuredOutputsParams:
-        """Return a constraint with all defaults, for a check by the grammar library."""
+        """A constraint with all defaults, for a check by the grammar library."""
         return self.complete(StructuredOutputsParams(json_object=True))
 
     def complete(self, params: StructuredOutputsParams) -> StructuredOutputsParams:
-        """``params`` with these defaults; if a request sets either white space field, it keeps both of its own."""
+        """``params`` with these defaults; a request that sets either white space field keeps both of its own."""
         if not self.disable_any_whitespace and self.disable_additional_properties and not self.whitespace_pattern:
             return params  # which means the same
         spaced = params.disable_any_whitespace or params.whitespace_pattern is not None
