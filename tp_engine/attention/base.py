@@ -1,4 +1,4 @@
-"""The interface of attention: what a step and a layer tell it, what a backend must do, what a configuration needs."""
+"""The interface of attention: what a step and a layer tell a backend, what it must do, what a configuration needs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,13 +19,13 @@ class AttentionMetadata:
     int32; ``seq_lens`` (B,) int32, computed tokens including this step's; ``query_start`` (B + 1,) int32.
     On the host: ``host_query_lens`` and ``host_seq_lens`` (B,) int32; backends plan from them without a
     synchronisation.  Padding requests of a CUDA graph have ``seq_lens`` 0.  If ``is_padded`` is False there is no
-    padding, so the device is not asked.  ``slot_mapping`` and ``block_table`` belong to one group of layers
-    (``kv_layout``); all else is the same for all groups.
+    padding, and the device is not asked.  ``slot_mapping`` and ``block_table`` belong to one group of layers
+    (``kv_layout``); everything else is the same for all groups.
 
     Layers with a recurrent state find it by rows of the persistent batch: ``decode_rows`` (num_decodes,) int32 on the
     device, -1 for padding, and on the host ``prefill_rows`` (B - num_decodes,), -1 for requests whose state is not
     kept.  A prompt's first chunk begins with a state of zeros.  ``draft_runs`` (num_decodes, 2) int32 on the device
-    says which of the decodes are draft rows that go on behind others (``kernels/gated_delta_net.py``); None: none is.
+    says which decodes are draft rows that continue others (``kernels/gated_delta_net.py``); None if none is.
     """
 
     num_decodes: int
@@ -62,8 +62,8 @@ class LatentMaps(Protocol):
         """Cached ``rows`` (n, 1, row_dim) as keys (n, heads, query_dim) and values (n, heads, value_dim)."""
 
     def up_project(self, latents: torch.Tensor, first_head: int) -> torch.Tensor:
-        """Latents (n, rank) as [ key without rotation | value ] of up to ``HEADS_TOGETHER`` heads from ``first_head``,
-        a multiple of it, on: (n, heads, nope_dim + value_dim), contiguous.  CPUs only."""
+        """Latents (n, rank) as [ key without rotation | value ] of up to ``HEADS_TOGETHER`` heads, from ``first_head``
+        on, which is a multiple of it: (n, heads, nope_dim + value_dim), contiguous.  CPUs only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,9 +72,9 @@ class AttentionShape:
 
     ``softcap`` bounds the scores; ``sinks`` (heads,) float32 are extra scores, one per head, without values
     (kernels/attention/plain_attention.py has the formulas).  With ``value_dim`` the cache has one part: values are the
-    first elements of its keys.  ``latent`` is for ``attention/mla.py``, which stands before another backend, and so is
-    ``chooser``: what chooses the keys that queries attend to.  With
-    ``sees_whole_images`` outputs of images' tokens are computed anew behind the backend (``tiles.py``).
+    first elements of its keys.  ``latent`` is for ``attention/mla.py``, which wraps another backend, and so is
+    ``chooser``, which chooses the keys that queries attend to.  With ``sees_whole_images`` the outputs of images'
+    tokens are computed again after the backend (``tiles.py``).
     """
 
     num_heads: int
@@ -95,8 +95,8 @@ class AttentionBackend(Protocol):
 
     ``can_capture_decodes`` says that a step of decodes can be recorded, in a CUDA graph or on a tape: ``forward`` then
     launches the same kernels for all lengths, and the kernels read the lengths.  ``can_capture_prompts`` says the same
-    of steps with prompts, whose launches then depend on the numbers of decodes, of requests and of tokens alone; the
-    host's lengths are then one chunk with the tokens of all, those of padding included, which get zeros.
+    of steps with prompts, whose launches then depend only on the numbers of decodes, requests and tokens; the host's
+    lengths are then one chunk with the tokens of all, padding included, which gets zeros.
     """
 
     name: str
@@ -104,15 +104,15 @@ class AttentionBackend(Protocol):
     can_capture_prompts: bool
 
     def prepare(self, metadata: AttentionMetadata) -> None:
-        """Work out what all layers share; called once per step, before the first layer."""
+        """Prepare what all layers share; called once per step, before the first layer."""
 
     def forward(
         self, query: torch.Tensor, new: KeyValue | None, kv: LayerKv, metadata: AttentionMetadata, shape: AttentionShape
     ) -> torch.Tensor:
         """Store this step's keys and values, then attend: a request may share a prefix that this step computes.
 
-        ``query`` (N, heads, head_dim); ``new`` is None if its keys and values are stored already; returns
-        (N, heads, head_dim), zeros for tokens without a request.
+        ``query`` (N, heads, head_dim); ``new`` is None if they are stored already; returns (N, heads, head_dim), zeros
+        for tokens without a request.
         """
 
 
@@ -149,13 +149,13 @@ class AttentionNeeds:
     capability: tuple[int, int] | None = None
 
     def why_no_sinks(self) -> str | None:
-        """Return why a backend without attention sinks cannot be used; None if the model has no sinks."""
+        """Why a backend without attention sinks cannot be used; None if the model has no sinks."""
         if not self.has_sinks:
             return None
         return "the model has attention sinks, which it does not; use attention_backend=torch, native or triton"
 
     def why_too_old(self, least: tuple[int, int]) -> str | None:
-        """Return why a GPU below the compute capability ``least`` is too old; None for others, and if it is unknown."""
+        """Why the GPU is too old, if its compute capability is below ``least``; None if not, or if it is unknown."""
         if self.capability is None or self.capability >= least:
             return None
         (major, minor), (own_major, own_minor) = least, self.capability

@@ -1,7 +1,7 @@
 """Paged attention through the flash-attn package (https://github.com/Dao-AILab/flash-attention).
 
-Two packages have the name: ``flash_attn`` is version 2, ``flash_attn_interface`` version 3, which is for Hopper GPUs,
-takes blocks of any size, and is preferred where it is installed.
+It comes as two: ``flash_attn`` is version 2, ``flash_attn_interface`` version 3, which is for Hopper GPUs, takes blocks
+of any size, and is preferred where it is installed.
 """
 
 from importlib import import_module
@@ -25,8 +25,8 @@ _MODULES = {2: "flash_attn", 3: "flash_attn_interface"}
 class FlashAttnBackend:
     """Decodes and prefills by one call each; both read the paged cache, chunks and cached prefixes included.
 
-    A prefill's mask is causal from the lower right: a request's last query sees its last key.  ``package`` is the
-    module of ``version``, by default the installed one.
+    A prefill's causal mask is aligned to the bottom right: a request's last query sees its last key.  ``package`` is
+    the module of ``version``, by default the installed one.
     """
 
     name = "flash_attn"
@@ -70,7 +70,7 @@ class FlashAttnBackend:
             decoded = self._package.flash_attn_with_kvcache(query[:end].unsqueeze(1), *kv.cache, **lengths, **rule)
             parts.append(decoded.squeeze(1))
         if self._prefills:
-            # That of version 3 takes packed queries too.
+            # Version 3's takes packed queries, too.
             name = "flash_attn_with_kvcache" if self._version == 3 else "flash_attn_varlen_func"
             start, end = end, end + self._num_prefill_tokens
             parts.append(getattr(self._package, name)(query[start:end], *kv.cache, **self._prefills, **rule))
@@ -80,14 +80,14 @@ class FlashAttnBackend:
 
 
 def _rule_of(shape: AttentionShape) -> dict[str, Any]:
-    """The arguments of both calls that follow from a layer's shape: the window counts keys to the left and right of the
-    query's own key, -1: no limit; a softcap of 0 is none."""
+    """The arguments of both calls that follow from a layer's shape: the window counts keys to the left and to the right
+    of the query's own key, -1 for no limit; a softcap of 0 is none."""
     window = (-1, -1) if shape.sliding_window is None else (shape.sliding_window - 1, 0)
     return {"softmax_scale": shape.scale, "causal": True, "window_size": window, "softcap": shape.softcap or 0.0}
 
 
 def best_version(needs: AttentionNeeds) -> int | None:
-    """Return the best installed version that runs on this GPU, 3 or 2; None if there is none."""
+    """The best installed version that runs on this GPU, 3 or 2; None if there is none."""
     is_hopper = needs.capability is None or needs.capability[0] == _HOPPER
     if is_hopper and find_spec("flash_attn_interface") is not None:
         return 3

@@ -1,18 +1,18 @@
-"""Latent attention: decodes and short chunks read the cached rows, long chunks keys and values made of them.
+"""Latent attention: decodes and short chunks read the cached rows, long chunks read keys and values made from them.
 
 ``model_config/mla.py`` has the sizes.  The cache has one part: a row per token, the same for all heads::
 
     absorbed    query (heads, query_dim) -> (heads, row_dim); attention over the rows, whose first `rank` elements are
-                the values; the means (heads, rank) -> (heads, value_dim).  Any backend with ``value_dim`` does it
+                the values; the means (heads, rank) -> (heads, value_dim).  Any backend with ``value_dim`` can do it
     expanded    rows -> keys (heads, query_dim) and values (heads, value_dim); attention over these
 
-Both are equal but for rounding.  A pair of query and key costs 2 rank + rope_dim multiplications in the first form and
-query_dim + value_dim in the second, three times fewer, for which each key is made once: that pays from about 130
-queries of a request on.  A request's own chunk chooses its form, whatever else is in the step.
+Both give the same up to rounding.  A pair of query and key costs 2 rank + rope_dim multiplications in the first form
+and query_dim + value_dim in the second, a third, but each key must be made once: that pays from about 130 queries of a
+request on.  A request's form depends on its own chunk alone, whatever else is in the step.
 
-A query that attends to chosen keys alone (``selection.py``) takes the absorbed form.  Decodes, and the prompts
-of requests that have more keys than are chosen, are the inner backend's, if that can (``AttendsToChosen``), and beside
-them short chunks; else such requests are PyTorch's.  The step's other requests go on as usual.
+A query that attends to chosen keys alone (``selection.py``) takes the absorbed form.  The inner backend computes
+decodes, and the prompts of requests with more keys than are chosen, if it can (``AttendsToChosen``), and short chunks
+beside them; otherwise PyTorch computes such requests.  The step's other requests are as usual.
 """
 
 from functools import partial
@@ -47,7 +47,7 @@ class AttendsToChosen(Protocol):
     def forward_chosen(
         self, query: torch.Tensor, new: KeyValue | None, kv: LayerKv, chosen: ChosenKeys | None, shape: AttentionShape
     ) -> torch.Tensor:
-        """``AttentionBackend.forward`` of a step of decodes, which attend to ``chosen``; None: to all they see."""
+        """``AttentionBackend.forward`` of a step of decodes, which attend to ``chosen``, or if None to all they see."""
 
     def attend_to_chosen(
         self, query: torch.Tensor, kv: LayerKv, chosen: ChosenKeys, block_table: torch.Tensor, shape: AttentionShape
@@ -79,8 +79,8 @@ class MLABackend:
         self.can_capture_prompts = False  # the host chooses the form of each chunk
         self._inner = inner
         self._index_topk = index_topk
-        # Of this step: what the inner backend does, unless it is all; requests that are expanded, and those whose
-        # queries attend to chosen keys alone.
+        # Of this step: what the inner backend computes, None for everything; requests that are expanded; and those
+        # whose queries attend to chosen keys alone.
         self._rest: tuple[AttentionMetadata, TokenSelection] | None = None
         self._expanded: list[int] = []
         self._long: list[int] = []
@@ -91,10 +91,10 @@ class MLABackend:
         first, lengths, seq_lens = metadata.num_decodes, metadata.host_query_lens, metadata.host_seq_lens
         is_expanded, is_long = lengths >= MIN_EXPANDED_QUERIES, np.zeros(len(lengths), dtype=np.bool_)
         is_expanded[:first] = False
-        is_mixed = first < len(lengths) or self._of_chosen is None  # not decodes alone that the inner backend has
+        is_mixed = first < len(lengths) or self._of_chosen is None  # not only decodes that the inner backend takes
         if self._index_topk is not None and is_mixed and seq_lens.max(initial=0) > self._index_topk:
             is_long = seq_lens > self._index_topk
-            if self._of_chosen is not None:  # the inner backend has the decodes, and these alone
+            if self._of_chosen is not None:  # the inner backend takes the decodes, and only these
                 is_long |= ~is_expanded
                 is_long[:first] = False
             is_expanded &= ~is_long
@@ -154,8 +154,8 @@ class MLABackend:
         metadata: AttentionMetadata,
         shape: AttentionShape,
     ) -> None:
-        """Write the outputs of the prompt of request ``index``, the step's tokens from ``start`` on, into ``out``: each
-        token as a decode of its own, some at a time."""
+        """Write the outputs of request ``index``'s prompt, the step's tokens from ``start`` on, into ``out``: each
+        token as a decode, some at a time."""
         maps, chooser, backend = shape.latent, shape.chooser, self._of_chosen
         assert maps is not None and chooser is not None and backend is not None
         length, end = len(query), int(metadata.host_seq_lens[index])
@@ -190,8 +190,8 @@ class MLABackend:
         metadata: AttentionMetadata,
         shape: AttentionShape,
     ) -> None:
-        """Write the outputs of the requests in the expanded form into ``out``.  ``new_rows`` are this step's, if they
-        are at hand."""
+        """Write the outputs of the requests in the expanded form into ``out``.  ``new_rows`` are this step's rows, None
+        if they are only in the cache."""
         lengths = metadata.host_query_lens
         starts = lengths.cumsum() - lengths
         for index in self._expanded:
@@ -204,7 +204,7 @@ class MLABackend:
             out[own] = self._attend_expanded(query[own], rows, shape)
 
     def _attend_expanded(self, query: torch.Tensor, rows: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
-        """Queries of one request over keys and values made of its ``rows``; see ``attend_expanded``."""
+        """Queries of one request over keys and values made from its ``rows``; see ``attend_expanded``."""
         maps, backend = shape.latent, self._of_expanded
         assert maps is not None
         if backend is None or maps.value_dim > maps.query_dim or maps.query_dim % 2:
@@ -219,7 +219,7 @@ def _rows_of(
     metadata: AttentionMetadata,
     positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The cached rows (n, width) at ``positions`` (n,) int64 of a request of the step; None: all."""
+    """The cached rows (n, width) of a request of the step, at ``positions`` (n,) int64, or all if None."""
     table = metadata.block_table[request]
     if positions is None:
         positions = torch.arange(int(metadata.host_seq_lens[request]), device=table.device, dtype=torch.int64)
@@ -246,7 +246,7 @@ def attend_expanded(query: torch.Tensor, rows: torch.Tensor, shape: AttentionSha
 
 
 def part_of_step(metadata: AttentionMetadata, rows: npt.NDArray[np.int_]) -> tuple[AttentionMetadata, TokenSelection]:
-    """Return the step of these requests ``rows`` (n,), rising, and which of the whole step's tokens are theirs."""
+    """The step of the requests ``rows`` (n,), rising, alone, and which of the whole step's tokens are theirs."""
     count, lengths, query_start = len(rows), metadata.host_query_lens[rows], metadata.query_start[: len(rows) + 1]
     tokens: TokenSelection = slice(0, int(lengths.sum()))
     requests: TokenSelection = slice(0, count)

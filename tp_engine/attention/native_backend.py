@@ -1,4 +1,4 @@
-"""Paged attention on CPUs by a compiled kernel, which stores this step's K/V and reads the cache in place."""
+"""Paged attention on CPUs by a C kernel, which stores this step's K/V and reads the cache in place."""
 
 import ctypes
 import math
@@ -15,7 +15,7 @@ from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 MAX_HEAD_DIM, MAX_ROW_DIM = 512, 576
 # Bounds the keys and values of latent attention's heads in one call.
 _MAX_EXPANDED_ELEMENTS = 1 << 23
-# Tokens of a block of them: one block's products fit into the second-level cache.
+# Tokens of a block, whose products fit into the second-level cache.
 _EXPANDED_BLOCK = 512
 
 
@@ -83,7 +83,7 @@ class NativeBackend:
         return out
 
     def attend_expanded(self, query: torch.Tensor, rows: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
-        """Attend with the last tokens of a request to keys and values made of its rows; see ``AttendsExpanded``."""
+        """Attend with a request's last tokens to keys and values made from its rows; see ``AttendsExpanded``."""
         maps, rank, num_queries, num_keys = shape.latent, shape.value_dim, len(query), len(rows)
         assert maps is not None and rank is not None
         num_groups = _MAX_EXPANDED_ELEMENTS // (2 * num_keys * maps.query_dim * HEADS_TOGETHER)
@@ -103,7 +103,7 @@ class NativeBackend:
 
 
 class ExpandedCache:
-    """Keys and values of some heads, made of one request's rows, in a cache as ``PagedAttention`` reads it.
+    """Keys and values of some heads, made from one request's rows, in a cache as ``PagedAttention`` reads it.
 
     Its memory is kept for the next call: fresh memory would cost page faults.
     """
@@ -113,7 +113,7 @@ class ExpandedCache:
         self._memory = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def fill(self, rows: torch.Tensor, maps: LatentMaps, rank: int, heads: range) -> torch.Tensor:
-        """``rows`` (n, row_dim) -> (2, blocks, _EXPANDED_BLOCK, heads, query_dim): blocks in the order of the tokens.
+        """``rows`` (n, row_dim) -> (2, blocks, _EXPANDED_BLOCK, heads, query_dim), in the order of the tokens.
 
         ``heads`` begin at a multiple of HEADS_TOGETHER.  The next call overwrites the result.
         """
@@ -141,7 +141,7 @@ class ExpandedCache:
 
 
 def _with_dense_tokens(states: torch.Tensor) -> torch.Tensor:
-    """``states`` (N, heads, head_dim), copied unless each token's heads lie together."""
+    """``states`` (N, heads, head_dim), copied unless each token's heads are contiguous."""
     is_dense = states.stride(2) == 1 and states.stride(1) == states.shape[2]
     return states if is_dense else states.contiguous()
 

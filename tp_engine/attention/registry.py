@@ -1,4 +1,4 @@
-"""Which attention backend runs: ``auto`` is resolved and a named one is checked before any device is touched."""
+"""Which attention backend runs: ``auto`` is resolved, and a named one checked, before any device is touched."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ _logger = get_logger(__name__)
 class _Backend:
     """The rules of a backend, and how to make one.
 
-    ``rules``: why it cannot be used, with the remedy, or None.  ``takes_latents``: it reads a cache whose values are a
-    part of its keys.
+    ``rules`` say why it cannot be used, with the remedy, None if it can.  ``takes_latents``: it reads a cache whose
+    values are a part of its keys.
     """
 
     rules: Callable[[AttentionNeeds], str | None]
@@ -29,7 +29,7 @@ class _Backend:
     takes_latents: bool = False
 
     def why_not(self, needs: AttentionNeeds) -> str | None:
-        """Return why it cannot be used, with the remedy, or None."""
+        """Why it cannot be used, with the remedy; None if it can."""
         if needs.has_latents and not self.takes_latents:
             remedy = " or ".join(name for name, kind in _KINDS.items() if kind.takes_latents)
             return f"the model has latent attention, which it does not; use attention_backend={remedy}"
@@ -68,8 +68,7 @@ def check_backend(name: str, needs: AttentionNeeds) -> str:
 
 
 def obstacles(needs: AttentionNeeds) -> dict[str, str | None]:
-    """Return each backend, in the order in which ``auto`` tries them, with the reason why it cannot be used, or
-    None."""
+    """Each backend, in the order in which ``auto`` tries them, and why it cannot be used, None if it can."""
     return {name: kind.why_not(needs) for name, kind in _KINDS.items()}
 
 
@@ -93,7 +92,7 @@ def select_backend(name: str, needs: AttentionNeeds) -> AttentionBackend:
 
 
 def simd_width(backend: AttentionBackend, block_size: int) -> int:
-    """Tokens whose keys lie side by side as columns in a block that ``backend`` keeps; 0 if keys are rows."""
+    """Tokens whose keys are side by side, as columns, in ``backend``'s blocks; 0 if keys are rows."""
     is_native = isinstance(backend, native_backend.NativeBackend)
     library = native_library() if is_native else None  # ranks on GPUs compile no C
     return 0 if library is None else simd_width_of(library, block_size)

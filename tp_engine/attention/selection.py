@@ -1,5 +1,5 @@
-"""DeepSeek sparse attention in plain PyTorch: attention to chosen keys alone (``kernels/attention/index_keys.py`` has
-the choice)."""
+"""DeepSeek sparse attention in plain PyTorch: attention to chosen keys alone (``kernels/attention/index_keys.py``
+chooses)."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -9,12 +9,12 @@ import torch
 from tp_engine.kernels.attention.index_keys import ChosenKeys
 from tp_engine.kernels.kv_cache.layer_kv import LayerKv
 
-# Bounds the rows that are gathered of the queries that are worked on at once.
+# Bounds the gathered rows that are in memory at a time.
 _MAX_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
 
 
 class Chooser(Protocol):
-    """What chooses keys for the layers that share a choice; ``top_k`` is how many."""
+    """Chooses ``top_k`` keys for the layers that share a choice."""
 
     top_k: int
 
@@ -23,12 +23,12 @@ class Chooser(Protocol):
         """The cached index keys; None: there is no cache yet."""
 
     def chosen(self, start: int, length: int, keys: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return the positions (length, top_k) that the step's tokens from ``start`` on attend to, the last
-        ``length`` tokens of their request; ``keys()`` are its index keys (n, dim)."""
+        """The positions (length, top_k) that ``length`` of the step's tokens from ``start`` on, the last ones of their
+        request, attend to; ``keys()`` are its index keys (n, dim)."""
 
     def of_rows(self, start: int, block_table: torch.Tensor, seq_lens: torch.Tensor) -> ChosenKeys:
-        """Return the keys that n of the step's tokens from ``start`` on attend to: decodes, or each token of a prompt,
-        with ``block_table`` (n, M) int32 and ``seq_lens`` (n,) int32, 0 for padding."""
+        """The keys that n of the step's tokens from ``start`` on attend to: decodes, or the tokens of a prompt, with
+        ``block_table`` (n, M) int32 and ``seq_lens`` (n,) int32, 0 for padding."""
 
 
 def attend_chosen(

@@ -1,5 +1,5 @@
-"""Attention of one request's last tokens to its keys, in plain PyTorch: tile by tile of queries, each over the keys
-that it can see.
+"""Attention of one request's last tokens to its keys, in plain PyTorch: in tiles of queries, each over the keys that it
+can see.
 
 Grouped-query attention never copies keys: the queries that share a KV head are a batch axis over which the keys are
 repeated as a view.
@@ -22,7 +22,7 @@ TILE = 256
 
 def attend_last(query: torch.Tensor, new: KeyValue, shape: AttentionShape, *, sees_later: bool = False) -> torch.Tensor:
     """Queries (t, heads, head_dim), the last positions of keys and values (n, KV heads, ...) -> (t, heads, size of a
-    value).  Keys behind a query's own position are hidden unless it ``sees_later`` ones."""
+    value).  Keys after a query's own position are hidden unless it ``sees_later`` ones."""
     num_keys, window = len(new.key), shape.sliding_window
     out, ahead = query.new_empty(*query.shape[:2], new.value.shape[-1]), num_keys - len(query)
     is_plain, sinks = shape.softcap is None and shape.sinks is None, sinks_by_kv_head(shape)
@@ -75,16 +75,15 @@ def attend(
 
 
 def sinks_by_kv_head(shape: AttentionShape) -> torch.Tensor | None:
-    """Return the layer's sinks as (KV heads, queries per KV head), if it has any."""
+    """The layer's sinks as (KV heads, queries per KV head), if it has any."""
     return None if shape.sinks is None else shape.sinks.view(shape.num_kv_heads, -1)
 
 
 def hidden_keys(
     places: torch.Tensor, positions: torch.Tensor, window: int | None, dtype: torch.dtype, sees_later: bool = False
 ) -> torch.Tensor:
-    """Return the mask (..., queries, keys) of keys at ``places`` (..., keys), for queries at ``positions``
-    (..., queries, 1): 0, or -inf where a key comes behind its query, unless that ``sees_later`` ones, or before its
-    ``window``."""
+    """The mask (..., queries, keys) of keys at ``places`` (..., keys), for queries at ``positions`` (..., queries, 1):
+    0, or -inf where a key comes after its query, unless that ``sees_later`` ones, or before its ``window``."""
     hidden = torch.zeros_like(places > positions) if sees_later else places > positions
     if window is not None:
         hidden |= places <= positions - window
@@ -92,12 +91,12 @@ def hidden_keys(
 
 
 def slots_of(block_table: torch.Tensor, positions: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Return the slots (..., n) int64 of ``positions`` (..., n) int64 of requests with ``block_table`` (..., M)."""
+    """The slots (..., n) int64 of ``positions`` (..., n) int64 of requests with ``block_table`` (..., M)."""
     return block_table.gather(-1, positions // block_size).long() * block_size + positions % block_size
 
 
 def cached_states(kv: LayerKv, slots: torch.Tensor, shape: AttentionShape, dtype: torch.dtype) -> KeyValue:
-    """Return keys (n, KV heads, head_dim) and values (n, KV heads, size of a value) at ``slots`` (n,) int64."""
+    """Keys (n, KV heads, head_dim) and values (n, KV heads, size of a value) at ``slots`` (n,) int64."""
     key = states_at(kv, 0, slots).to(dtype)
     is_part = shape.value_dim is not None
     return KeyValue(key, key[..., : shape.value_dim] if is_part else states_at(kv, 1, slots).to(dtype))
@@ -122,7 +121,7 @@ def attend_to_images(
     images: Iterable[ImageSpan],
     simd_width: int = 0,
 ) -> None:
-    """Overwrite ``out`` (N, heads, head_dim) where ``query`` is of ``images``, which a backend has treated as text.
+    """Overwrite ``out`` (N, heads, head_dim) for the tokens of ``images``, which a backend has treated as text.
 
     A chunk never cuts such an image, so its keys are all in the cache.  ``simd_width``: of the backend that keeps
     ``kv`` (``registry.simd_width``).

@@ -9,7 +9,7 @@ from tp_engine.attention.base import AttentionMetadata, AttentionShape
 from tp_engine.attention.tiles import attend, attend_last, cached_states, hidden_keys, sinks_by_kv_head, slots_of
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv, scatter_kv, tokens_to_store
 
-# Keys that the decodes of one call read, padding included, if there are several.
+# Keys that the decodes of one call read, padding included, if it has several.
 _MAX_CALL_KEYS = {"cpu": 4096, "cuda": 16384}
 # Contexts of one call differ by less than this factor, and this many keys.
 _LENGTH_RATIO, _LENGTH_STEP = 1.5, 64
@@ -24,8 +24,8 @@ class _Decodes(NamedTuple):
 
 
 class TorchBackend:
-    """Gathers keys and calls ``scaled_dot_product_attention``: for decodes of similar length together, for each chunk
-    of a prompt alone, in tiles."""
+    """Gathers keys and calls ``scaled_dot_product_attention``: for decodes of similar length together, for prompts
+    chunk by chunk, in tiles."""
 
     name = "torch"
     can_capture_decodes = False
@@ -73,7 +73,7 @@ class TorchBackend:
 def _plan_decodes(
     metadata: AttentionMetadata, window: int | None, block_size: int, dtype: torch.dtype
 ) -> list[_Decodes]:
-    """The step's decodes in calls of requests of similar length; those of padding are left out."""
+    """The step's decodes in calls of requests of similar length, without padding."""
     device, lengths = metadata.block_table.device, metadata.host_seq_lens[: metadata.num_decodes]
     waiting = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
     calls = []
@@ -83,7 +83,7 @@ def _plan_decodes(
         count = min(int(is_similar.sum()), max(1, _MAX_CALL_KEYS[device.type] // longest))
         rows, waiting = torch.from_numpy(np.sort(waiting[:count])).to(device), waiting[count:]
         last = metadata.seq_lens[rows].long()[:, None] - 1
-        # Behind a request's end its last key is repeated: another request's memory may hold NaN.
+        # Beyond a request's end its last key is repeated: another request's memory may hold NaN.
         num_keys = longest if window is None else min(longest, window)
         places = last.clamp(min=num_keys - 1) - num_keys + 1 + torch.arange(num_keys, device=device, dtype=torch.int64)
         mask = hidden_keys(places[:, None], last[:, None], window, dtype)
@@ -93,7 +93,7 @@ def _plan_decodes(
 
 
 def _attend_decodes(query: torch.Tensor, states: KeyValue, mask: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
-    """``query`` (B, heads, head_dim) over as many keys of each request, one behind the other: the queries that share a
+    """``query`` (B, heads, head_dim) over the keys of each request, equally many and in order: the queries that share a
     KV head become more query positions."""
     keys, values = (one.unflatten(0, (len(query), -1)).transpose(1, 2) for one in states)
     sinks = sinks_by_kv_head(shape)

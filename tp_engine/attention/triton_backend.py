@@ -16,7 +16,7 @@ _INTERPRETED_MULTIPROCESSORS = 4
 
 
 class TritonBackend:
-    """Stores, decodes and prefills by one or two kernel launches each; nothing waits for the device.
+    """Stores, decodes and prefills in a kernel launch each; nothing waits for the device.
 
     If it ``is_invariant``, a decode's keys are split by its length alone.
     """
@@ -93,7 +93,7 @@ class TritonBackend:
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of ``device``, by which work is split."""
+    """The multiprocessors of ``device``, over which work is split."""
     if device.type != "cuda":
         return _INTERPRETED_MULTIPROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -117,7 +117,7 @@ def why_not(needs: AttentionNeeds) -> str | None:
 
 
 def why_no_triton(needs: AttentionNeeds) -> str | None:
-    """Return why no Triton kernel of attention can be used, with the remedy; None if one can."""
+    """Why no Triton kernel of attention can be used, with the remedy; None if one can."""
     if needs.device_type != "cuda":
         return f"it needs a CUDA device, not {needs.device_type}; use attention_backend=torch"
     if not has_triton():

@@ -13,7 +13,7 @@ MAX_ROW_DIM = 576
 
 
 class TritonMLABackend:
-    """Stores, decodes, and attends for chunks by one kernel launch each; nothing waits for the device.
+    """Stores, decodes and attends for chunks in a kernel launch each; nothing waits for the device.
 
     Queries are (N, heads, row_dim), as ``LatentMaps.absorb`` makes them, and outputs (N, heads, rank).
     """
@@ -95,7 +95,7 @@ class TritonMLABackend:
         )
 
     def _zeros(self, query: torch.Tensor) -> torch.Tensor:
-        """The counters of arrivals, made at their first use."""
+        """The counters of arrivals, made when first used."""
         if self._arrivals is None:
             self._arrivals = torch.zeros(self._max_arrivals, dtype=torch.int32, device=query.device)
         return self._arrivals

@@ -1,16 +1,16 @@
-"""The ways to add up the ranks' parts, one row each: where it can be taken, why not, and how it is made.
+"""The ways to all-reduce, one row each: where a way can be used, why not, and how its communicator is made.
 
 ::
 
-    symm_mem   GPUs   NCCL, but all but large tensors in memory that the GPUs share: one-shot, two-shot, multimem
-    nccl       GPUs   NCCL alone; ranks that share a GPU have gloo through the host in its place
-    shm        CPUs   gloo, but through memory that a host's ranks share, in one or two shots; with several hosts in two
-                      levels (``two_level.py``)
+    symm_mem   GPUs   NCCL for large tensors, others in memory that the GPUs share: one-shot, two-shot, multimem
+    nccl       GPUs   NCCL alone; ranks that share a GPU have gloo through the host instead
+    shm        CPUs   memory that a host's ranks share, in one or two shots, and gloo for the rest; with several hosts
+                      in two levels (``two_level.py``)
     gloo       CPUs   gloo alone
 
-``--all-reduce-backend`` names a row, and ``auto`` takes the first one of the device that can be taken
-(``config.ALL_REDUCES`` has the names).  Every row adds trees of parts where layers ask for it
-(``Communicator.tree_reduce``). *A new row* is here, and its communicator in a file of its own.
+``--all-reduce-backend`` names a row, and ``auto`` takes the device's first one that can be used
+(``config.ALL_REDUCES`` has the names).  Every row adds parts as a tree where layers ask for it
+(``Communicator.tree_reduce``).  A new row goes here, and its communicator into a file of its own.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,8 @@ _SYMMETRIC_REMEDY = "the links between the GPUs do not work as the driver says; 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """What decides: ``config`` without ``auto`` as device and dtype, and what the ranks' GPUs can do, if known."""
+    """What the choice depends on: ``config``, whose device and dtype are not ``auto``, and what the ranks' GPUs can do,
+    if known."""
 
     config: EngineConfig
     num_hosts: int = 1
@@ -61,10 +62,11 @@ class ReduceDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """A row: ``why_not`` says what keeps ranks on its ``device`` from it, None if nothing does; ``remedy`` is for users
-    who asked for it all the same.
+    """A row: ``why_not`` says why ranks on its ``device`` cannot use it, None if they can; ``remedy`` is for users who
+    asked for it nevertheless.
 
-    ``make`` gives groups its communicator, a collective; None: they have it already.  The log calls it ``phase``.
+    ``make``, a collective, returns its communicator; None if groups have it from the start.  The log names it by
+    ``phase``.
     """
 
     device: str
@@ -75,7 +77,7 @@ class Strategy:
 
 
 def _why_not_symmetric(ranks: Ranks) -> str | None:
-    """Ranks that share a GPU run in turns, and their kernels would wait for each other for a whole turn: they use
+    """Ranks that share a GPU run in turns, and a kernel that waits for another's would wait for a whole turn: they use
     symmetric memory only if it is asked for."""
     if ranks.num_hosts > 1:
         return f"symmetric memory is for ranks on one host, and the ranks are on {ranks.num_hosts}"
@@ -147,9 +149,9 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def choose(ranks: Ranks) -> Strategy | None:
-    """Return the row that ``ranks`` take; None if they have nothing to add up, or only the library.
+    """The row that ``ranks`` use; None for a single rank, or if no row can be used.
 
-    ``ConfigError`` if ``all_reduce_backend`` asks for a row that they cannot take.
+    Raises ``ConfigError`` if ``all_reduce_backend`` asks for a row that they cannot use.
     """
     config, asked = ranks.config, ranks.config.all_reduce_backend
     row = STRATEGIES.get(asked)
@@ -168,13 +170,12 @@ def choose(ranks: Ranks) -> Strategy | None:
 
 
 def check(config: EngineConfig, num_hosts: int = 1) -> None:
-    """Raise ``ConfigError`` if ``all_reduce_backend`` cannot be had, as far as one host can tell."""
+    """Raise ``ConfigError`` if ``all_reduce_backend`` cannot be used, as far as one host can tell."""
     choose(Ranks(config=config, num_hosts=num_hosts, machine=probe_devices(config, num_hosts)))
 
 
 def probe_devices(config: EngineConfig, num_hosts: int = 1) -> Machine | None:
-    """Return what the GPUs of all ranks can do; None for one rank, several hosts, and CPUs.  ``config.device`` is not
-    auto."""
+    """What the GPUs of all ranks can do; None for one rank, several hosts, and CPUs.  ``config.device`` is not auto."""
     if config.device != "cuda" or config.tensor_parallel_size == 1 or num_hosts > 1 or not torch.cuda.is_available():
         return None
     devices = parse_devices(config.device_ids, config.tensor_parallel_size)
@@ -184,7 +185,7 @@ def probe_devices(config: EngineConfig, num_hosts: int = 1) -> Machine | None:
 def set_up(
     config: EngineConfig, groups: RankGroups, run_phase: RunPhase, device: ReduceDevice, *, num_hosts: int
 ) -> None:
-    """Give ``groups`` the communicator of the row that its ranks take; a collective.
+    """Give ``groups`` the communicator of the row that its ranks use; a collective.
 
     Call it between the first snapshot and the last, so that the ledger counts the buffers.
     """
@@ -208,7 +209,7 @@ def set_up(
 
 
 def agreed_machine(machine: Machine, host: Agreeing) -> Machine:
-    """Return what holds on every rank: ranks that chose different collectives would wait for each other for ever."""
+    """What holds on every rank: ranks that chose different collectives would wait for each other for ever."""
     reports = host.all_gather_bytes(msgspec.json.encode(machine))
     machines = [msgspec.json.decode(report, type=Machine) for report in reports]
     facts = ("has_peer_access", "has_peer_atomics", "has_triton")

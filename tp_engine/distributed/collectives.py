@@ -1,7 +1,7 @@
 """The collectives that layers call, behind one interface.
 
-NCCL on CUDA, gloo on CPU or through the host, the identity for one rank.  ``all_reduce.py`` has the table of the ways
-to add up the ranks' parts, and what puts shared and symmetric memory in front of these.
+NCCL on CUDA, gloo on CPUs or through the host, the identity for one rank.  ``all_reduce.py`` has the table of ways to
+all-reduce, among them shared and symmetric memory in front of these.
 """
 
 from abc import ABC, abstractmethod
@@ -16,14 +16,14 @@ from tp_engine.job.progress import RankProgress
 from tp_engine.job.topology import RankInfo
 from tp_engine.kernels.linear.tree_sum import tree_sum
 
-# Newer versions of torch have renamed it.
+# Renamed in newer versions of torch.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Communicator(ABC):
     """Collectives over the tensor-parallel ranks.  Every rank calls the same collectives in the same order.
 
-    ``can_capture``: a recorded step may contain them (a CUDA graph, or a tape on CPUs), of any size.
+    ``can_capture``: a recorded step (a CUDA graph, or a tape on CPUs) may contain them, of any size.
     """
 
     info: RankInfo
@@ -34,7 +34,7 @@ class Communicator(ABC):
         """Sum over ranks, in place; returns ``tensor``."""
 
     def tree_reduce(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the ranks' parts, contiguous float32, added as ``tree_sum`` does and rounded once to ``dtype``."""
+        """The sum of the ranks' parts, contiguous float32, by ``tree_sum``, rounded once to ``dtype``."""
         parts = self.all_gather(part.view(-1)).view(self.info.world_size, *part.shape)
         return tree_sum(parts.unbind(0)).to(dtype)
 
@@ -47,7 +47,7 @@ class Communicator(ABC):
         """Like ``all_gather``, but only rank 0 gets the result; None on other ranks."""
 
     def why_not_capture(self, sizes: RecordedSizes) -> str | None:
-        """Return why a recorded step may not contain the collectives of ``sizes``; None if it may."""
+        """Why a recorded step may not contain the collectives of ``sizes``; None if it may."""
         if self.can_capture:
             return None
         return (
@@ -76,7 +76,7 @@ class SingleRank(Communicator):
 class ProcessGroupCommunicator(Communicator):
     """Collectives through a torch.distributed process group (NCCL or gloo).
 
-    gloo's collectives have ended when they return, so their time, including the wait for other ranks, is recorded.
+    gloo's collectives have ended when they return, so their time, with the wait for other ranks, is recorded.
     """
 
     def __init__(self, info: RankInfo, group: dist.ProcessGroup, progress: RankProgress) -> None:
@@ -115,4 +115,4 @@ class ProcessGroupCommunicator(Communicator):
 
 
 def _nothing(_started_ns: int) -> None:
-    """Record nothing: of devices the host only launches the collectives, so it cannot measure them."""
+    """Record nothing: on devices the host only launches the collectives, so it cannot measure them."""

@@ -1,7 +1,7 @@
-"""Threads of a rank that touch its device: the rank's GPU is the current one in each of them.
+"""Threads of a rank that touch its device: the rank's GPU is current in each of them.
 
-In a new thread GPU 0 is the current one, whatever the main thread has chosen, and many calls of CUDA make a context on
-the current GPU: with 8 ranks, half a GiB of GPU 0 for each of the 7 others.
+In a new thread GPU 0 is current, whatever the main thread has chosen, and many CUDA calls create a context on the
+current GPU: with 8 ranks, half a GiB of GPU 0 for each of the 7 others.
 """
 
 import threading
@@ -12,13 +12,13 @@ import torch
 
 
 def use_device(device: torch.device) -> None:
-    """Make ``device`` the current one of the calling thread; does nothing for a CPU."""
+    """Make ``device`` current in the calling thread; does nothing for a CPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def device_thread(device: torch.device, body: Callable[[], None], *, name: str) -> threading.Thread:
-    """Return a daemon thread, not yet started, that runs ``body`` with ``device``."""
+    """A daemon thread, not started yet, that runs ``body`` with ``device``."""
 
     def run() -> None:
         use_device(device)
@@ -28,5 +28,5 @@ def device_thread(device: torch.device, body: Callable[[], None], *, name: str) 
 
 
 def device_pool(device: torch.device, num_threads: int, *, name: str) -> ThreadPoolExecutor:
-    """Return a pool whose threads work with ``device``."""
+    """A pool whose threads work with ``device``."""
     return ThreadPoolExecutor(num_threads, thread_name_prefix=name, initializer=use_device, initargs=(device,))

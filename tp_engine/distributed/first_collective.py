@@ -1,6 +1,6 @@
-"""The first sum between GPUs, tried at once: with a deadline, and with the remedy in the error.
+"""The first all-reduce between GPUs, tried at the start: with a deadline, and with the remedy in the error.
 
-NCCL makes its communicator within the first collective, and much can go wrong there that no query of the driver tells:
+NCCL creates its communicator in the first collective, and much can go wrong there that no query of the driver tells:
 GPUs behind PCIe whose reads of each other the IOMMU redirects (the sum never ends), a fabric manager that does not run
 or does not match the driver (multicast cannot be bound), a network interface that leads nowhere.  Later, in the middle
 of the first step, the same fault looks like a slow model.
@@ -43,10 +43,10 @@ _REMEDIES = {
 
 
 def try_first_collective(groups: RankGroups, device: torch.device, wait: Callable[[], None]) -> None:
-    """Add up a one of every rank, on every rank; ``wait`` waits for all launched work.  A collective.
+    """All-reduce a one from every rank; ``wait`` waits for all launched work.  A collective.
 
-    ``RankError`` names NCCL's version and the remedy if it fails, gives a wrong sum, or does not end in time; then the
-    job is told too, because this thread may be unable to raise.
+    Raises ``RankError`` with NCCL's version and the remedy if it fails, gives a wrong sum, or does not end in time; in
+    the last case the job is told, too, because this thread may be unable to raise.
     """
     num_hosts = groups.info.topology.num_hosts
     deadline_s = _DEADLINE_S if num_hosts == 1 else _DEADLINE_OF_HOSTS_S
@@ -75,14 +75,14 @@ def try_first_collective(groups: RankGroups, device: torch.device, wait: Callabl
 
 
 def remedy_for(text: str) -> str:
-    """Return what a user can do about an error of NCCL; ``text`` is its own."""
+    """What a user can do about NCCL's error ``text``."""
     lowered = text.lower()
     named = (remedy for words, remedy in _REMEDIES.items() if any(word in lowered for word in words))
     return next(named, "NCCL_DEBUG=INFO prints what it tried")
 
 
 def nccl_version() -> str:
-    """Return NCCL's version, such as ``2.27.5``; ``of unknown version`` where torch does not tell."""
+    """NCCL's version, such as ``2.27.5``; ``of unknown version`` where torch does not tell."""
     try:
         return ".".join(map(str, torch.cuda.nccl.version()))
     except (AttributeError, RuntimeError, TypeError):

@@ -1,4 +1,4 @@
-"""Process groups: one for device tensors (NCCL or gloo), one on the host (gloo) for numbers and short messages.
+"""Process groups: one for device tensors (NCCL or gloo), one on the host (gloo) for short messages.
 
 NCCL refuses ranks that share a GPU; their tensors go through the host and gloo.
 """
@@ -39,7 +39,7 @@ class HostGroup:
         self._group = group
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Return every rank's payload, in rank order."""
+        """Every rank's payload, in rank order."""
         if self._group is None:
             return [payload]
         size = torch.tensor([len(payload)], dtype=torch.int64, device="cpu")
@@ -56,7 +56,7 @@ class HostGroup:
 
 
 class StagedCommunicator(Communicator):
-    """Collectives of device tensors through the host: they wait for the device, so a CUDA graph cannot contain them.
+    """Collectives of device tensors through the host.  They wait for the device, so a CUDA graph cannot contain them.
 
     ``host`` runs them with tensors on the CPU.
     """
@@ -77,11 +77,11 @@ class StagedCommunicator(Communicator):
 
 
 class RankGroups:
-    """This rank's membership: its place, its collectives, and the ``progress`` that other ranks see.
+    """This rank's groups: its number, its collectives, and the ``progress`` that other ranks see.
 
     ``device_group`` is that of device tensors, and ``patience_s`` bounds its collectives.  ``close`` leaves the groups.
-    ``report`` is told of an error that this rank's main thread may be unable to raise, ``note_device`` of the GPU as an
-    operator finds it.  ``device`` is where the rank computes, as soon as it has chosen it.
+    ``report`` is told of an error that this rank's main thread may be unable to raise, ``note_device`` the name by
+    which an operator finds the GPU.  ``device`` is where the rank computes, once it has chosen it.
     """
 
     device = torch.device("cpu")
@@ -99,7 +99,7 @@ class RankGroups:
         collective_s: float = 0.0,
         store: Store | None = None,
     ) -> None:
-        """``made``: the process groups, which ``close`` destroys.  ``store``: they met through it.  Torch uses it later
+        """``made``: the process groups, which ``close`` destroys.  ``store``: where they met.  Torch uses it later,
         too, so a reference to it must be kept."""
         self.info = info
         self.communicator = communicator
@@ -115,20 +115,20 @@ class RankGroups:
         self._store = store
 
     def check(self) -> None:
-        """Raise ``RankError`` if the job has failed; for waits."""
+        """Raise ``RankError`` if the job has failed; to be called while waiting."""
         if self._late is not None:
             raise again(self._late)
         self._check()
 
     @property
     def uses_nccl(self) -> bool:
-        """Whether tensors of devices go by NCCL."""
+        """Whether device tensors go through NCCL."""
         return self.device_group is not None and dist.get_backend(self.device_group) == "nccl"
 
     @contextmanager
     def time_limit(self, what: str, remedy: str, limit_s: float) -> Iterator[None]:
-        """Limit the time of work between the GPUs, which may block in the driver: the limit ends the job, and says
-        ``what`` was late and the ``remedy``."""
+        """Limit the time of work between the GPUs, which may block in the driver: the limit ends the job, with an error
+        that says ``what`` was late, and the ``remedy``."""
 
         def expire() -> None:
             self._late = RankError(self.info.rank, f"{what} has not ended within {limit_s:g} s: {remedy}")
@@ -153,13 +153,13 @@ class RankGroups:
             _abort_process_group(self.device_group)
 
     def close(self) -> None:
-        """Destroy the process groups, those that were made last first."""
+        """Destroy the process groups, the last one first."""
         while self._made:
             dist.destroy_process_group(self._made.pop())
         self._store = None
 
     def new_group(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """Return a further gloo group of these ranks, which call this together; None on other ranks."""
+        """Another gloo group, of ``ranks``, which call this together; None on other ranks."""
         if self._store is None or self.info.rank not in ranks:
             return None
         place, patience = list(ranks).index(self.info.rank), timedelta(seconds=self.patience_s)
@@ -169,7 +169,7 @@ class RankGroups:
 
 
 def alone(progress: RankProgress) -> RankGroups:
-    """Return the groups of a world of one: no sockets, no collectives."""
+    """The groups of a world of one: no sockets, no collectives."""
     communicator = SingleRank()
     progress.reach(RankPhase.GROUP_INIT)
     return RankGroups(communicator.info, communicator, HostGroup(communicator.info, None), progress)
@@ -186,11 +186,11 @@ def join(
     start_s: float,
     collective_s: float,
 ) -> RankGroups:
-    """Meet the other ranks and return the groups; every rank calls this.
+    """Meet the other ranks, and return the groups; every rank calls this.
 
     ``start_s`` bounds the meeting and the host group (ranks load at different speeds), ``collective_s`` every
     collective between devices.  ``shares_devices``: some GPU has several ranks.  ``check`` is called repeatedly while
-    this rank waits for the others, and raises if one has died.  ``RankError`` if the others do not join in time.
+    this rank waits for the others, and raises if one has died.  Raises ``RankError`` if the others do not join in time.
     """
     backend = "nccl" if device_type == "cuda" and not shares_devices else "gloo"
     if info.is_first:  # if rank 0 dies before another rank is here, only this line says where it was
@@ -233,9 +233,9 @@ def join(
 def make_group(
     backend: str, store: Store, name: str, rank: int, num_ranks: int, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Return a process group that torch's default one does not know of, nor do other libraries: a program that has
-    process groups of its own, or asks whether there are some, is not concerned.  Torch has no public way to make one.
-    ``name`` must be the same on all ranks, and no other group's of this process."""
+    """A process group apart from torch's default one: a program or library that has process groups of its own, or asks
+    whether there are any, does not see it.  Torch has no public way to make one.  ``name`` must be the same on all
+    ranks, and of no other group of this process."""
     group: dist.ProcessGroup
     group, _ = _new_process_group_helper(num_ranks, rank, [], backend, store, GroupName(name), timeout=timeout)
     _world.pg_group_ranks[group] = {place: place for place in range(num_ranks)}
@@ -243,14 +243,14 @@ def make_group(
 
 
 def _name_of_job(store: WatchedStore, info: RankInfo) -> str:
-    """What rank 0 calls the job; a process may be in several, one after the other or at once."""
+    """Rank 0's name for the job; a process may be in several, one after the other or at once."""
     if info.is_first:
         store.set(_NAME_KEY, f"tp_engine {uuid.uuid4().hex}")
     return store.get(_NAME_KEY).decode()
 
 
 def _meet(store: WatchedStore, info: RankInfo, progress: RankProgress) -> None:
-    """Wait until all ranks are here; a rank that dies later is then missed in a collective, not in a rendezvous."""
+    """Wait for all ranks; one that dies later is then missed in a collective, not in a rendezvous."""
     keys = [f"rank {rank} joins" for rank in range(info.world_size)]
     store.set(keys[info.rank], "1")
     progress.done()

@@ -39,9 +39,9 @@ def attempt(host: Agreeing, body: Callable[[], Result]) -> tuple[Result | None, 
 
 
 def all_do(host: Agreeing, what: str, option: str, body: Callable[[], Result], *, is_required: bool) -> Result | None:
-    """Return the result of ``body``, which is never None; None on every rank if ``body`` fails on any rank.
+    """The result of ``body``, which is never None; None on every rank if ``body`` fails on any.
 
-    The reason is logged, or raised as ``RankError`` if ``is_required``: ``what`` has failed, ``option`` asked for it.
+    The reason is logged, or raised as ``RankError`` if ``is_required``: ``what`` failed, and ``option`` asked for it.
     """
     result, _, failed = attempt(host, body)
     if not failed:

@@ -1,16 +1,16 @@
-"""Chooses how a tensor is all-reduced or all-gathered, from its size, the number of ranks and what their GPUs can do.
+"""How a tensor is all-reduced or all-gathered, by its size, the number of ranks and what their GPUs can do.
 
 ::
 
     bytes      0 ...... one_shot ............ two_shot, or multimem ............ above
     runs       ONE_SHOT          TWO_SHOT, or MULTIMEM where there is multicast  LIBRARY (NCCL)
 
-    ONE_SHOT   every rank reads all tensors and adds them up: one exchange of signals, world size x the bytes
+    ONE_SHOT   every rank reads all tensors and adds them up: one exchange of signals, world size times the bytes
     TWO_SHOT   every rank adds up its part, then gives it to all: twice the signals, about twice the bytes
     MULTIMEM   the switch adds and distributes (NVLink SHARP)
 
-The limits are published ones for the same operations (vLLM's custom and symmetric-memory all-reduce, PyTorch's
-intra-node all-reduce).  An all-gather is one kernel up to a limit at which a rank reads about as many bytes as for the
+The limits are those published for the same operations (vLLM's custom and symmetric-memory all-reduce, PyTorch's
+intra-node all-reduce).  An all-gather is one kernel up to the size at which a rank reads about as many bytes as for the
 largest two-shot all-reduce.
 """
 
@@ -50,10 +50,10 @@ class Method(enum.Enum):
 class Machine:
     """The ranks' GPUs: their lowest compute ``capability``, and whether each can and may read the memory of all others.
 
-    ``has_peer_atomics``: each can change a word of another's memory in one indivisible operation, as all signals
-    between kernels do.  Links between GPUs (NVLink) have it; over PCI Express memory can often be read, but a signal
-    may be lost, and the kernel that waits for it never ends.  ``has_multicast``: a switch between them adds and
-    distributes; known once memory is shared.  ``has_triton``: the engine's own kernels can be made.
+    ``has_peer_atomics``: each can change a word of another's memory atomically, as all signals between kernels do.
+    Links between GPUs (NVLink) have it; over PCI Express memory can often be read, but a signal may be lost, and the
+    kernel that waits for it never ends.  ``has_multicast``: a switch between them adds and distributes; known once
+    memory is shared.  ``has_triton``: the engine's own kernels can be compiled.
     """
 
     world_size: int
@@ -95,11 +95,11 @@ class ReducePlan:
         return max(self.reduce_bytes, self.gather_bytes)
 
     def gathers(self, num_bytes: int) -> bool:
-        """Return whether parts of ``num_bytes`` are all-gathered in symmetric memory, the same on every rank."""
+        """Whether parts of ``num_bytes`` are all-gathered in symmetric memory, the same on every rank."""
         return 0 < num_bytes <= self.gather_bytes and num_bytes % WORD_BYTES == 0
 
     def why_not_all(self, sizes: RecordedSizes) -> str | None:
-        """Return which collectives of ``sizes`` go to the library, and why; None if none does."""
+        """Which collectives of ``sizes`` go to the library, and why; None if none does."""
         reduced = [size for size in sizes.all_reduces if self.choose(size) == Method.LIBRARY]
         gathered = [size for size in sizes.all_gathers if not self.gathers(size)]
         for name, others, unit, largest in (
@@ -111,7 +111,7 @@ class ReducePlan:
         return None
 
     def choose(self, num_bytes: int) -> Method:
-        """Return the method for a tensor of ``num_bytes``, the same on every rank."""
+        """The method for a tensor of ``num_bytes``, the same on every rank."""
         if num_bytes % ALIGNMENT or num_bytes == 0:
             return Method.LIBRARY
         if num_bytes <= self.one_shot_bytes:
@@ -122,7 +122,7 @@ class ReducePlan:
 
 
 def plan_reduces(machine: Machine, largest_bytes: int, *, gathers: bool = True) -> ReducePlan:
-    """Return the plan for all-reduces of up to ``largest_bytes``, and for all-gathers if it ``gathers``.
+    """The plan for all-reduces of up to ``largest_bytes``, and for all-gathers if it ``gathers``.
 
     ``machine`` is one for which ``why_not`` is None.
     """
@@ -141,13 +141,12 @@ def plan_reduces(machine: Machine, largest_bytes: int, *, gathers: bool = True) 
 
 
 def shared_two_shot_bytes(world_size: int) -> int:
-    """On CPUs, larger pieces take two shots.  With two ranks none does: each rank would read as many bytes."""
+    """The largest piece that takes one shot on CPUs.  With two ranks all do: two shots would read as many bytes."""
     return SHARED_SLOT_BYTES if world_size == 2 else _SHARED_ONE_SHOT_LIMIT
 
 
 def why_not(machine: Machine, dtype: str) -> str | None:
-    """Return why these ranks cannot use symmetric memory for tensors of ``dtype`` (such as ``float32``); None if they
-    can."""
+    """Why these ranks cannot use symmetric memory for tensors of ``dtype`` (such as ``float32``); None if they can."""
     if machine.world_size not in _ONE_SHOT_LIMITS:
         sizes = ", ".join(map(str, _ONE_SHOT_LIMITS))
         return f"symmetric memory is for {sizes} ranks, and there are {machine.world_size}"

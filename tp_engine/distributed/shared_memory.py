@@ -1,7 +1,7 @@
 """All-reduces and small all-gathers of ranks on one host, through memory that they share (``ipc/tensor_slots.py``).
 
-Sums are trees over the ranks (``kernels/linear/tree_sum.py``) in float32, rounded once: equal on all ranks, and they
-repeat bit for bit.  With several hosts, the ranks of each share memory, and ``two_level.py`` joins the hosts.
+Sums are trees over the ranks (``kernels/linear/tree_sum.py``) in float32, rounded once: equal on all ranks, and
+reproducible bit for bit.  With several hosts, the ranks of each share memory, and ``two_level.py`` joins the hosts.
 """
 
 import ctypes
@@ -46,9 +46,9 @@ def with_shared_memory(
 ) -> Communicator:
     """``library`` with all-reduces through shared memory, or ``library`` itself if a rank cannot use it.
 
-    A collective.  ``swap``: with several hosts, on the first rank of each, see ``TwoLevelExchange``.  ``check``
-    is called during waits, and raises if the job has failed; a collective takes ``timeout_s`` at most.  If
-    ``is_required``, a rank that cannot use it raises ``RankError`` on all ranks.
+    A collective.  ``swap`` is for the first rank of each of several hosts, see ``TwoLevelExchange``.  ``check`` is
+    called while waiting, and raises if the job has failed; a collective takes ``timeout_s`` at most.  If
+    ``is_required``, all ranks raise ``RankError`` if one cannot use it.
     """
     together = partial(all_do, host, "shared memory", "shm", is_required=is_required)
     info = host.info
@@ -75,7 +75,7 @@ def with_shared_memory(
 def _shared_slots(
     host: Agreeing, slot_bytes: int, together: Callable[[Callable[[], TensorSlots | str]], TensorSlots | str | None]
 ) -> TensorSlots | None:
-    """The slots, which the first rank creates and every rank of the host maps."""
+    """The slots, which the host's first rank creates and all its ranks map."""
     info = host.info
     own = together(lambda: TensorSlots.create(info.world_size, slot_bytes) if info.is_first else "another rank's")
     if own is None:
@@ -137,7 +137,7 @@ def check_exchange(made: Communicator, library: Communicator, slot_bytes: int) -
 
 
 class Patience:
-    """Ends the waits of a collective: ``check`` raises if the job has failed, and there is a timeout."""
+    """Bounds the waits of a collective: ``check`` raises if the job has failed, and there is a timeout."""
 
     def __init__(self, check: Callable[[], None], *, timeout_s: float) -> None:
         self.started_ns = 0
@@ -145,7 +145,7 @@ class Patience:
         self._timeout_s = timeout_s
 
     def late(self, rank: int) -> None:
-        """Called while waiting for ``rank``; raises ``RankError`` if the job has failed or the time is up."""
+        """Raise ``RankError`` if the job has failed or the time is up; called while waiting for ``rank``."""
         self._check()
         if monotonic_ns() - self.started_ns > self._timeout_s * 1e9:
             raise RankError(rank, f"did not come to a collective within {self._timeout_s:g} s")
@@ -154,7 +154,7 @@ class Patience:
 class SharedMemoryCommunicator(Communicator):
     """``library``'s collectives, but all-reduces of ``DTYPES``, and all-gathers that fit, go through ``exchange``.
 
-    A tape contains an all-reduce as a call of Python, which keeps its phase, its deadline and its time.
+    A tape contains an all-reduce as a call of Python, which keeps its progress, its deadline and its time.
     """
 
     def __init__(self, library: Communicator, exchange: Exchange, patience: Patience, progress: RankProgress) -> None:

@@ -31,7 +31,7 @@ _engine_count = itertools.count()
 
 
 class WatchedStore(dist.Store):
-    """``store``, but each wait is a loop that calls ``check``, which raises when the job has failed.
+    """``store``, but a wait is a loop that calls ``check``, which raises if the job has failed.
 
     Process groups that are created with it use it for their whole rendezvous (C++ calls this Python store).
     """
@@ -43,7 +43,7 @@ class WatchedStore(dist.Store):
         self._timeout_s = timeout_s
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all ``keys`` exist; raises ``TimeoutError`` after ``timeout``, or what ``check`` raises."""
+        """Wait until all ``keys`` exist; raises ``TimeoutError`` after ``timeout``, and what ``check`` raises."""
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
         deadline_s = time.monotonic() + timeout_s
         while not self._store.check(list(keys)):
@@ -53,12 +53,12 @@ class WatchedStore(dist.Store):
             time.sleep(_POLL_S)
 
     def get(self, key: str) -> bytes:
-        """Wait for ``key`` and return its value."""
+        """The value of ``key``, once it exists."""
         self.wait([key])
         return self._store.get(key)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait for all ``keys`` and return their values."""
+        """The values of ``keys``, once all exist."""
         self.wait(keys)
         return self._store.multi_get(list(keys))
 
@@ -78,17 +78,17 @@ for _name in "set multi_set add append compare_set check delete_key num_keys has
 
 
 def host_store(*, timeout_s: float) -> dist.TCPStore:
-    """Return the store of ranks that rank 0 starts, on a free port of the loopback interface."""
+    """Rank 0's store for the ranks that it starts, on a free port of the loopback interface."""
     return _serve(_LOOPBACK, 0, timeout_s=timeout_s)
 
 
 def join_store(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
-    """Return the store of ``host_store``, on another rank."""
+    """Another rank's connection to ``host_store``."""
     return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
 def launched_store(*, timeout_s: float) -> Store:
-    """Return the store of this process's torchrun job, with a prefix of its own for each engine.
+    """The store of this process's torchrun job, with a prefix for each engine.
 
     The engines of one job are numbered in the order of their creation, which is the same on every rank.
     """
@@ -96,12 +96,12 @@ def launched_store(*, timeout_s: float) -> Store:
 
 
 def job_store(*, timeout_s: float) -> Store:
-    """Return the store of this process's torchrun job, for what outlives one engine."""
+    """The store of this process's torchrun job, for what outlives an engine."""
     return dist.PrefixStore("tp_engine", _store_of_job(timeout_s))
 
 
 def store_of_job() -> Store:
-    """Return the store of the torch.distributed job that this process has joined, or would join by its variables."""
+    """The store of the torch.distributed job that this process has joined, or would join by its variables."""
     if dist.is_initialized():
         found: Store = _get_default_store()
         return found
@@ -120,10 +120,10 @@ def _store_of_job(timeout_s: float) -> Store:
 
 @functools.cache
 def _serve_launched(host: str, port: int) -> dist.TCPStore | None:
-    """The server of a job whose launcher has none, on the address of ``host`` alone; torch's rendezvous finds it.
+    """The server for a job whose launcher has none, on the address of ``host`` alone; torch's rendezvous finds it.
 
-    None, and the rendezvous listens on all interfaces, if ``host`` may lead other hosts elsewhere: no interface of this
-    machine has the address, or it is a name that leads to the loopback interface here, as Debian's own host name.
+    None, and the rendezvous listens on all interfaces, if ``host`` may be another address on other hosts: no interface
+    of this machine has it, or it is a name for the loopback interface here, like a Debian machine's own host name.
     """
     try:
         address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
@@ -152,7 +152,7 @@ def _serve(address: str, port: int, *, timeout_s: float) -> dist.TCPStore:
 
 
 def record_error(error: BaseException) -> None:
-    """Write ``error`` with its traceback to torchrun's error file of this process; does nothing without torchrun.
+    """Write ``error`` with its traceback to this process's torchrun error file; does nothing without torchrun.
 
     Torchrun's summary of a failed job shows each rank's error from that file.
     """

@@ -1,8 +1,8 @@
-"""All-reduces and all-gathers through memory that the ranks' GPUs share (torch symmetric memory), but of large tensors.
+"""All-reduces and all-gathers of all but large tensors, in memory that the ranks' GPUs share (torch symmetric memory).
 
 One buffer per rank is allocated and mapped at the start: tensors are copied into it, and each rank's kernels read the
 buffers of all ranks.  Each kernel begins and ends with an exchange of signals between all ranks, so the next one may
-overwrite the buffers.  So a CUDA graph can hold them, even if the library's collectives go through the host.
+overwrite the buffers.  A CUDA graph can hold these kernels, even if the library's collectives go through the host.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def with_symmetric_memory(
     ``largest_bytes`` is the size of the largest tensor that a step all-reduces.  If ``is_required``, a rank that
     cannot take part raises ``RankError`` on all ranks.
     ``wait`` waits for the device, and raises if another rank has ended.  ``within(what)`` bounds the time of each part,
-    which may wait for another GPU for ever: mapping, copies from GPU to GPU, and only then the first kernels that wait
-    for signals, because a kernel that waits cannot be ended.
+    which may wait for another GPU for ever: mapping, copies between GPUs, and only then the first kernels that wait for
+    signals, because a waiting kernel cannot be ended.
 
     All-gathers are ``library``'s if CUDA graphs can contain those.
     """
@@ -116,7 +116,7 @@ class SymmetricBuffer(Protocol):
     def all_gather(self, part: torch.Tensor) -> torch.Tensor: ...
 
     def of(self, rank: int) -> torch.Tensor:
-        """Return the buffer of ``rank`` (bytes,) uint8, in its own memory."""
+        """The buffer of ``rank`` (bytes,) uint8, in its own memory."""
 
 
 Share: TypeAlias = Callable[[], SymmetricBuffer]
@@ -125,7 +125,7 @@ Share: TypeAlias = Callable[[], SymmetricBuffer]
 
 def allocate_symmetric(num_bytes: int, device: torch.device, group: dist.ProcessGroup) -> Share:
     """Allocate ``num_bytes`` of ``device``, outside of torch's caching allocator, for the ranks of ``group``."""
-    # Its handles have addresses; those of torch's other backends, which the environment may choose, may not.
+    # This backend's handles have addresses; torch's other ones, which the environment may choose, may have none.
     if _symmetric_memory.get_backend(device) != "CUDA":
         _symmetric_memory.set_backend("CUDA")
     own = _symmetric_memory._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
@@ -194,7 +194,7 @@ class SymmetricCommunicator(Communicator):
         return tensor
 
     def why_not_capture(self, sizes: RecordedSizes) -> str | None:
-        """All-reduces in symmetric memory can be captured; if the library's cannot, all tensors must fit into it."""
+        """Why not: all-reduces in symmetric memory can be captured; if the library's cannot, all tensors must fit."""
         obstacle = None if self.can_capture else self.plan.why_not_all(sizes)
         if obstacle is None:
             return None
@@ -222,7 +222,7 @@ def _is_aligned(tensor: torch.Tensor, num_bytes: int) -> bool:
 
 
 def probe_machine(indices: Sequence[int]) -> Machine:
-    """Return what the ranks' GPUs ``indices`` can do; asks the driver and allocates nothing."""
+    """What the ranks' GPUs ``indices`` can do; asks the driver and allocates nothing."""
     distinct = sorted(set(indices))
     pairs = [(a, b) for a in distinct for b in distinct if a != b]
     return Machine(
@@ -235,7 +235,7 @@ def probe_machine(indices: Sequence[int]) -> Machine:
 
 
 def has_native_atomics(source: int, target: int) -> bool:
-    """Return whether GPU ``source`` can change a word of GPU ``target`` in one indivisible operation; False if unknown.
+    """Whether GPU ``source`` can change a word of GPU ``target`` atomically; False if unknown.
 
     Torch does not tell, so this asks the driver, which counts GPUs as torch does (CUDA Driver API,
     cuDeviceGetP2PAttribute).
@@ -255,7 +255,7 @@ def has_native_atomics(source: int, target: int) -> bool:
 
 
 def write_marks(buffer: SymmetricBuffer, info: RankInfo, wait: Callable[[], None]) -> int:
-    """Write this rank's bytes into every rank's buffer, by copies; returns their number in each."""
+    """Copy this rank's bytes into every rank's buffer; returns their number in each."""
     for owner in range(info.world_size):
         _mark(buffer, info.rank, owner).copy_(_written(buffer, info.rank, owner))
     wait()
@@ -265,8 +265,8 @@ def write_marks(buffer: SymmetricBuffer, info: RankInfo, wait: Callable[[], None
 def check_marks(buffer: SymmetricBuffer, info: RankInfo, wait: Callable[[], None]) -> int:
     """Read what all ranks wrote here, and what this one wrote everywhere; returns the number of places.
 
-    ``RuntimeError`` if a byte did not arrive: a host may drop what GPUs write to each other (IOMMU, ACS), although the
-    driver says that they can.
+    Raises ``RuntimeError`` if a byte did not arrive: a host may drop what GPUs write to each other (IOMMU, ACS),
+    although the driver says that they can.
     """
     pairs = [(rank, info.rank) for rank in range(info.world_size)]
     pairs += [(info.rank, rank) for rank in range(info.world_size)]
@@ -293,7 +293,7 @@ def _written(buffer: SymmetricBuffer, writer: int, owner: int) -> torch.Tensor:
 def check_results(
     communicator: SymmetricCommunicator, library: Communicator, device: torch.device, wait: Callable[[], None]
 ) -> int:
-    """Sum one tensor of each method and dtype, and gather one; a collective.
+    """All-reduce a tensor of each method and dtype, and gather one; a collective.
 
     Returns the number of results, all equal to ``library``'s.  The tensors hold whole numbers, so every order of
     summation gives the same bits.  A rank that finds a difference continues with the others, and raises

@@ -1,4 +1,4 @@
-"""Collectives of ranks on several hosts, in two levels: shared memory inside a host, one exchange between the hosts.
+"""Collectives over several hosts in two levels: shared memory inside a host, one exchange between the hosts.
 
 ::
 
@@ -6,8 +6,8 @@
                   host 1:  r2 + r3 = s1                        (the library)                (shared memory)
 
 A host's sum is a tree over its ranks in float32; the hosts' sums are added as a tree and rounded once.  So sums are
-equal on all ranks and repeat bit for bit.  If the numbers of hosts and of ranks per host are powers of two, they are
-those of one host.
+equal on all ranks and reproducible bit for bit.  If the numbers of hosts and of ranks per host are powers of two, they
+equal those of a single host.
 
 A tensor crosses the network once each way per host, whatever the number of ranks on the host.
 """
@@ -43,7 +43,7 @@ class Exchange(Protocol):
 
 
 class LocalRanks:
-    """The ranks of this host, for agreements among them: ``host`` gathers from all ranks, and these keep their part."""
+    """Agreements among the ranks of this host: ``host`` gathers from all ranks, and these keep their part."""
 
     def __init__(self, host: Agreeing) -> None:
         info = host.info
@@ -57,7 +57,7 @@ class LocalRanks:
         )
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Return the payloads of this host's ranks."""
+        """The payloads of this host's ranks."""
         return self._host.all_gather_bytes(payload)[self._first : self._first + self.info.world_size]
 
 
@@ -79,7 +79,7 @@ class TwoLevelExchange(Exchange):
         total = tensor.view(-1).to(torch.float32, copy=True)
         self._local.all_reduce(total, total)
         total = total.zero_() if self._swap is None else tree_sum(self._swap(total))
-        self._local.all_reduce(total, total)  # all but the first rank add zeros: the sum is handed on unchanged
+        self._local.all_reduce(total, total)  # all but the first rank add zeros, so it broadcasts the sum
         out.view(-1).copy_(total)
 
     def all_gather(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
@@ -93,7 +93,7 @@ class TwoLevelExchange(Exchange):
 
 
 def swap_between(group: dist.ProcessGroup, num_hosts: int) -> Callable[[torch.Tensor], list[torch.Tensor]]:
-    """Gathers a tensor from the ranks of ``group``, the first of each host, in their order."""
+    """A function that gathers a tensor from the ranks of ``group``, the first of each host, in their order."""
 
     def swap(tensor: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(num_hosts)]
@@ -104,8 +104,7 @@ def swap_between(group: dist.ProcessGroup, num_hosts: int) -> Callable[[torch.Te
 
 
 def ordered_sum(parts: Sequence[torch.Tensor], local_world_size: int) -> torch.Tensor:
-    """Return the all-reduce of ``parts``, one per rank: a tree over each host's ranks, then over hosts, rounded
-    once."""
+    """The all-reduce of ``parts``, one per rank: a tree over each host's ranks, then over hosts, rounded once."""
     wide = [part.float() for part in parts]
     sums = [tree_sum(wide[first : first + local_world_size]) for first in range(0, len(wide), local_world_size)]
     return tree_sum(sums).to(parts[0].dtype)

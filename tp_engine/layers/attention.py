@@ -1,7 +1,7 @@
 """The attention layer, and the step's metadata that it reads.
 
-The layer holds its shape and its part of the KV cache; a backend does the work.  The metadata is the only ambient state
-of a forward pass.
+The layer holds its shape and its part of the KV cache; a backend does the work.  The metadata is ambient: a model's
+forward pass runs inside of ``forward_context``.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ def forward_context(metadata: Sequence[AttentionMetadata]) -> Iterator[None]:
 
 
 def current_metadata(group: int = 0) -> AttentionMetadata:
-    """Return this step's metadata for a group of layers; asserts that ``forward_context`` is active."""
+    """This step's metadata for a group of layers; asserts that ``forward_context`` is active."""
     metadata = _metadata.get(None)
     assert metadata is not None, "the model was called outside of forward_context"
     return metadata[group]
 
 
 def only(wanted: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the ``wanted`` (n,) int64 of ``tokens`` (N, ...); all of them if it is None."""
+    """Those of ``tokens`` (N, ...) that are ``wanted`` (n,) int64; all of them if it is None."""
     return tokens if wanted is None else tokens.index_select(0, wanted)
 
 
 class HasIndexKeys(Protocol):
-    """An indexer, as far as its cache is concerned."""
+    """An indexer, as far as the cache is concerned."""
 
     index_kv: LayerKv | None
 
@@ -57,7 +57,7 @@ class HasIndexKeys(Protocol):
 class Attention(Layer):
     """Causal attention of one layer over this rank's heads; its blocks are in the tables of KV group ``group``.
 
-    ``kv`` is None until ``bind_kv_cache``.  With a ``source`` the layer reads the keys and values of that one, and has
+    ``kv`` is None until ``bind_kv_cache``.  With a ``source`` the layer reads that layer's keys and values, and keeps
     none.  An ``indexer`` keeps index keys in the same blocks.
     """
 
@@ -114,7 +114,7 @@ class Attention(Layer):
     def forward(self, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None) -> torch.Tensor:
         """``query`` (N, heads, head_dim), ``key``, ``value`` (N, KV heads, head_dim) -> (N, heads, head_dim).
 
-        With ``AttentionShape.latent``, heads of queries have its query_dim, and of the output its value_dim.
+        With ``AttentionShape.latent``, query heads have its query_dim, and output heads its value_dim.
         The inputs may be strided views whose last dimension is contiguous.  If ``key`` and ``value`` are None,
         the caller has stored them already.
         """

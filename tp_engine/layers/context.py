@@ -1,4 +1,4 @@
-"""What every layer is built from: its context, and the base class of layers with work after loading."""
+"""What every layer is built from: its context, and the base class of layers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tp_engine.weights.source import Source, set_sources
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterLimits:
-    """``max_loras`` adapters have a slot on the devices at once, of ranks up to ``max_rank``.  If ``of_experts``, the
-    slots have room for matrices of routed experts too."""
+    """``max_loras`` adapters, of ranks up to ``max_rank``, have a slot on the devices at once.  If ``of_experts``, the
+    slots have room for matrices of routed experts, too."""
 
     max_loras: int
     max_rank: int
@@ -29,12 +29,12 @@ class AdapterLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerContext:
-    """The ranks that share a layer, where and how its weights are kept, and its name in the checkpoint.
+    """The ranks that share a layer, where and how its weights are kept, and its ``path`` in the checkpoint.
 
     ``format_of(names)`` is the format of a linear layer made of the stored modules ``names``.  ``splits_experts``: a
     rank has a part of each expert; otherwise it has some experts whole (expert parallelism).  ``tp_invariant``: sums
-    over columns are those of ``kernels/linear/tree_sum.py``.  With ``adapters``, linear layers have slots for some.
-    ``choices`` of kernels are those of the device.
+    over columns are those of ``kernels/linear/tree_sum.py``.  ``adapters``: linear layers have slots for adapters.
+    ``choices`` are the device's kernels.
     """
 
     communicator: Communicator
@@ -48,7 +48,7 @@ class LayerContext:
     choices: Choices = DEFAULTS
 
     def at(self, name: str) -> LayerContext:
-        """Return the context of the module ``name`` inside of this one; without a name, this one."""
+        """The context of the module ``name`` inside of this one; without a name, this one."""
         return replace(self, path=".".join(part for part in (self.path, name) if part))
 
     @property
@@ -57,32 +57,31 @@ class LayerContext:
         return replace(self, adapters=None)
 
     def op(self, name: str) -> Callable[..., Any]:
-        """Return the operation ``name`` of ``kernels.ops``, for this device."""
+        """The operation ``name`` of ``kernels.ops``, for this device."""
         return op(name, self.device.type)
 
     def chosen(self, name: str, shape: Shape) -> Callable[..., Any]:
-        """Return the operation ``name``, of which GPUs have candidates for ``shape``."""
+        """The operation ``name``, for which GPUs have candidates by ``shape``."""
         return chosen(name, shape, self.device, self.choices) if self.device.type == "cuda" else self.op(name)
 
     def can_record(self, *names: str) -> bool:
-        """Return whether recordings can hold all of these operations."""
+        """Whether recordings can hold all of these operations."""
         return all(is_recordable(name, self.device.type) for name in names)
 
     def parameter(
         self, shape: Sequence[int], *sources: Sequence[Source], dtype: torch.dtype | None = None
     ) -> nn.Parameter:
-        """Return an uninitialised weight on the device, which the loader fills from one of the alternative
-        ``sources``."""
+        """An uninitialised weight on the device, which the loader fills from one of the alternative ``sources``."""
         values = torch.empty(tuple(shape), dtype=self.dtype if dtype is None else dtype, device=self.device)
         parameter = nn.Parameter(values, requires_grad=False)
         set_sources(parameter, *sources)
         return parameter
 
     def output(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the output of a row-parallel layer, given this rank's ``part``: that part, which ``joins`` adds up.
+        """The output of a row-parallel layer, given this rank's ``part``: that part, which ``joins`` adds up.
 
-        With ``tp_invariant`` it is the ranks' sum of their float32 parts, in the model's type, so that what is made of
-        it is the same on all ranks, and on any number of them.  A collective.
+        With ``tp_invariant`` it is the sum of the ranks' float32 parts, in the model's type, so that what follows is
+        the same on all ranks, and on any number of them.  A collective.
         """
         if not self.tp_invariant or self.world_size == 1:
             return part
@@ -90,12 +89,12 @@ class LayerContext:
 
     @property
     def joins(self) -> Communicator:
-        """Adds up what row-parallel layers return: nothing is left to do if each of them did."""
+        """Adds up what row-parallel layers return; does nothing if each of them did."""
         return SingleRank() if self.tp_invariant else self.communicator
 
     @property
     def num_shards(self) -> int:
-        """How many parts of a row-parallel layer's columns on this rank have sums of their own; 0: no parts."""
+        """How many shards of a row-parallel layer's columns on this rank have sums of their own; 0: no shards."""
         return NUM_SHARDS // self.world_size if self.tp_invariant else 0
 
     @property
@@ -105,7 +104,7 @@ class LayerContext:
 
     @property
     def world_size(self) -> int:
-        """How many ranks share a layer."""
+        """The number of ranks that share a layer."""
         return self.communicator.info.world_size
 
 

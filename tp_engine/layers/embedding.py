@@ -1,6 +1,6 @@
 """The vocabulary, split over the ranks: embedding and output head.
 
-The vocabulary is padded so that every rank holds the same number of rows; padded rows are zero, no token id points to
+The vocabulary is padded so that every rank holds the same number of rows; padding rows are zero, no token id points to
 them, and their logits are cut off::
 
     vocabulary 203, 2 ranks, alignment 16:   rank 0 [0 .. 111]   rank 1 [112 .. 202, 21 rows of padding]
@@ -36,8 +36,7 @@ Lookup: TypeAlias = Callable[[torch.Tensor, int | None, float], torch.Tensor]
 class VocabSlice:
     """The token ids ``first`` to ``first + num_ids - 1``, which one rank holds; ``num_ids`` may be 0.
 
-    A rank's logits have ``width`` columns, the same number on every rank: first one for each of these ids, then
-    padding.
+    A rank's logits have ``width`` columns, equally many on every rank: one for each of these ids, then padding.
     """
 
     vocab_size: int
@@ -47,7 +46,7 @@ class VocabSlice:
 
     @staticmethod
     def of_rank(vocab_size: int, info: RankInfo) -> VocabSlice:
-        """Return the slice of one rank; a world of one holds the vocabulary without padding."""
+        """The slice of one rank; a world of one holds the vocabulary without padding."""
         if info.world_size == 1:
             return VocabSlice(vocab_size=vocab_size, first=0, num_ids=vocab_size, width=vocab_size)
         width = padded_vocab_size(vocab_size, info.world_size) // info.world_size
@@ -56,11 +55,11 @@ class VocabSlice:
         return VocabSlice(vocab_size=vocab_size, first=first, num_ids=num_ids, width=width)
 
     def holds(self, token_ids: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-        """Return which of ``token_ids`` (c,) belong to the slice."""
+        """Which of ``token_ids`` (c,) belong to the slice."""
         return (token_ids >= self.first) & (token_ids < self.first + self.num_ids)
 
     def columns_of(self, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the columns of the ``token_ids`` (c,) that belong to the slice, in their order."""
+        """The columns of those ``token_ids`` (c,) that belong to the slice, in their order."""
         return token_ids[self.holds(token_ids)] - self.first
 
 
@@ -97,7 +96,7 @@ class VocabParallelEmbedding(Layer):
 
 
 class ParallelLMHead(LocalLinear):
-    """(n, hidden) -> (n, width), this rank's slice of the logits.  ``tied`` shares its weight, in panels too.
+    """(n, hidden) -> (n, width), this rank's slice of the logits.  ``tied`` shares its weight, even if it is in panels.
 
     Logits are multiplied by ``scale``, then bounded by ``softcap``.
     """
@@ -138,7 +137,7 @@ class ParallelLMHead(LocalLinear):
         return logits
 
     def gather(self, local_logits: torch.Tensor) -> torch.Tensor | None:
-        """Return all ranks' slices (n, width) -> (n, vocab_size) on rank 0, None elsewhere.  A collective."""
+        """All ranks' slices (n, width) as (n, vocab_size) on rank 0, None elsewhere.  A collective."""
         logits = self._communicator.gather(local_logits)
         return logits[:, : self.slice.vocab_size] if logits is not None else None
 

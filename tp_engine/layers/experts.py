@@ -2,11 +2,11 @@
 
 ::
 
-    split (the default)      rank r has its part of each expert's inner size, as of a dense MLP
+    split (the default)      rank r has its part of each expert's inner size, as in a dense MLP
     expert parallelism       rank r has some experts, whole; pairs of other experts add nothing here
 
 Either way each rank makes a part of the block's output, and the all-reduce at the end of the block adds the parts up.
-All ranks route alike, because all start from the same bits.
+All ranks route alike, because they start from the same bits.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ from tp_engine.weights.source import Source, Span, tie_sources, whole
 class Router(Layer):
     """Logits of all experts, and of the shared MLP's gate if there is one: one product, the same on all ranks.
 
-    With ``norm`` it reads the residual stream, which ``norm`` normalises for it.
+    With ``norm`` it reads the residual stream, normalised by it.
     """
 
     def __init__(self, spec: ExpertsSpec, hidden_size: int, *, context: LayerContext) -> None:
@@ -119,7 +119,7 @@ class Experts(Layer):
         """``x`` (N, hidden), ``logits`` (N, experts or more) -> this rank's part of the experts' output."""
         assert self._product is not None, "finish_loading comes first"
         slots = current_metadata().slot_mapping
-        # In the last layer only some tokens of a prompt come here; they are not counted.
+        # In the last layer only some tokens of a prompt are computed; they are not counted.
         load = ExpertLoad(self.token_counts, slots) if len(slots) == len(x) else None
         own = logits[:, : self._num_experts]
         chosen = self._route(own, self._rule, self.correction, load, self.expert_scale)

@@ -1,4 +1,4 @@
-"""A layer with the gated delta rule in the place of attention (``kernels/gated_delta_net.py``).
+"""A layer with the gated delta rule instead of attention (``kernels/gated_delta_net.py``).
 
 Value heads are split over the ranks, each with the key head that it reads; key heads are repeated like KV heads where
 there are fewer of them than ranks.
@@ -61,7 +61,7 @@ class HeadShares:
         self._value_size = spec.num_value_heads * spec.value_dim
 
     def input_parts(self, context: LayerContext) -> tuple[Part, ...]:
-        """Return the rows of q, k, v and z."""
+        """The rows of q, k, v and z."""
         spec, keys, values = self._spec, self._key_rows, self._value_rows
         if not spec.is_fused:
             stored = 2 * self._key_size + self._value_size
@@ -83,7 +83,7 @@ class HeadShares:
         )
 
     def gate_parts(self, context: LayerContext) -> tuple[Part, ...]:
-        """Return the rows of b and a."""
+        """The rows of b and a."""
         spec = self._spec
         if not spec.is_fused:
             names = ("in_proj_b", "in_proj_a")
@@ -95,7 +95,7 @@ class HeadShares:
         )
 
     def conv_sources(self, context: LayerContext) -> tuple[Source, ...]:
-        """Return the convolution's weights."""
+        """The convolution's weights."""
         rows = self._key_rows, behind(self._key_size, self._key_rows), behind(2 * self._key_size, self._value_rows)
         name, stored = context.at("conv1d").path, 2 * self._key_size + self._value_size
         return conv_sources(name, stored, self._spec.taps, rows)

@@ -1,4 +1,4 @@
-"""The images of a step: rows that replace the embeddings of their tokens, and how their tokens turn."""
+"""The images of a step: rows that replace the embeddings of their tokens, and their rotary positions."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,15 +13,15 @@ from tp_engine.attention.tiles import ImageSpan
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepImages:
     """``rows`` (n, (1 + D) * hidden) for the step's tokens ``places`` (n,) int64: their embeddings, then what is added
-    behind each of the first D layers (DeepStack).
+    after each of the first D layers (DeepStack).
 
-    ``turns`` (3, N) int64 are time, row and column of all tokens of the step; None: they turn by one position.
-    ``spans`` are the images whose tokens see all of it.
+    ``rotary_positions`` (3, N) int64 are those of all tokens of the step: time, row and column; None: each token
+    has one.  ``spans`` are the images whose tokens see all of the image.
     """
 
     places: torch.Tensor
     rows: torch.Tensor
-    turns: torch.Tensor | None = None
+    rotary_positions: torch.Tensor | None = None
     spans: tuple[ImageSpan, ...] = ()
 
     def put_into(self, embeddings: torch.Tensor) -> None:
@@ -29,7 +29,7 @@ class StepImages:
         embeddings.index_copy_(0, self.places, self.rows[:, : embeddings.shape[1]])
 
     def add_behind(self, layer: int, stream: torch.Tensor) -> None:
-        """Add what comes behind ``layer`` to ``stream`` (N, hidden)."""
+        """Add what follows ``layer`` to ``stream`` (N, hidden)."""
         size = stream.shape[1]
         first = (1 + layer) * size
         if first < self.rows.shape[1]:
@@ -50,5 +50,5 @@ def seeing(step: StepImages | None) -> Iterator[None]:
 
 
 def images_of_step() -> StepImages | None:
-    """Return the images of this step; None if it has none."""
+    """The images of this step; None if it has none."""
     return _step.get()

@@ -31,7 +31,7 @@ from tp_engine.weights.source import Decode, Span, as_stored, equal_share, kv_he
 
 
 class LocalLinear(Layer):
-    """This rank's part of a linear layer, in ``format`` or else the context's, and ``bias`` (out,) if it has one."""
+    """This rank's part of a linear layer, in ``format`` or else the context's, with a ``bias`` (out,) or None."""
 
     def __init__(
         self, shape: LinearShape, *, bias: bool, context: LayerContext, format: LinearFormat | None = None
@@ -69,7 +69,7 @@ class LocalLinear(Layer):
             delattr(self, name)
 
     def product(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
-        """``x`` (N, in), codes only if the product takes them (``wanted_codes``) -> (N, out)."""
+        """``x`` (N, in), codes only if the product reads them (``wanted_codes``) -> (N, out)."""
         if self.adapters is None or (rows := rows_of_step(len(x))) is None:
             return self.loaded(cast("torch.Tensor", x), bias)
         assert isinstance(x, torch.Tensor), "a step with adapters has rows, not codes"
@@ -84,8 +84,8 @@ class LocalLinear(Layer):
 
 
 class GatedColumnParallelLinear(LocalLinear):
-    """``activation(gate(x), up(x))``, or ``activation(up(x))`` of one without a gate: (N, in) -> (N, size / world
-    size); a rank holds its share of each.
+    """``activation(gate(x), up(x))``, or without a gate ``activation(up(x))``: (N, in) -> (N, size / world size); a
+    rank holds its share of each.
 
     ::
 
@@ -114,14 +114,14 @@ class GatedColumnParallelLinear(LocalLinear):
 class QKVParallelLinear(LocalLinear):
     """Query, key and value projections as one product: (N, hidden) -> (N, (heads + 2 KV heads [+ heads]) * head_dim).
 
-    If the query projection has a gate for each head, the gates are behind the values.  Where there are fewer KV heads
+    If the query projection has a gate for each head, the gates come after the values.  Where there are fewer KV heads
     than ranks, each KV head is held by several ranks::
 
         8 query heads, 2 KV heads, 4 ranks:   rank 0 [q0 q1 k0 v0]   rank 1 [q2 q3 k0 v0]   rank 2 [q4 q5 k1 v1] ...
 
     ``num_heads`` and ``num_kv_heads`` are this rank's.  ``order`` is that of the rows of query and key heads.  Where
-    the key projection makes the values too, its rows are here twice, because values do not turn.  A layer that reads
-    another's keys and values has rows of queries alone.
+    the key projection makes the values too, its rows are here twice, because values are not rotated.  A layer that
+    reads another's keys and values has only rows of queries.
     """
 
     def __init__(self, hidden_size: int, spec: AttentionSpec, order: Decode, *, context: LayerContext) -> None:
@@ -142,7 +142,7 @@ class QKVParallelLinear(LocalLinear):
 class RowParallelLinear(LocalLinear):
     """(N, in / world size) -> (N, out), summed over the ranks; only rank 0 adds the bias.
 
-    With ``tp_invariant`` it sums at once, else where the block's output joins the residual stream.
+    ``part`` leaves the sum to where the block's output joins the residual stream, except with ``tp_invariant``.
     """
 
     def __init__(self, in_size: int, out_size: int, *, bias: bool, context: LayerContext) -> None:
@@ -165,12 +165,12 @@ class RowParallelLinear(LocalLinear):
         return self._context.joins.all_reduce(self._context.output(self.product(x, self.own_bias)))
 
     def part(self, x: Rows) -> torch.Tensor:
-        """(N, out) of this rank, of which ``LayerContext.joins`` makes the layer's output."""
+        """This rank's part (N, out) of the layer's output, for ``LayerContext.joins``."""
         return self._context.output(self.product(x, self.own_bias))
 
 
 def whole_linear(name: str, in_size: int, out_size: int, context: LayerContext) -> LocalLinear:
-    """Return a linear layer that every rank has whole, and no adapter changes."""
+    """A linear layer that every rank has whole, and no adapter changes."""
     own = context.at(name).unadapted
     part = Part(name=own.path, stored_rows=out_size, rows=Span(0, out_size), room=out_size)
     shape = LinearShape(stored_columns=in_size, columns=Span(0, in_size), parts=(part,))

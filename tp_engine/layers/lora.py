@@ -6,7 +6,7 @@
     A whole, B this rank's rows                A this rank's columns, B whole
     y_r = x W_r' + (x A') B_r'                 part_r = x_r W_r' + (x_r A_r') B'     the ranks' sum is x W' + x A' B'
 
-So an adapter adds no collective: a row-parallel layer adds it to its part, before the all-reduce.  A product made of
+An adapter needs no collective: a row-parallel layer adds it to its part, before the all-reduce.  A product made of
 several modules has a pair for each (``kernels/linear/adapters.py`` draws the memory).  The scale is part of B.
 """
 
@@ -31,7 +31,7 @@ from tp_engine.weights.lora import AdapterPair
 class StepAdapters:
     """The rows of a step with an adapter: among its ``num_tokens`` tokens, and among those whose outputs are read.
 
-    The last layer computes only the latter.  Where both are as many, they are the same.
+    The last layer computes only the latter.  If there are equally many, they are the same.
     """
 
     num_tokens: int
@@ -39,12 +39,12 @@ class StepAdapters:
     of_wanted: AdapterRows
 
     def among(self, num_rows: int) -> AdapterRows:
-        """Return the rows with an adapter among those that a layer computes."""
+        """The rows with an adapter among those that a layer computes."""
         return self.of_tokens if num_rows == self.num_tokens else self.of_wanted
 
 
 def group_step(of_tokens: IntArray, of_wanted: IntArray | None, device: torch.device) -> StepAdapters:
-    """Return the grouping of a step whose tokens have adapters in the slots ``of_tokens`` (N,), from 0 on; -1 for none.
+    """Group a step whose tokens have adapters in the slots ``of_tokens`` (N,), -1 for none.
 
     ``of_wanted`` (n,) are the slots of those whose outputs are read; None: all, in order.
     """
@@ -71,12 +71,12 @@ def adapting(step: StepAdapters | None) -> Iterator[None]:
 
 
 def has_adapters() -> bool:
-    """Return whether a row of this step has an adapter."""
+    """Whether a row of this step has an adapter."""
     return _step.get() is not None
 
 
 def rows_of_step(num_rows: int) -> AdapterRows | None:
-    """Return the rows of this step with an adapter among those that a layer computes; None if there are none."""
+    """The rows of this step with an adapter among those that a layer computes; None if there are none."""
     step = _step.get()
     rows = None if step is None else step.among(num_rows)
     return rows if rows is not None and rows.num_rows else None
@@ -86,7 +86,7 @@ def rows_of_step(num_rows: int) -> AdapterRows | None:
 class LocalPair:
     """This rank's share of an adapter in one layer, on the host: ``a`` (parts, r, in), ``b`` (r, out), scaled.
 
-    r is the largest rank of the parts' modules.  Of stacks of experts, see ``layers/lora_experts.py``.
+    r is the largest rank of the parts' modules.  ``layers/lora_experts.py`` has the shapes for stacks of experts.
     """
 
     a: torch.Tensor
@@ -99,7 +99,7 @@ class LocalPair:
 
 
 class LoRALayerSlots(ABC):
-    """The slots of what one pair of matrices, or one for each part, is added to: allocated and empty."""
+    """The slots of a product to which a pair of matrices, or one for each part, is added; empty at first."""
 
     def __init__(self, num_places: int, in_size: int, part_sizes: tuple[int, ...], context: LayerContext) -> None:
         limits, self._dtype = context.adapters, context.dtype
@@ -115,7 +115,7 @@ class LoRALayerSlots(ABC):
     @property
     @abstractmethod
     def modules(self) -> list[str]:
-        """The usual names of the modules that it is made of."""
+        """The usual names of the modules of the product."""
 
     @property
     def num_bytes(self) -> int:
@@ -124,15 +124,15 @@ class LoRALayerSlots(ABC):
 
     @abstractmethod
     def take(self, pairs: Mapping[str, AdapterPair], used: set[str], names: Mapping[str, str]) -> LocalPair | None:
-        """Return this rank's share of an adapter's ``pairs``; None if it leaves this layer alone.
+        """This rank's share of an adapter's ``pairs``; None if it leaves this layer alone.
 
-        ``names`` are the pairs' modules by their usual names; those that are ``used`` are entered there.
-        ``WeightError`` for a pair of another shape than the layer's.
+        ``names`` are the pairs' modules by their usual names; those that are taken are added to ``used``.
+        Raises ``WeightError`` for a pair whose shape is not the layer's.
         """
 
     @abstractmethod
     def put(self, slot: int, pair: LocalPair | None) -> None:
-        """Let ``slot`` hold ``pair``, or nothing; does not wait for the device."""
+        """Put ``pair``, or nothing, into ``slot``; does not wait for the device."""
 
 
 class LinearAdapters(LoRALayerSlots):

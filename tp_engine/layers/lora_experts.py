@@ -6,7 +6,7 @@
     here, a slot for each expert              A (slots * E, r, in)                 B (slots * E, r, out)
 
     gate and up    A whole, B this rank's gate rows and up rows
-    down           A this rank's columns, B whole: the all-reduce behind adds the ranks' parts up
+    down           A this rank's columns, B whole: the all-reduce adds the ranks' parts up
 
 A pair of a row and an expert is then a row of ``kernels/linear/adapters.py`` with the slot ``slot * E + expert``.  The
 product of gate and up, its adapter, the activation, the product of down, its adapter and the sum over a row's experts
@@ -42,14 +42,14 @@ class StackAdapters(LoRALayerSlots):
 
     @property
     def modules(self) -> list[str]:
-        """The names that PEFT may give to the pair: parameters of a module nest, and some families have another name
-        in transformers than in checkpoints."""
+        """The names that PEFT may give to the pair: a module's parameters nest, and some families have other names in
+        transformers than in checkpoints."""
         mlps = dict.fromkeys((self._path, f"{self._path.rpartition('.')[0]}.mlp"))
         return [f"{mlp}.experts{nested}" for mlp in mlps for nested in ("", ".base_layer")]
 
     def take(self, pairs: Mapping[str, AdapterPair], used: set[str], names: Mapping[str, str]) -> LocalPair | None:
-        """Return this rank's share of the one of ``pairs`` that is of this stack by its sizes, as
-        ``LinearAdapters.take``: ``a`` (experts, r, in) and ``b`` (experts, r, out)."""
+        """``LoRALayerSlots.take`` of the pair whose sizes are this stack's: ``a`` (experts, r, in) and ``b`` (experts,
+        r, out)."""
         found = [names[name] for name in self.modules if name in names and self._fits(pairs[names[name]])]
         if not found:
             return None
@@ -95,7 +95,7 @@ class ExpertAdapters:
     def mix(
         self, product: SeparateExperts, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return what ``product`` makes of these, with the adapters of this step's rows."""
+        """The result of ``product``, with the adapters of this step's rows."""
         rows = rows_of_step(len(x))
         if rows is None:
             return product(x, expert_ids, weights)

@@ -1,7 +1,7 @@
-"""A state space layer in the place of attention (``kernels/mamba2.py``).
+"""A state space layer instead of attention (``kernels/mamba2.py``).
 
-Heads are split over the ranks, each with the keys and queries of its group; groups are split too.  A single group is on
-all ranks, which then add up the squares of its elements: one all-reduce of a number per token.
+Heads are split over the ranks, each with the keys and queries of its group; groups are split, too.  If there are fewer
+groups than ranks, a group spans ranks, which add up the squares of its elements: one all-reduce of a number per token.
 """
 
 from functools import partial
@@ -17,7 +17,7 @@ from tp_engine.weights.source import Source, Span, equal_share, kv_head_share, t
 
 
 class Mamba2(RecurrentMixer):
-    """Projections, the state space recurrence, the norm of groups, this rank's part of the output projection."""
+    """Projections, the state space recurrence, the grouped norm, this rank's part of the output projection."""
 
     def __init__(self, spec: Mamba2Spec, hidden_size: int, *, context: LayerContext) -> None:
         super().__init__(spec, hidden_size, operation="mamba2", context=context)
@@ -77,7 +77,7 @@ class Mamba2(RecurrentMixer):
 
 
 def _bias_sources(name: str, stored: int, channels: tuple[Span, ...]) -> tuple[Source, ...]:
-    """The convolution's bias, stored (stored,), of these ``channels``, one behind another."""
+    """The convolution's bias, stored (stored,), for these ``channels``, one after another."""
     first, sources = 0, []
     for own in channels:
         sources.append(Source(name=name, shape=(stored,), taken=(own,), target=(Span(first, own.size),)))

@@ -1,4 +1,4 @@
-"""Root mean square normalisation (https://arxiv.org/abs/1910.07467), and layer normalisation."""
+"""RMS norm (https://arxiv.org/abs/1910.07467) and layer norm."""
 
 import torch
 
@@ -28,7 +28,7 @@ class Norm(Layer):
 
 
 class QKNorm(Layer):
-    """Normalises the query and key heads of a layer before they turn, and the value heads if its spec includes them.
+    """Normalises the query and key heads of a layer before they are rotated, and its value heads if the spec says so.
 
     ``qk_norm_rope_store`` normalises each head alone; with ``spans_heads``, ``normalise`` normalises all heads of all
     ranks together.  ``order`` is the order of a head's elements, as in the projections.
@@ -60,7 +60,7 @@ class QKNorm(Layer):
         return context.parameter((taken.size,), (source,))
 
     def finish_loading(self) -> None:
-        """Write out a weight for each head."""
+        """Repeat the weights for each head."""
         num_heads, num_kv_heads = self._counts
         dim = self._attention.head_dim
         of_query, of_key = self.q_weight.view(-1, dim), self.k_weight.view(-1, dim)
@@ -80,7 +80,7 @@ class QKNorm(Layer):
 
     @property
     def head_norm(self) -> HeadNorm | None:
-        """How each head is normalised alone; None if all heads are normalised together."""
+        """The norm of single heads; None if all heads are normalised together."""
         assert self._weights is not None, "finish_loading comes first"
         return self._head_norm
 
@@ -92,7 +92,7 @@ class QKNorm(Layer):
     def normalise(self, heads: torch.Tensor) -> None:
         """Normalise queries and keys of ``heads`` (N, H + 2 KV, head_dim) in place, over all ranks; a collective.
 
-        Each rank that shares a KV head counts it, so the width of the sum counts it as often.
+        Each rank that has a shared KV head counts it, and so does the width of the sum.
         """
         attention, (num_heads, num_kv_heads) = self._attention, self._counts
         squares = self._squares(heads, num_heads, num_kv_heads)

@@ -1,7 +1,7 @@
-"""What layers with a recurrent state in the place of attention have in common: their states, and decodes and prompts as
-two operations.
+"""What layers with a recurrent state instead of attention share: their states, and decodes and prompts as two
+operations.
 
-Heads, or channels, are split over the ranks.  Each rank keeps the states of its own.
+Heads, or channels, are split over the ranks, and each rank keeps the states of its own.
 """
 
 from abc import abstractmethod
@@ -26,14 +26,14 @@ from tp_engine.weights.source import Source, Span
 class RecurrentMixer(Layer):
     """Projections (``readers``), a recurrence, this rank's part of the output projection.
 
-    The ``operation`` is two of ``kernels.ops``, which get what each of the ``readers`` makes of N tokens, and return
-    (N, width), of which ``finish`` makes the same in their type::
+    The ``operation`` stands for two of ``kernels.ops``, which get the outputs of the ``readers`` for N tokens, and
+    return (N, width); ``finish`` then makes what the output projection reads::
 
-        NAME_decode(*inputs, rule, states, slots, runs)    one token of each row, draft rows behind others (``runs``)
+        NAME_decode(*inputs, rule, states, slots, runs)    one token of each row; draft rows continue others (``runs``)
         NAME_prefill(*inputs, rule, states, chunks)        chunks of prompts
 
-    ``rule`` has the loaded constants.  ``states`` is None until ``bind_states``: memory is measured before there are
-    states, with new requests.
+    ``rule`` has the loaded constants.  ``states`` is None until ``bind_states``: memory is measured, with new requests,
+    before there are states.
     """
 
     def __init__(self, spec: RecurrentSpec, hidden_size: int, *, operation: str, context: LayerContext) -> None:
@@ -58,7 +58,7 @@ class RecurrentMixer(Layer):
 
     @abstractmethod
     def make_rule(self) -> Any:
-        """Return the constants, made of loaded weights."""
+        """The constants, made from loaded weights."""
 
     def kernels(self, device_type: str) -> Iterable[Wanted]:
         return (self._prefill,) if device_type == "cuda" else ()
@@ -87,12 +87,12 @@ class RecurrentMixer(Layer):
         return self.out_proj.part(self.finish(only(wanted, out)))
 
     def finish(self, out: torch.Tensor) -> torch.Tensor:
-        """Return what the output projection reads, made of what the operation returns."""
+        """What the output projection reads, made from what the operation returns."""
         return out
 
 
 def chunks_of(batch: AttentionMetadata) -> list[Chunk]:
-    """Return the prefills of a step."""
+    """The prefills of a step."""
     lengths = batch.host_query_lens[batch.num_decodes :]
     computed = batch.host_seq_lens[batch.num_decodes :] - lengths
     starts = lengths.cumsum() - lengths
@@ -104,24 +104,24 @@ def chunks_of(batch: AttentionMetadata) -> list[Chunk]:
 
 
 def projection(parts: tuple[Part, ...], hidden_size: int, context: LayerContext) -> LocalLinear:
-    """Return a linear layer of the stream whose rows are these ``parts`` of stored modules."""
+    """A linear layer that reads the stream, and whose rows are these ``parts`` of stored modules."""
     shape = LinearShape(stored_columns=hidden_size, columns=Span(0, hidden_size), parts=parts)
     return LocalLinear(shape, bias=False, context=context)
 
 
 def rows_of(name: str, stored: int, rows: Span, *, first: int = 0, count: int = 1, step: int = 1) -> Part:
-    """Return these ``rows`` of the module ``name``, which has ``stored`` of them."""
+    """These ``rows`` of the module ``name``, which has ``stored`` of them."""
     return Part(name=name, stored_rows=stored, rows=rows, room=rows.size, first=first, count=count, step=step)
 
 
 def behind(first: int, rows: Span) -> Span:
-    """Return ``rows`` counted from row ``first`` on."""
+    """``rows``, counted from row ``first`` on."""
     return Span(first + rows.start, rows.size)
 
 
 def conv_sources(name: str, stored_channels: int, taps: int, rows: Sequence[Span]) -> tuple[Source, ...]:
-    """Return the weights of the causal convolution ``name``, stored (channels, 1, taps) and kept (taps, channels):
-    those of the channels ``rows``, one behind another."""
+    """The weights of the causal convolution ``name``, stored (channels, 1, taps) and kept (taps, channels), for the
+    channels ``rows``, one after another."""
     first, sources = 0, []
     for own in rows:
         sources.append(

@@ -35,8 +35,8 @@ class Join:
 
     ``out_norm`` normalises the ranks' sum of the output, which is multiplied by ``scale`` when it is added; then the
     stream is multiplied by ``stream_scale``; ``next_norm`` normalises the stream.  Each may be None.  Sum and norm are
-    one operation.  ``is_summed``: the block has added up the ranks' parts.  ``readers`` are all that reads the
-    normalised stream.
+    one operation.  ``is_summed``: the block has already added up the ranks' parts.  ``readers`` are all layers that
+    read the normalised stream.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class Join:
         return joined
 
     def for_readers(self, part: torch.Tensor | None, residual: torch.Tensor) -> Rows:
-        """Add and normalise, but return only the codes of many rows if all readers multiply codes and no
-        ``stream_scale`` comes before them.  Adapters multiply rows."""
+        """Add and normalise; for many rows return codes if all readers multiply codes, and there is no ``stream_scale``
+        and no adapter."""
         wanted, norm = self._wanted, self._next_norm
         if norm is None or wanted is None or len(residual) <= wanted.more_than or has_adapters():
             return self(part, residual)

@@ -1,7 +1,7 @@
 """Rotary position embedding (https://arxiv.org/abs/2104.09864), in the half-split order of transformers' Llama.
 
 If the pairs of a checkpoint are neighbours, the rows of its query and key projections are reordered when they are read
-(``interleaved_to_halves``), so that every model turns in the same way: scores are sums over pairs, in any order.
+(``interleaved_to_halves``), so that every model rotates in the same way: scores are sums over pairs, in any order.
 """
 
 import math
@@ -37,8 +37,8 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("axes", axes, persistent=False)
 
     def forward(self, positions: torch.Tensor) -> Rotation:
-        """Return the rotation of the heads of tokens at ``positions`` (N,) int64; or at (3, N): each pair turns by one
-        of time, row and column, without sections by time alone."""
+        """The rotation of tokens at ``positions`` (N,) int64, or at (3, N), time, row and column, of which each pair is
+        rotated by one (M-RoPE), without sections by time alone."""
         if positions.dim() == 2 and self.axes is None:
             positions = positions[0]
         if positions.dim() == 1:
@@ -50,26 +50,26 @@ class RotaryEmbedding(nn.Module):
 
 
 def order_of(spec: RopeSpec | None, head_dim: int) -> Decode:
-    """Return the decoding of the stored rows of query and key heads."""
+    """The decoding of the stored rows of query and key heads."""
     if spec is not None and spec.is_interleaved:
         return partial(interleaved_to_halves, head_dim=head_dim, rotary_dim=spec.rotary_dim)
     if spec is not None and 2 * spec.num_pairs < spec.rotary_dim:
-        return partial(turning_first, head_dim=head_dim, num_pairs=spec.num_pairs)
+        return partial(rotated_first, head_dim=head_dim, num_pairs=spec.num_pairs)
     return as_stored
 
 
 def interleaved_to_halves(values: torch.Tensor, head_dim: int, rotary_dim: int) -> torch.Tensor:
-    """Rows of whole heads, ``values`` (heads * head_dim, ...): the turning elements (a0 b0 a1 b1 ...) of each head
+    """Rows of whole heads, ``values`` (heads * head_dim, ...): the rotated elements (a0 b0 a1 b1 ...) of each head
     become (a0 a1 ... b0 b1 ...)."""
     rest = values.shape[1:]
     heads = values.reshape(-1, head_dim, *rest)
-    turning = heads[:, :rotary_dim].reshape(len(heads), -1, 2, *rest).transpose(1, 2).flatten(1, 2)
-    return torch.cat((turning, heads[:, rotary_dim:]), 1).flatten(0, 1)
+    rotated = heads[:, :rotary_dim].reshape(len(heads), -1, 2, *rest).transpose(1, 2).flatten(1, 2)
+    return torch.cat((rotated, heads[:, rotary_dim:]), 1).flatten(0, 1)
 
 
-def turning_first(values: torch.Tensor, head_dim: int, num_pairs: int) -> torch.Tensor:
-    """Rows of whole heads, ``values`` (heads * head_dim, ...), of which ``num_pairs`` pairs turn, those that begin both
-    halves of a head: these come first, so that the head is one that turns in part."""
+def rotated_first(values: torch.Tensor, head_dim: int, num_pairs: int) -> torch.Tensor:
+    """Rows of whole heads, ``values`` (heads * head_dim, ...), of which ``num_pairs`` pairs are rotated, those at the
+    beginning of both halves of a head: these come first, as in a partial rotation."""
     heads = values.reshape(-1, head_dim, *values.shape[1:])
     first, second = heads.chunk(2, 1)
     parts = (first[:, :num_pairs], second[:, :num_pairs], first[:, num_pairs:], second[:, num_pairs:])
@@ -87,7 +87,7 @@ def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> torch.Tensor:
     if spec.kind == "yarn":
         return _yarn(spec, frequencies)
     if spec.kind == "longrope":
-        # One choice for all positions: cached keys must not depend on the final length of their request.
+        # One choice for all positions: cached keys must not depend on how long their request becomes.
         is_long = max_model_len > spec.original_max_position
         return frequencies / torch.tensor(
             spec.long_factor if is_long else spec.short_factor, dtype=torch.float32, device="cpu"
@@ -99,7 +99,7 @@ def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> torch.Tensor:
 
 
 def _llama3(spec: RopeSpec, frequencies: torch.Tensor) -> torch.Tensor:
-    """Llama 3.1: waves longer than the original context are slowed by ``factor``, short ones kept, others blended.
+    """Llama 3.1: long waves are slowed by ``factor``, short ones kept, those between blended.
 
     The rule and its names are those of Meta's reference code (models/llama3, apply_scaling).
     """

@@ -1,7 +1,7 @@
 """The head of a classifier or a reward model: linear layers from a hidden state to the scores of its labels.
 
 A head is small: each rank has all of it, in float32 as in vLLM, and the first rank, which returns the scores, runs it.
-Its input is equal on all ranks.
+All ranks have the same input.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from tp_engine.weights.source import Span
 
 
 class ScoreHead(nn.Module):
-    """(n, hidden) -> (n, labels) float32, with a relu between two of the ``linears``."""
+    """(n, hidden) -> (n, labels) float32, with a ReLU between successive ``linears``."""
 
     def __init__(self, linears: Sequence[HeadLinear], hidden_size: int, *, context: LayerContext) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""A layer with a short convolution between two gates in the place of attention (``kernels/short_conv.py``).  Channels
-are split over the ranks."""
+"""A layer with a short convolution between two gates instead of attention (``kernels/short_conv.py``).  Channels are
+split over the ranks."""
 
 import torch
 

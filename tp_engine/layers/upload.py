@@ -1,7 +1,7 @@
 """Host arrays to the device without waiting for it.
 
-To CUDA they travel through pinned memory.  Pinning memory takes long and may wait for the device, so a few parts are
-pinned once and used in turn; a part is used again when the copies out of it have ended, which is seldom waited for.
+To CUDA they go through pinned memory.  Pinning memory takes long and may wait for the device, so a few parts are pinned
+once and used in turn; a part is used again when the copies from it have ended, which seldom takes a wait.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from tp_engine.system.units import round_up
 Array: TypeAlias = npt.NDArray[Any]
 
 _PART_BYTES, _NUM_PARTS = 4 << 20, 3
-# Triton compiles a kernel of its own for pointers that are not multiples of 16 bytes.
+# Triton compiles another kernel for pointers that are not multiples of 16 bytes.
 _ALIGNMENT = 16
 
 
 def upload(array: Array, device: torch.device) -> torch.Tensor:
-    """``array`` on ``device``: its own memory on CPU; through pinned memory to CUDA, so that nothing waits."""
+    """``array`` on ``device``: on a CPU in its own memory; to CUDA through pinned memory, so that nothing waits."""
     return upload_all((array,), device)[0]
 
 
 def upload_all(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
-    """Return each of ``arrays`` as by ``upload``; to CUDA all of them in one copy, each at a multiple of 16 bytes."""
+    """Each of ``arrays`` as by ``upload``; to CUDA all in one copy, each at a multiple of 16 bytes."""
     if device.type == "cuda":
         return copy_together(arrays, device, _arena(device))
     return [torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays]
 
 
 def upload_into(target: torch.Tensor, array: Array) -> None:
-    """``array`` into the contiguous ``target`` of the same shape and type, as by ``upload``."""
+    """Copy ``array`` into the contiguous ``target`` of the same shape and type, as by ``upload``."""
     source = torch.from_numpy(np.ascontiguousarray(array))
     if target.device.type == "cuda":
         room = _arena(target.device).take(array.nbytes).view(target.dtype).view(target.shape)
@@ -59,7 +59,7 @@ def copy_together(arrays: Sequence[Array], device: torch.device, arena: Arena) -
 
 
 def torch_type(array: Array) -> torch.dtype:
-    """Return the type of a tensor of ``array``."""
+    """The tensor type of ``array``."""
     return torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
 
 
@@ -67,21 +67,21 @@ class StreamEvent(Protocol):
     """A point in a stream."""
 
     def synchronize(self) -> None:
-        """Wait until the stream has come so far."""
+        """Wait until the stream has reached it."""
 
 
 class Stream(Protocol):
     """Where copies are enqueued."""
 
     def record_event(self) -> StreamEvent:
-        """Return the point behind all that has been enqueued so far."""
+        """The point after everything enqueued so far."""
 
 
 class Arena:
-    """Memory in ``parts`` of equal size, bytes, which are used in turn.
+    """Memory in ``parts`` of equal size, uint8, which are used in turn.
 
-    What ``take`` returns is copied from on ``current_stream()`` before the next ``take``, so that the events of a part,
-    which are recorded when its last piece has been taken and copied, stand behind all copies out of it.
+    What ``take`` returns is copied on ``current_stream()`` before the next ``take``, so that the events of a part,
+    which are recorded when its last piece has been taken and copied, follow all copies from it.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Arena:
         self._streams: set[Stream] = set()
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """``num_bytes`` of a part; more than a part holds are allocated for this call alone, by ``make_part``."""
+        """``num_bytes`` of a part; more than a part holds are allocated for this call, by ``make_part``."""
         if num_bytes > len(self._parts[0]):
             return self._make_part(num_bytes)
         if self._used + num_bytes > len(self._parts[0]):
@@ -106,7 +106,7 @@ class Arena:
         return self._parts[self._part][start : start + num_bytes]
 
     def _turn(self) -> None:
-        """Go on with the next part, when the copies out of it have ended."""
+        """Go on to the next part, once the copies from it have ended."""
         self._ends[self._part] = [stream.record_event() for stream in self._streams]
         self._streams.clear()
         self._part, self._used = (self._part + 1) % len(self._parts), 0
@@ -116,8 +116,8 @@ class Arena:
 
 @cache
 def _arena(device: torch.device) -> Arena:
-    """The arena of this process for ``device``, made at its first upload, which is long before the first request."""
+    """This process's arena for ``device``, made at its first upload, long before the first request."""
     make_part = partial(torch.empty, dtype=torch.uint8, device="cpu", pin_memory=True)
-    with torch.inference_mode(False):  # tensors of that mode could be written in that mode only
+    with torch.inference_mode(False):  # inference tensors can be written in inference mode only
         parts = [make_part(_PART_BYTES) for _ in range(_NUM_PARTS)]
     return Arena(parts, partial(torch.cuda.current_stream, device), make_part)

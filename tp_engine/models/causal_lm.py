@@ -210,7 +210,7 @@ class CausalLM(nn.Module):
         residual, part, last = self.embed_tokens(input_ids), None, self._run[-1]
         if (images := images_of_step()) is not None:
             images.put_into(residual)
-            positions = positions if images.turns is None else images.turns
+            positions = positions if images.rotary_positions is None else images.rotary_positions
         rotations = [rope(positions) for rope in self.ropes]
         embeddings = None if self.layer_embeddings is None else self.layer_embeddings(input_ids, residual)
         for index in self._run:

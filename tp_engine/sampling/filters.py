@@ -3,7 +3,7 @@
 The filters run in the order top_k, top_p (renormalised over the top k), min_p (relative to the likeliest), each after
 the temperature; at least one token is always kept.  Tokens are ranked by logit, equal logits by the lower id first, so
 top_k keeps exactly k tokens.  Nothing here depends on the other rows of the batch or on the number of ranked
-candidates: ranks have no ties, and cumulative probabilities are sums of integers, exact in any order.
+candidates: the order has no ties, and cumulative probabilities are sums of integers, exact in any order.
 """
 
 from functools import cache
@@ -27,8 +27,7 @@ def fixed_weights(scaled: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
 
 
 def keep_mask(scaled: torch.Tensor, group: RowGroup, total: torch.Tensor | None = None) -> torch.Tensor:
-    """Return which of the ranked candidates may be drawn (m, c), given ``scaled`` (m, c): logits over temperature, in
-    order.
+    """Which of the ranked candidates may be drawn (m, c), given ``scaled`` (m, c): logits over temperature, in order.
 
     ``total`` (m, 1) is the weight of all tokens if the candidates are only some of the tokens that top_k leaves.
     """
@@ -76,8 +75,7 @@ def draw_ranked(logits: torch.Tensor, group: RowGroup, keys: torch.Tensor, count
 
 
 def filtered(logits: torch.Tensor, group: RowGroup) -> torch.Tensor:
-    """Return the logits (m, vocab) float32 from which the rows are drawn: over the temperature, -inf for filtered
-    tokens."""
+    """The logits (m, vocab) float32 from which the rows are drawn: over the temperature, -inf for filtered tokens."""
     parts = []
     for start, stop in row_chunks(logits.shape[0], logits.shape[1], logits.device):
         part, own = group.part(start, stop), logits[start:stop]
@@ -91,8 +89,8 @@ def filtered(logits: torch.Tensor, group: RowGroup) -> torch.Tensor:
 def draw_nucleus(logits: torch.Tensor, group: RowGroup, keys: torch.Tensor) -> torch.Tensor:
     """Draw (m,) int32 under top_p and min_p without top_k.
 
-    The nucleus may be as large as the vocabulary.  A CPU looks for a small one first, which spares the full sort; a GPU
-    would have to wait for that result, so it sorts all tokens.  Both give the same token.
+    The nucleus may be as large as the vocabulary.  A CPU looks for a small one first, which saves the full sort; with a
+    GPU the host would have to wait for that result, so all tokens are sorted.  Both give the same token.
     """
     vocab = logits.shape[1]
     if logits.device.type != "cpu":
@@ -118,8 +116,8 @@ def noisy_scores(
 ) -> torch.Tensor:
     """Scores (m, c) whose argmax is a draw from all tokens, or from those that min_p leaves.
 
-    ``logits`` (m, c) float32 of ``token_ids`` (c,) int32.  If these are a part of the vocabulary, ``maximum`` (m, 1) is
-    the largest of all logits.
+    ``logits`` (m, c) float32 of ``token_ids`` (c,) int32.  If these are only a part of the vocabulary, ``maximum``
+    (m, 1) is the largest of all logits.
     """
     scaled = logits / group.temperature
     scores = gumbel_noise(token_ids, keys).add_(scaled)
@@ -131,7 +129,7 @@ def noisy_scores(
 
 @cache
 def draws_by_kernel(device_type: str) -> bool:
-    """Whether ``draw_filtered`` runs on such a device."""
+    """Whether ``draw_filtered`` runs on ``device_type``."""
     return device_type == "cuda" and has_triton()
 
 

@@ -8,8 +8,8 @@
 | a larger top_k | SORTED: all tokens ranked |
 | no top_k, top_p below 1 | NUCLEUS |
 
-A row's group follows from its own parameters alone.  Groups hold as long as the same rows are sampled, none of them was
-admitted again, and the same rows are short of ``min_tokens``.
+A row's group follows from its own parameters alone.  Groups hold while the same rows are sampled, no row is admitted or
+released, and the same rows are below their ``min_tokens``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SamplingMethod(enum.IntEnum):
 class RowGroup:
     """m rows of a step that draw by the same method.
 
-    ``members`` (m,) int64 are their places in the step.  They read the edited logits if ``edited``, else the raw ones;
+    ``members`` (m,) int64 are their places in the step.  They read the edited logits if ``edited``, else the step's;
     ``source`` (m,) int64 are their places in that matrix, None for all of its rows in order.  Parameters are (m, 1):
     ``temperature``, ``log_min_p`` float32, ``top_p`` float64, ``top_k`` int64.
     """
@@ -72,7 +72,7 @@ class RowGroup:
         return matrix.index_select(0, self.source[start:stop])
 
     def part(self, start: int, stop: int) -> RowGroup:
-        """Return the rows ``start`` to ``stop`` of the group."""
+        """Rows ``start`` to ``stop`` of the group."""
         return self.select(slice(start, stop))
 
     def select(self, rows: slice | torch.Tensor) -> RowGroup:
@@ -100,8 +100,8 @@ class ProcessedRows:
     sources: torch.Tensor
 
     def logits_of(self, logits: torch.Tensor, edited: torch.Tensor | None) -> torch.Tensor:
-        """Return the scored rows (s, width) float32 after edits and penalties, from ``logits`` (n, width) after the
-        masks and ``edited`` (e, width); a copy."""
+        """A copy of the scored rows (s, width) float32 after edits and penalties, from ``logits`` (n, width) after the
+        masks and ``edited`` (e, width)."""
         found = logits.index_select(0, self.group.members).to(torch.float32)
         if edited is not None:
             found.index_copy_(0, self.targets, edited.index_select(0, self.sources))
@@ -130,10 +130,8 @@ class StepGroups:
         return any(group.method is not SamplingMethod.GREEDY for group in self.groups)
 
     def edited_logits(self, logits: torch.Tensor, counts: PenaltyCounts) -> torch.Tensor | None:
-        """Return a float32 copy (e, width) of the rows of ``logits`` (n, width) that need edits or penalties, after
-        both.
-
-        None if no row needs them.
+        """A float32 copy (e, width) of the rows of ``logits`` (n, width) that need edits or penalties, after both; None
+        if no row needs them.
         """
         if self.edited is None:
             return None
@@ -147,8 +145,8 @@ class StepGroups:
     def scored_logits(
         self, raw: torch.Tensor, logits: torch.Tensor, edited: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Return the logits (s, width) of the rows that want log-probabilities, from those (n, width) before and after
-        the masks and ``edited`` (e, width); None if no row wants any."""
+        """The logits (s, width) of the rows that want log-probabilities, from those before (``raw``) and after the
+        masks, both (n, width), and ``edited`` (e, width); None if no row wants any."""
         if self.processed is not None:
             return self.processed.logits_of(logits, edited)
         if self.scored is None or len(self.scored) == len(raw):
@@ -257,7 +255,7 @@ def _penalised(state: SamplingState, rows: IntArray, places: IndexArray) -> Pena
 
 
 class StepGrouper:
-    """Groups the rows of steps, and keeps the last groups while they hold."""
+    """Groups the rows of steps, and keeps the last groups as long as they hold."""
 
     def __init__(self, state: SamplingState) -> None:
         self._state = state
@@ -265,7 +263,7 @@ class StepGrouper:
         self._groups: StepGroups | None = None
 
     def groups(self, rows: IntArray, positions: IntArray) -> StepGroups:
-        """Return the groups of ``rows`` (n,), which sample the tokens at ``positions`` (n,)."""
+        """The groups of ``rows`` (n,), which sample the tokens at ``positions`` (n,)."""
         state = self._state
         is_short = positions - state.num_prompt_tokens[rows] < state.min_tokens[rows]
         key = (state.version, rows.tobytes(), is_short.tobytes())

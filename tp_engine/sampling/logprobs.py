@@ -14,7 +14,7 @@ from tp_engine.sampling.groups import StepGroups
 from tp_engine.sampling.ranking import rank_candidates, row_chunks
 
 Fetch: TypeAlias = Callable[[Sequence[torch.Tensor]], Callable[[], list[npt.NDArray[Any]]]]
-"""Begins to copy tensors to the host; the returned function waits for them and gives their arrays."""
+"""Begins to copy tensors to the host; the returned function waits, and returns their arrays."""
 
 
 class LogprobTensors(NamedTuple):
@@ -26,7 +26,7 @@ class LogprobTensors(NamedTuple):
 
     @staticmethod
     def joined(parts: Sequence[LogprobTensors]) -> LogprobTensors:
-        """Return all rows of ``parts``, one or more of the same width, in their order."""
+        """All rows of ``parts``, one or more of the same width, in their order."""
         return parts[0] if len(parts) == 1 else LogprobTensors(*map(torch.cat, zip(*parts, strict=True)))
 
     def to_host(self, fetch: Fetch) -> Callable[[], TokenLogprobs]:
@@ -76,10 +76,9 @@ def _spread(scored: LogprobTensors, places: torch.Tensor, num_rows: int) -> Logp
 
 
 def score_rows(logits: torch.Tensor, token_ids: torch.Tensor, groups: StepGroups) -> LogprobTensors:
-    """Log-probabilities of the sampled ``token_ids`` (n,) for the rows that ask, zeros for the others.
+    """Log-probabilities of the sampled ``token_ids`` (n,) for the rows that ask for them, zeros for the others.
 
-    ``logits`` (s, vocab) are those of the rows that ask, in their order: raw ones, or those of
-    ``ProcessedRows.logits_of``.
+    ``logits`` (s, vocab) are those of the rows that ask, in their order: raw, or from ``ProcessedRows.logits_of``.
     """
     assert groups.scored is not None
     if groups.processed is not None:

@@ -1,4 +1,4 @@
-"""Gumbel noise from a counter-based hash: a function of (seed, position, token id) and of nothing else.
+"""Gumbel noise from a counter-based hash: a function of (seed, position, token id) alone.
 
 A generator's state would depend on the other rows of the batch, on its order and on the number of candidates; the hash
 does not.  The argmax of ``logit / temperature + noise`` is a draw from the softmax (the Gumbel-max trick).
@@ -25,9 +25,9 @@ UInt64Array = npt.NDArray[np.uint64]
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MASK_31 = 0x7FFFFFFF
 _M1 = 0x7FEB352D
-_M2 = 0x846CA68B - (1 << 32)  # as the int32 of the same bits
+_M2 = 0x846CA68B - (1 << 32)  # the int32 of the same bits
 
-# Maps 0 .. 2**31 - 1 into (0, 1) open at both ends in float32, where 2**31 - 1 itself rounds up to 2**31.
+# Maps 0 .. 2**31 - 1 into the open interval (0, 1) in float32, where 2**31 - 1 itself rounds up to 2**31.
 _SCALE = 2.0**-31 * (1.0 - 2.0**-23)
 _HALF_STEP = 2.0**-32
 

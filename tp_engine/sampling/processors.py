@@ -32,7 +32,7 @@ _BITS = 8
 
 
 class GrammarBitmasks:
-    """The masks of the next step that is sampled, which has some for ``rows``."""
+    """The masks of the next step that is sampled, for ``rows``."""
 
     def __init__(self, max_num_seqs: int, vocab: VocabSlice, device: torch.device) -> None:
         assert vocab.first % _BITS == 0, f"a slice that begins at token {vocab.first}"
@@ -43,7 +43,7 @@ class GrammarBitmasks:
         self._place = np.full(max_num_seqs, -1, dtype=np.int64)  # of a row among the masks
 
     def set(self, rows: IntArray, masks: IntArray) -> None:
-        """Replace the last step's masks by the next step's: ``masks`` (m, words) of ``rows`` (m,)."""
+        """Replace the last step's masks with the next step's: ``masks`` (m, words) of ``rows`` (m,)."""
         if not (len(rows) or len(self.rows)):
             return
         assert len(rows) == 0 or masks.shape[1] * MASK_TOKENS >= self._vocab.vocab_size, f"masks {masks.shape}"
@@ -52,11 +52,11 @@ class GrammarBitmasks:
         self.rows, self._masks = rows, masks
 
     def any_of(self, rows: IntArray) -> bool:
-        """Return whether any of ``rows`` (n,) is masked in this step."""
+        """Whether any of ``rows`` (n,) is masked in this step."""
         return bool(len(self.rows)) and bool((self._place[rows] >= 0).any())
 
     def apply(self, logits: torch.Tensor, rows: IntArray, *, in_place: bool) -> torch.Tensor:
-        """Return the logits (n, width) of ``rows`` (n,) with -inf for forbidden tokens; a copy unless ``in_place``."""
+        """The logits (n, width) of ``rows`` (n,) with -inf for forbidden tokens; a copy unless ``in_place``."""
         masked = logits if in_place else logits.clone()
         places = np.flatnonzero(self._place[rows] >= 0)
         bits = upload(self._bytes_of(self._place[rows[places]]), self._device)
@@ -112,7 +112,7 @@ def _flatten(lists: Sequence[tuple[int, IntArray]], vocab: VocabSlice, device: t
 def collect_edits(
     samplings: Sequence[RowSampling | None], is_short: Sequence[bool], vocab: VocabSlice, device: torch.device
 ) -> TokenEdits | None:
-    """Edits of ``vocab``'s ids in the edited rows; ``is_short`` marks those that are below their ``min_tokens``."""
+    """Edits of ``vocab``'s ids in the edited rows; ``is_short`` marks the rows below their ``min_tokens``."""
     restricted, biased, banned, bias = [], [], [], []
     for place, (sampling, short) in enumerate(zip(samplings, is_short, strict=True)):
         if sampling is None:
@@ -193,10 +193,7 @@ class PenaltyCounts:
         return CountTables(output_counts=self.output_counts, in_prompt=self.in_prompt)
 
     def record(self, rows: torch.Tensor, token_ids: torch.Tensor, counted: torch.Tensor | None = None) -> None:
-        """Count one of ``token_ids`` (m,) for each of ``rows`` (m,) int64, each once.
-
-        Only where ``counted`` (m,) bool.
-        """
+        """Count ``token_ids`` (m,) for ``rows`` (m,) int64, one each; with ``counted`` (m,) bool, only where true."""
         output_counts, _ = self._tensors()
         columns = token_ids - self._vocab.first
         is_mine = (columns >= 0) & (columns < self._shape[1])
@@ -206,8 +203,8 @@ class PenaltyCounts:
         output_counts.view(-1).index_add_(0, flat, is_mine.to(torch.int32))
 
     def mirror(self, draft_rows: IntArray, rows: IntArray, tokens: IntArray) -> None:
-        """Give each of ``draft_rows`` (n,) the tokens of its row of ``rows`` (n,), grouped, and those of ``tokens``
-        (n,) that stand at its own place and at those of the same row before it."""
+        """Give each of ``draft_rows`` (n,) the counts of its row in ``rows`` (n,), grouped, and count the draft
+        ``tokens`` (n,) of that row up to its own."""
         targets, sources = upload_all([draft_rows.astype(np.int64), rows.astype(np.int64)], self._device)
         for counts in self._tensors():
             counts.index_copy_(0, targets, counts.index_select(0, sources))
@@ -220,7 +217,7 @@ class PenaltyCounts:
         """Penalise rows of ``logits`` (e, width) float32 in place.
 
         Repetition over prompt and output as in transformers (CTRL, Keskar et al. 2019): positive logits are divided,
-        negative ones multiplied.  Then frequency and presence over the output as in OpenAI's API.
+        negative ones multiplied.  Then frequency and presence over the output, as in OpenAI's API.
         """
         for start, stop in row_chunks(len(penalised.index), logits.shape[1], logits.device):
             self._apply(logits, penalised, slice(start, stop))

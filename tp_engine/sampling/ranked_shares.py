@@ -1,4 +1,4 @@
-"""Draw rows with top_k from the shares of all ranks: by PyTorch, some 100 launches, or by a kernel, one launch.
+"""Draw rows with top_k from the candidates of all ranks: by PyTorch in about 100 launches, or by a kernel in one.
 
 The kernel is a candidate (``kernels/candidates.py``): on a GPU it is used once it has drawn the same tokens as PyTorch
 there.
@@ -44,7 +44,7 @@ def draw_by_torch(
     vocab_size: int,
 ) -> None:
     """Write the draws of rows with top_k to ``token_ids`` (n,) int32, from the ranks' ``shares`` (world size, n, c)
-    int64, keys of their largest top_k.  Other arguments as for ``draw_of_shares_triton``."""
+    int64, their rank keys.  Other arguments as for ``draw_of_shares_triton``."""
     known = rows.clamp(min=0)
     floats = tables.floats.index_select(0, known)
     top_k = tables.top_k.index_select(0, known)[:, None].to(torch.int64)
@@ -67,12 +67,12 @@ def draw_by_torch(
 
 
 def shape_of(world_size: int, width: int) -> Shape:
-    """Return the shape of draws from ``width`` keys of each of ``world_size`` ranks."""
+    """The shape of draws from ``width`` keys of each of ``world_size`` ranks."""
     return {"ranks": world_size, "width": width}
 
 
 def choose_draw(device: torch.device, world_size: int, width: int, choices: Choices) -> Draw:
-    """Return the draw that ``choices`` have for ``device``, from ``width`` keys of each of ``world_size`` ranks."""
+    """The draw that ``choices`` have for ``device``, from ``width`` keys of each of ``world_size`` ranks."""
     run = chosen(NAME, shape_of(world_size, width), device, choices)
 
     def draw(
@@ -118,12 +118,12 @@ def _kernel() -> Draw:
 
 
 def _default(shape: Shape, device: torch.device) -> Choice:
-    """Triton's interpreter, of tests, takes the kernel."""
+    """Triton's interpreter, in tests, takes the kernel."""
     return ((MANY, "torch" if device.type == "cuda" else "triton"),)
 
 
 def _inputs(shape: Shape, num_rows: int, device: torch.device, generator: torch.Generator) -> Inputs:
-    """Peaked and flat logits, with ties and masked tokens, all filters, padding, greedy rows and such without top_k."""
+    """Peaked and flat logits, with ties and masked tokens, all filters, padding, greedy rows, others without top_k."""
     world_size, width = int(shape["ranks"]), int(shape["width"])
     count, vocab_size = num_rows, world_size * _VOCAB_OF_RANK
 

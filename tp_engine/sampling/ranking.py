@@ -1,4 +1,4 @@
-"""The order of tokens: the larger logit first, of equal logits the lower id.
+"""The order of tokens: larger logits first, equal logits by the lower id.
 
 Value and id are packed in one integer, a *rank key*, so that there are no ties and integers alone decide::
 
@@ -6,8 +6,8 @@ Value and id are packed in one integer, a *rank key*, so that there are no ties 
         order-preserving    minus the id
         int32 of the float
 
-Keys of several parts of the vocabulary merge by comparing them, on any rank.  ``row_chunks`` bounds the memory of
-working through many rows.
+Keys of several parts of the vocabulary are merged by comparing them, on any rank.  ``row_chunks`` bounds the memory
+that many rows take.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ _DEVICE_ELEMENTS = 1 << 23
 
 
 def row_argmax(scores: torch.Tensor) -> torch.Tensor:
-    """Index (m,) int64 of the first maximum of each row of ``scores`` (m, c); a NaN is above all numbers.
+    """Index (m,) int64 of the first maximum of each row of ``scores`` (m, c); NaN is above all numbers.
 
     On CPU torch's argmax reads one element at a time.  numpy's is vectorised (ten times faster), but has no bfloat16;
     for bfloat16, maxima of blocks come first (3 to 10 times faster: amax is vectorised).  All give the same index.
@@ -58,7 +58,7 @@ def pack_keys(values: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def key_ids(keys: torch.Tensor) -> torch.Tensor:
-    """Return the token ids int32 of rank keys."""
+    """The token ids int32 of rank keys."""
     return ((-keys) & 0xFFFFFFFF).to(torch.int32)
 
 
@@ -73,8 +73,8 @@ def unpack_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def best_keys(scores: torch.Tensor, first_id: int) -> torch.Tensor:
     """Rank key (m,) of each row's first maximum; column 0 of ``scores`` (m, c), any float type, is ``first_id``.
 
-    The largest of several parts' keys names the first maximum of the whole row: zeros of both signs are equal, and
-    every NaN is above all numbers, as in ``row_argmax``.
+    The largest of several parts' keys is that of the first maximum of the whole row: zeros of both signs are equal, and
+    NaN is above all numbers, as in ``row_argmax``.
     """
     index = row_argmax(scores)
     values = scores.gather(1, index[:, None])[:, 0].to(torch.float32) + 0.0
@@ -90,7 +90,7 @@ def top_keys(logits: torch.Tensor, count: int, first_id: int = 0) -> torch.Tenso
 
 
 def largest_keys(keys: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the ``count`` largest of ``keys`` (m, c) int64 in falling order, (m, count).
+    """The ``count`` largest of ``keys`` (m, c) int64 in falling order, (m, count).
 
     On CPU numpy's vectorised partition and sort are 10 to 20 times faster than torch's.
     """
@@ -104,15 +104,15 @@ def largest_keys(keys: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def rank_candidates(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ``count`` likeliest tokens of ``logits`` (m, vocab) float32 in order: values float32 and ids int32."""
+    """The ``count`` likeliest tokens of ``logits`` (m, vocab) float32 in order: values float32 and ids int32."""
     return unpack_keys(top_keys(logits, count))
 
 
 def row_chunks(num_rows: int, width: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Consecutive (start, stop) of at least one of ``num_rows`` rows of ``width`` elements.
+    """Consecutive (start, stop), each at least one of ``num_rows`` rows of ``width`` elements.
 
     What is computed for them stays in a CPU's cache, or in little device memory.  On CPUs, where the bound is a rule of
-    thumb, all have about as many rows: a few that are left over would take as many operations as the others.
+    thumb, chunks have about equally many rows: a small rest would take as many operations as the others.
     """
     step = max(1, (_CPU_ELEMENTS if device.type == "cpu" else _DEVICE_ELEMENTS) // width)
     if device.type == "cpu":

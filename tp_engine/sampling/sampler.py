@@ -7,24 +7,24 @@
            -> argmax where temperature is 0
            -> / temperature -> top_k -> top_p -> min_p -> argmax of logits + Gumbel noise               (the others)
 
-Each rank works on its own slice of the vocabulary and sends the others little; a rank that is alone has the tokens
-before the exchange, which changes nothing then::
+Each rank works on its own slice of the vocabulary and sends the others little; a single rank has the tokens without an
+exchange::
 
     rank 0   slice -> edits, penalties -> share -+              +-> token ids
     rank 1   slice -> edits, penalties -> share -+- all-gather -+-> token ids     (the same)
     ...                                          |              |
 
-One collective per step for whatever mixture of rows (the alternative, rank 0 deciding on gathered logits, takes two).
-Only min_p without top_k needs another one before it, of one word per row.  On CPU, top_p without top_k over a large
-vocabulary needs it too, and rows whose nucleus is larger than its candidates one after it.  ``vocab_parallel`` has the
-table.
+One collective per step for any mixture of rows (the alternative, rank 0 deciding on gathered logits, takes two).  Only
+min_p without top_k needs another one before it, of one word per row.  On CPUs, top_p without top_k over a large
+vocabulary needs it, too, and one after it for rows whose nucleus is larger than its candidates.  ``vocab_parallel`` has
+the table.
 
 All ranks decide for themselves.  They decide alike because they start from the same bits: parameters, rows and
 positions come from the same plan, and shares from the same all-gather.  Greedy rows and rows without top_k and top_p
 are decided by comparing integers.  The others repeat the same operations on the same numbers in the same shapes, which
-gives the same bits on devices of one kind, the only case: several hosts compare their kinds at the start.
+gives the same bits on devices of one kind; hosts compare their kinds at the start.
 
-Log-probabilities come from the raw logits, or, with ``processed_logprobs``, from those that a row is drawn from, before
+Log-probabilities come from the raw logits, or with ``processed_logprobs`` from those that a row is drawn from, before
 the noise: minus infinity for what the filters leave out; greedy rows have no temperature.
 """
 
@@ -55,7 +55,7 @@ _GREEDY = SamplerVariant()
 
 @dataclass(kw_only=True)
 class _GroupStep:
-    """A group in one step: where its slices are, its noise keys (m, 2) and, if needed, its rows' maxima (m, 1)."""
+    """A group in one step: where its logits are, its noise keys (m, 2) and, if needed, its rows' maxima (m, 1)."""
 
     group: RowGroup
     raw: torch.Tensor
@@ -76,7 +76,7 @@ class _GroupStep:
 class Sampler:
     """Samples the rows of ``state``, which knows this rank's slice of the vocabulary, together with the other ranks.
 
-    If the state has tables, kernels sample the steps that they can sample (``device``); the tokens are the same.
+    If the state has tables, kernels sample what steps they can (``device``); the tokens are the same.
     """
 
     def __init__(self, state: SamplingState, communicator: Communicator, choices: Choices = DEFAULTS) -> None:
@@ -94,8 +94,8 @@ class Sampler:
         """Token ids (n,) int32 on the device, and rank 0's log-probabilities if any row asks for them.
 
         This rank's slice ``logits`` (n, width), any float type, changes only in masked rows.  On the host: ``rows``
-        (n,), each once, and ``positions`` (n,), the index that the new token will have in its sequence.  Rows that did
-        not ask for log-probabilities hold zeros.  A collective: all ranks pass the same ``rows`` and ``positions``.
+        (n,), each once, and ``positions`` (n,), the new tokens' indices in their sequences.  Rows that did not ask for
+        log-probabilities have zeros.  A collective: all ranks pass the same ``rows`` and ``positions``.
         """
         state, raw = self._state, logits
         if self.device is not None and (kind := self.device.kind_of(rows, positions)) is not None:
@@ -196,7 +196,7 @@ class Sampler:
 
     @cached_property
     def kinds(self) -> tuple[SamplerVariant, ...]:
-        """The kinds of steps whose sampling can be captured: without kernels, greedy ones of a single rank on a CPU."""
+        """The kinds of steps whose sampling can be captured; without kernels, greedy ones of a single rank on a CPU."""
         if self.device is not None:
             return self.device.kinds
         return (_GREEDY,) if self._is_alone and self._state.device.type == "cpu" and native_library() else ()
@@ -207,7 +207,7 @@ class Sampler:
         return () if self.device is None else self.device.advancing
 
     def recorded_kind(self, rows: IntArray, positions: Callable[[], IntArray], epoch: int = 0) -> SamplerVariant | None:
-        """Return the kind of this step if a recording may sample it, else None.  ``epoch`` is ``StepPlan.rows_epoch``.
+        """The kind of this step if a recording may sample it, else None.  ``epoch`` is ``StepPlan.rows_epoch``.
 
         Masks come with the step, so a recording cannot hold them.
         """
@@ -230,7 +230,7 @@ class Sampler:
         *,
         advanced: RowTables | None = None,
     ) -> torch.Tensor:
-        """Return the recorded part: token ids (n,) int32 from ``logits`` (n, width); see ``DeviceSampler.sample``."""
+        """The recorded part: token ids (n,) int32 from ``logits`` (n, width); see ``DeviceSampler.sample``."""
         if self.device is not None:
             return self.device.sample(kind, logits, rows, positions, advanced=advanced)
         library = native_library()

@@ -1,11 +1,11 @@
-"""What a rank sends the others about the rows of a group, how they exchange it, and what all ranks then decide.
+"""What a rank sends the others for the rows of a group, how it is exchanged, and what all ranks then decide.
 
 | rows | a rank's share of a row |
 | --- | --- |
 | GREEDY, ANY | the rank key of its best token, after noise: 8 bytes |
 | RANKED | the rank keys of its largest top_k |
 | NUCLEUS, SORTED | its logits |
-| NUCLEUS, CPU, large vocabulary | the rank keys of its 256 likeliest and the slice's weight; its logits if too few |
+| NUCLEUS, CPU, large vocabulary | the rank keys of its 256 likeliest tokens, and the slice's weight; then logits |
 
 Before that, ANY with min_p and the last method exchange the largest logit of every slice.  Edits and penalties have
 been applied to the slices.
@@ -15,8 +15,8 @@ One all-gather carries shares of several shapes and types::
     rank r's words (int64)    [ share 0 | share 1 | ... ]        every share a whole number of words
     gathered                  [ rank 0's words | rank 1's words | ... ]
 
-Every decision gives the token that a single rank draws from the gathered logits: the rank keys of a whole row's best
-tokens are among the best of the slices, integers are merged exactly, and noise follows from the token's id alone.
+Every decision gives the token that a single rank draws from the gathered logits: a row's best tokens are among the best
+of its slices, integers are merged exactly, and noise depends only on the token's id.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,11 +30,11 @@ from tp_engine.sampling.filters import NUCLEUS_START, draw, fixed_weights, keep_
 from tp_engine.sampling.groups import RowGroup, SamplingMethod
 from tp_engine.sampling.ranking import LOWEST_KEY, best_keys, key_ids, largest_keys, row_chunks, top_keys, unpack_keys
 
-SHORT_WAY_FROM = 1 << 14  # gloo takes longer for a row of this many logits than for another collective
+SHORT_WAY_FROM = 1 << 14  # gloo takes longer for a row of so many logits than for another collective
 
 
 def exchange(communicator: Communicator, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return every rank's ``pieces``, stacked: (m, c) -> (world size, m, c).  A collective, unless there are no pieces.
+    """Every rank's ``pieces``, stacked: (m, c) -> (world size, m, c).  A collective, unless there are no pieces.
 
     Pieces have the same shapes and types on every rank, and rows of a whole number of 8-byte words.
     """
@@ -58,17 +58,17 @@ def side_by_side(stack: torch.Tensor) -> torch.Tensor:
 
 
 def needs_maximum(group: RowGroup, vocab_size: int, device: torch.device) -> bool:
-    """Return whether a share of the group depends on the largest logit of the whole row."""
+    """Whether a share of the group depends on the largest logit of the whole row."""
     return (group.method is SamplingMethod.ANY and group.uses_min_p) or _has_short_way(group, vocab_size, device)
 
 
 def _has_short_way(group: RowGroup, vocab_size: int, device: torch.device) -> bool:
-    """Whether a few candidates are tried first for the nucleus; only a CPU can look at the result without waiting."""
+    """Whether a few candidates are tried first for the nucleus; only on CPUs the result can be read without a wait."""
     return group.method is SamplingMethod.NUCLEUS and device.type == "cpu" and vocab_size >= SHORT_WAY_FROM
 
 
 def maximum_share(logits: torch.Tensor) -> torch.Tensor:
-    """Return the largest logit (m, 1) as a key; the largest key of all slices holds the largest logit of the row."""
+    """The largest logit (m, 1) as a key; the largest key of all slices has the largest logit of the row."""
     if logits.shape[1] == 0:
         return _no_keys(logits)
     return best_keys(logits.amax(-1, keepdim=True), 0)[:, None]
@@ -107,7 +107,7 @@ def merge_best(stack: torch.Tensor) -> torch.Tensor:
 
 
 def ranked_share(logits: torch.Tensor, count: int, vocab: VocabSlice) -> torch.Tensor:
-    """RANKED: (m, up to ``count``) int64 of ``logits`` (m, num_ids), the same number on every rank."""
+    """RANKED: (m, up to ``count``) int64 from ``logits`` (m, num_ids), equally many on every rank."""
     width = min(count, vocab.width)
     found = [
         top_keys(logits[start:stop].float(), min(width, vocab.num_ids), vocab.first)
@@ -157,7 +157,7 @@ def decide_from_logits(
     keys: torch.Tensor | None,
     vocab_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """Token ids (m,) int32 from whole logits: ``logits(start, stop)`` are those of a part of the rows (n, vocab)."""
+    """Token ids (m,) int32 from whole logits; ``logits(start, stop)`` are those of some rows (n, vocab)."""
     if group.method is SamplingMethod.GREEDY and group.source is None:  # nothing is copied
         return draw(logits(0, None), group, keys, vocab_ids)
     chunks = list(row_chunks(len(group.members), len(vocab_ids), vocab_ids.device))
@@ -171,5 +171,5 @@ def decide_from_logits(
 
 
 def _no_keys(logits: torch.Tensor) -> torch.Tensor:
-    """The share (m, 1) of a rank whose slice is only padding."""
+    """The share (m, 1) of a rank whose slice is padding alone."""
     return torch.full((logits.shape[0], 1), LOWEST_KEY, dtype=torch.int64, device=logits.device)

@@ -124,7 +124,7 @@ class ImageEncoder(RunnerFeature):
 
     def of_step(self, plan: StepPlan, inputs: StepInputs, num_ahead: int = 0) -> StepImages | None:
         """Return the images of a step; None if it has no prompt with images.  With ``num_ahead`` 1 each row stands one
-        token earlier, where a draft head reads the next token; that token turns by its own position."""
+        token earlier, where a draft head reads the next token; that token has its own rotary position."""
         if not self.must_launch(plan):
             return None
         chunks = plan.prefill_tokens.astype(np.int64)
@@ -151,7 +151,7 @@ class ImageEncoder(RunnerFeature):
         return StepImages(
             places=on_device[0],
             rows=self.cache.index_select(0, on_device[1]),
-            turns=None if turns is None else _behind_decodes(inputs, on_device[2]),
+            rotary_positions=None if turns is None else _behind_decodes(inputs, on_device[2]),
             spans=tuple(spans),
         )
 
@@ -206,7 +206,7 @@ def turning_positions(images: IntArray, first: int, end: int) -> _Positions:
 
 def _behind_decodes(inputs: StepInputs, turns: torch.Tensor) -> torch.Tensor:
     """Time, row and column of all tokens (3, N); a decode's are equal."""
-    own = inputs.turns[: inputs.layout.num_decodes]
+    own = inputs.rotary_positions[: inputs.layout.num_decodes]
     return torch.cat((own.expand(3, -1), turns), 1)
 
 

@@ -187,7 +187,7 @@ class ModelRunner:
             for around_model in self._hooks.around_model:
                 contexts.enter_context(around_model(step, inputs))
             wanted = None if reads_all else inputs.layout.wanted
-            hidden = self._model(inputs.input_ids, inputs.turns, wanted, room)
+            hidden = self._model(inputs.input_ids, inputs.rotary_positions, wanted, room)
         with named("sample"):
             if reads_all:
                 for on_hidden in self._hooks.on_hidden:

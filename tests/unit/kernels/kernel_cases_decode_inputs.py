@@ -63,7 +63,7 @@ def check(device: str, kind: Kind, rows: list[int], max_len: int, block_size: in
         turns = np.zeros(len(rows), dtype=np.int64)
         for request, row in kept:
             turns[request] = lengths[row] + deltas_of(tables)[row]
-        np.testing.assert_array_equal(inputs.turns.cpu(), turns)
+        np.testing.assert_array_equal(inputs.rotary_positions.cpu(), turns)
         sampled = np.arange(len(rows), dtype=np.int32) + 2000 + step
         advance(tables, inputs, torch.from_numpy(sampled).to(device))
         for request, row in kept:

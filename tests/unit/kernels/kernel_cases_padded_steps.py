@@ -58,7 +58,7 @@ def check(
     compare(inputs, requests, plan, lengths, token_ids, block_table, block_size)
     turns = inputs.positions.cpu().numpy().copy()
     turns[: len(decodes)] += deltas_of(tables)[decodes]
-    np.testing.assert_array_equal(inputs.turns.cpu(), turns)
+    np.testing.assert_array_equal(inputs.rotary_positions.cpu(), turns)
     sampled = np.arange(step_size.num_requests, dtype=np.int32) + 2000
     implementation("advance_steps", kind)(tables, requests, torch.from_numpy(sampled).to(device))
     expected = iter(sampled.tolist())

@@ -122,9 +122,9 @@ def of_experts(hidden_size: int, inner_size: int) -> ModelSpec:
 
 
 @pytest.mark.parametrize(("hidden_size", "inner_size"), [(16, 8), (16, 16), (16, 24)])
-@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize("is_transposed", [False, True])
 def test_square_stacks_of_experts_are_told_apart(
-    hidden_size: int, inner_size: int, is_turned: bool, tmp_path: Path
+    hidden_size: int, inner_size: int, is_transposed: bool, tmp_path: Path
 ) -> None:
     """Oracle: each expert's gate, up and down: where one of the two stacks is square, the other has the order.  Stacks
     of both orders in one layer are refused."""
@@ -134,7 +134,7 @@ def test_square_stacks_of_experts_are_told_apart(
     gates, downs = torch.randn(2, 3, 2 * inner_size, hidden_size), torch.randn(2, 3, hidden_size, inner_size)
     stacks = {}
     for layer in range(2):
-        stored = (gates[layer].mT, downs[layer].mT) if is_turned else (gates[layer], downs[layer])
+        stored = (gates[layer].mT, downs[layer].mT) if is_transposed else (gates[layer], downs[layer])
         path = f"model.layers.{layer}.mlp.experts"
         stacks[f"{path}.gate_up_proj"], stacks[f"{path}.down_proj"] = (one.contiguous() for one in stored)
     save_file(rest | stacks, tmp_path / "model.safetensors")

@@ -297,7 +297,7 @@ def test_the_next_inputs_of_drafts(kind: Kind) -> None:
         rope_positions=torch.zeros(5, dtype=torch.int64),
     )
     implementation("advance_drafts", kind)(inputs, BLOCK_SIZE)
-    assert inputs.turns.tolist() == [6, 5, 8, 11, 0]
+    assert inputs.rotary_positions.tolist() == [6, 5, 8, 11, 0]
     assert inputs.positions.tolist() == [6, 8, 11, 11, 0]
     assert inputs.slot_mapping.tolist() == [10, 24, 27, -1, -1]
     assert inputs.seq_lens.tolist() == [7, 9, 12, 12, 0]

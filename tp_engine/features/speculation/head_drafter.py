@@ -124,9 +124,10 @@ class HeadDrafter(RunnerFeature):
             passes.take_in(sampled, drafts=drafts)
             return passes.out[: len(sampled)], passes.fed[: len(sampled)]
         images = None if self._images is None else self._images.of_step(plan, inputs, num_ahead=1)
-        turns = inputs.turns if images is None or images.turns is None else images.turns
+        of_images = None if images is None else images.rotary_positions
+        positions = inputs.rotary_positions if of_images is None else of_images
         with forward_context(inputs.attention), seeing(images):
-            given = self._tokens_behind(inputs, sampled), head.combine(states), turns
+            given = self._tokens_behind(inputs, sampled), head.combine(states), positions
             if drafts:
                 out, fed = head(*given, inputs.layout.wanted)
                 return out, fed

@@ -181,7 +181,11 @@ class HeadPasses:
 
     def _step_inputs(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What the head reads of a recorded step of ``size`` rows."""
-        return self._tokens[:size], self.head.combine(self.states[:size]), self._batch.decodes.inputs(size).turns
+        return (
+            self._tokens[:size],
+            self.head.combine(self.states[:size]),
+            self._batch.decodes.inputs(size).rotary_positions,
+        )
 
     def _decodes_metadata(self, size: int) -> Sequence[AttentionMetadata]:
         """Each group's metadata of a recorded step of ``size`` rows, of which the head's are prepared."""
@@ -194,15 +198,15 @@ class HeadPasses:
 
     def _go_on(self, size: int) -> torch.Tensor:
         """Run the head on its own outputs and the draft tokens, at the next positions."""
-        turns, metadata = self._next_inputs(size)
+        positions, metadata = self._next_inputs(size)
         with forward_context(metadata):
-            return self._keep_outputs(self.head(self._tokens[:size], self.fed[:size], turns))
+            return self._keep_outputs(self.head(self._tokens[:size], self.fed[:size], positions))
 
     def _next_inputs(self, size: int) -> tuple[torch.Tensor, list[AttentionMetadata]]:
         """Go on to the next positions; return those by which heads turn (n,), and each group's metadata."""
         inputs = self._inputs.first(size)
         self._advance(inputs, self._tables.block_size)
-        return inputs.turns, self._metadata(inputs.seq_lens, inputs.slot_mapping)
+        return inputs.rotary_positions, self._metadata(inputs.seq_lens, inputs.slot_mapping)
 
     def _metadata(self, seq_lens: torch.Tensor, slot_mapping: torch.Tensor) -> list[AttentionMetadata]:
         """Each group's metadata of a token of each request, of which the head's are prepared."""

@@ -61,7 +61,7 @@ class InputTensors:
     rope_positions: torch.Tensor | None = None
 
     @property
-    def turns(self) -> torch.Tensor:
+    def rotary_positions(self) -> torch.Tensor:
         """The rotary positions (N,) int64."""
         return self.positions if self.rope_positions is None else self.rope_positions
 

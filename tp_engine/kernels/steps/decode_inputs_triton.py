@@ -121,7 +121,7 @@ def row_arguments(tables: RowTables, rows: torch.Tensor, inputs: InputTensors) -
     filled = inputs.input_ids, inputs.positions, inputs.slot_mapping, inputs.seq_lens, inputs.block_table
     strided = tables.token_ids, tables.block_table, inputs.slot_mapping, inputs.block_table
     deltas = tables.num_computed if tables.rope_deltas is None else tables.rope_deltas  # not read, if there are none
-    return *given, *filled, deltas, inputs.turns, *(one.stride(0) for one in strided)
+    return *given, *filled, deltas, inputs.rotary_positions, *(one.stride(0) for one in strided)
 
 
 def advance_decodes_triton(tables: RowTables, inputs: DecodeInputs, sampled: torch.Tensor) -> None:

@@ -35,7 +35,7 @@ class DraftInputs:
     rope_positions: torch.Tensor | None = None
 
     @property
-    def turns(self) -> torch.Tensor:
+    def rotary_positions(self) -> torch.Tensor:
         """The rotary positions (n,) int64."""
         return self.positions if self.rope_positions is None else self.rope_positions
 

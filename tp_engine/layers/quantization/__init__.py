@@ -1,7 +1,7 @@
 """How linear weights are kept: one file per format.
 
-A checkpoint's own quantisation (``ModelSpec.quantization``) decides, module by module; of any other checkpoint the
-option ``quantization`` does: ``QUANTIZATIONS`` are its values.
+A checkpoint's own quantisation (``ModelSpec.quantization``) decides, module by module; for any other checkpoint the
+option ``quantization`` does, whose values are ``QUANTIZATIONS``.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,8 +43,8 @@ def choose_formats(
     tp_invariant: bool = False,
     choices: Choices = DEFAULTS,
 ) -> Callable[[Sequence[str]], LinearFormat]:
-    """Return the format of each linear layer, by the names of the stored modules that it is made of; ``choices`` are
-    those of the device."""
+    """The function from the names of stored modules to the format of the linear layer that is made of them;
+    ``choices`` are those of the device."""
     if spec is not None and spec.quantization is not None:
         return _formats_of_checkpoint(spec, choices)
     if quantization is None:

@@ -2,8 +2,8 @@
 
 ::
 
-    create    shapes, types and sources of its parameters        before a byte is read
-    finish    those parameters, loaded -> a product              once; the parameters are dropped afterwards
+    create    shapes, types and sources of the parameters        before a byte is read
+    finish    the loaded parameters -> a product                 once; the parameters are dropped afterwards
     product   (N, in) -> (N, out)                                in every step
 """
 
@@ -21,7 +21,7 @@ from tp_engine.weights.source import Source
 
 
 class Product(Protocol):
-    """A weight that is ready to be applied.  ``is_recordable``: whether recordings of steps can hold it."""
+    """A weight, ready to be applied.  ``is_recordable``: recordings of steps can hold it."""
 
     is_recordable: bool
 
@@ -31,14 +31,14 @@ class Product(Protocol):
 
 @runtime_checkable
 class GatedProduct(Product, Protocol):
-    """A product that ends with the activation of gate and up, where adapters need what is before it."""
+    """A product that ends with the activation of gate and up; adapters need what comes before it."""
 
     def before_activation(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``x`` (N, in) -> (N, 2 * size), gate first, from the same weight."""
 
 
 class ExpertsProduct(Protocol):
-    """The experts of a layer that are on this rank.  ``is_recordable``: whether recordings of steps can hold them."""
+    """The experts of a layer that are on this rank.  ``is_recordable``: recordings of steps can hold them."""
 
     is_recordable: bool
 
@@ -49,9 +49,9 @@ class ExpertsProduct(Protocol):
 
 @runtime_checkable
 class SeparateExperts(ExpertsProduct, Protocol):
-    """Experts without biases whose two products there are apart too, for adapters between them.
+    """Experts without biases whose two products can be called separately, with adapters between them.
 
-    Rows ``x`` (P, in) are pairs of a row and an expert, by expert: ``runs`` (``kernels/experts/pairs.py``)."""
+    Rows ``x`` (P, in) are pairs of a row and an expert, sorted by expert: ``runs`` (``kernels/experts/pairs.py``)."""
 
     def gate_up(self, x: torch.Tensor, runs: list[ExpertRun]) -> torch.Tensor:
         """(P, hidden) -> (P, 2 * inner), gate first, without the activation."""
@@ -66,7 +66,7 @@ class ParameterFactory(Protocol):
     def parameter(
         self, shape: Sequence[int], *sources: Sequence[Source], dtype: torch.dtype | None = None
     ) -> nn.Parameter:
-        """Return an uninitialised weight on the layer's device, in the layer's type unless ``dtype`` is given.
+        """An uninitialised weight on the layer's device, in the layer's type unless ``dtype`` is given.
 
         The loader fills it from one of the alternative ``sources``.
         """
@@ -83,24 +83,24 @@ class LinearFormat(Protocol):
         """At least 1."""
 
     def create(self, context: ParameterFactory, shape: LinearShape) -> Mapping[str, nn.Parameter]:
-        """Return the parameters of a layer of ``shape``, by name."""
+        """The parameters of a layer of ``shape``, by name."""
 
     def finish(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype) -> Product:
-        """Return the product of the loaded ``parameters``, on their device, for rows of ``dtype``.
+        """The product of the loaded ``parameters``, on their device, for rows of ``dtype``.
 
         If ``shape`` has an activation, it is a ``GatedProduct``.  Raises ``ConfigError`` if it cannot be made.
         """
 
     def kept_bytes(self, name: str, weight: torch.Tensor) -> int:
-        """Return the bytes of what the product keeps of the parameter ``name``."""
+        """The bytes that the product keeps of the parameter ``name``."""
 
     def create_experts(self, context: ParameterFactory, shape: ExpertsShape) -> Mapping[str, nn.Parameter]:
-        """Return the parameters of a layer's experts, by name."""
+        """The parameters of a layer's experts, by name."""
 
     def finish_experts(
         self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape, dtype: torch.dtype
     ) -> ExpertsProduct:
-        """Return the product of the loaded ``parameters`` of experts, for rows of ``dtype``."""
+        """The product of the loaded ``parameters`` of experts, for rows of ``dtype``."""
 
 
 @runtime_checkable
@@ -110,5 +110,5 @@ class TunedFormat(Protocol):
     def tuned(
         self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype, device_type: str
     ) -> Wanted | None:
-        """Return the operation and the shape of the product of ``parameters``, which have no memory; None if it has no
+        """The operation and the shape of the product of ``parameters``, which have no memory; None if it has no
         candidates there."""

@@ -1,6 +1,6 @@
 """Weights of the model's own type, and how ``x @ weight.T + bias`` is computed.
 
-On a GPU, PyTorch's library computes it, but Triton the product of a single row, as in a decode step of one request
+On a GPU by PyTorch's library, except for a single row, as in a decode step of one request, which Triton multiplies
 (``OneRowLinear``).  On a CPU:
 
 ==========  ========================================  ==============================
@@ -14,15 +14,14 @@ bfloat16    any other                                 C, the weight in panels
 ==========  ========================================  ==============================
 
 Gate and up are one weight, and the result is the activation of both, or of up where there is no gate: C with panels
-applies it to its sums, which are never stored; for the others it is a separate operation.
+applies it to its sums, which are never stored; elsewhere it is a separate operation.
 
-The choice is fixed: it follows from times measured side by side (docs/benchmarks.md), not from times
-taken at each start, so that a model's tokens are the same in every run on a machine; candidates (docs/tuning.md) are
-timed once per machine, and the choice is kept.  A weight in panels or packed is a
-copy in another order; the original is then freed.
+The choice is fixed: it follows from times measured side by side (docs/benchmarks.md), not at each start, so that a
+model's tokens are the same in every run on a machine; candidates (docs/tuning.md) are timed once per machine, and the
+choice is kept.  A weight in panels or packed is a copy in another order; the original is freed.
 
-oneDNN's functions belong to torch's private interface, so they are tried, and their result is compared before it is
-used.  If C or oneDNN is missing, the other one is used, or ``F.linear``, which also takes odd sizes of 16 bits.
+oneDNN's functions belong to torch's private interface, so their results are compared before they are used.  If C or
+oneDNN is missing, the other one is used, or ``F.linear``, which also takes odd sizes of 16 bits.
 """
 
 import ctypes
@@ -57,7 +56,7 @@ _MOST_OUTPUTS = 1 << 16
 
 
 class Dense:
-    """One parameter, ``weight`` (out, in); of experts two, and their biases.
+    """One parameter, ``weight`` (out, in); for experts two, and their biases.
 
     If it ``is_invariant``, a row's result does not depend on the number of rows or on the number of ranks.
     ``choices`` are those of this device.
@@ -104,7 +103,7 @@ class Dense:
 
 
 def expert_biases(context: ParameterFactory, shape: ExpertsShape) -> dict[str, nn.Parameter]:
-    """Return the parameters of experts' biases, in the model's type: (experts, parts * room) and (experts, hidden)."""
+    """The parameters of experts' biases, in the model's type: (experts, parts * room) and (experts, hidden)."""
     if not shape.spec.bias:
         return {}
     count, rows = shape.experts.size, shape.spec.activation.num_parts * shape.room
@@ -163,7 +162,7 @@ class PackedLinear:
 
 
 class TreeLinear:
-    """Triton's product with the same tile for any number of rows, and sums that are a tree over shards of columns."""
+    """Triton's product with one tile for any number of rows, and sums that are a tree over shards of columns."""
 
     is_recordable = True
 
@@ -198,7 +197,7 @@ class OneRowLinear:
 
 
 def takes_one_row(weight: torch.Tensor, activation: Activation | None) -> bool:
-    """Return whether ``OneRowLinear`` takes ``weight`` (out, in): whole blocks of rows, and no vocabulary."""
+    """Whether ``OneRowLinear`` takes ``weight`` (out, in): whole blocks of rows, fewer than a vocabulary."""
     from tp_engine.kernels.linear.one_row_linear_triton import takes_weight
 
     is_gated = activation is not None and activation.num_parts == 2
@@ -222,9 +221,9 @@ _trusted: dict[tuple[torch.dtype, torch.Size], bool] = {}
 
 
 def choose_product(weight: torch.Tensor, activation: Activation | None = None) -> Product:
-    """Return the fastest product that works for this weight (out, in).  Call it once its values are final.
+    """The fastest product that works for this weight (out, in).  Call it once its values are final.
 
-    With an ``activation``, the weight is gate and up, one above the other, and the product applies it to both.
+    With an ``activation``, the weight is gate rows, then up rows, and the product applies it to both.
     """
     if runs_triton(weight.device.type) and has_triton() and takes_one_row(weight, activation):
         return OneRowLinear(weight, activation)
@@ -248,10 +247,10 @@ def choose_experts(
     *,
     quantises_activations: bool = False,
 ) -> ExpertsProduct:
-    """Return the fastest product of a layer's experts: C on CPUs, Triton on GPUs, plain PyTorch if there is neither.
+    """The fastest product of a layer's experts: C on CPUs, Triton on GPUs, plain PyTorch if there is neither.
 
-    ``dtype`` is that of rows, None: that of the weights.  ``quantises_activations``: rows may be rounded to 8 bits,
-    each by its largest value.
+    ``dtype`` is that of rows, by default that of the weights.  ``quantises_activations``: rows may be rounded to 8
+    bits, each by its largest value.
     """
     device_type = (weights.down if isinstance(weights.down, torch.Tensor) else weights.down.codes).device.type
     if runs_triton(device_type) and has_triton():
@@ -264,10 +263,10 @@ def choose_experts(
 
 
 def invariant_product(weight: torch.Tensor, shape: LinearShape) -> Product:
-    """Return the product of ``weight`` for ``shape`` in which a row's bits depend on no other row, nor on the number of
+    """The product of ``weight`` for ``shape`` whose rows depend, in every bit, on no other row and not on the number of
     ranks.
 
-    The libraries' results may depend on the number of rows, so C computes all products, or Triton.
+    Libraries' results may depend on the number of rows, so C or Triton computes all products.
     """
     if runs_triton(weight.device.type):
         product = TreeLinear(weight, shape.num_shards or 1, keeps_sums=shape.keeps_sums)
@@ -278,7 +277,7 @@ def invariant_product(weight: torch.Tensor, shape: LinearShape) -> Product:
 
 
 def runs_triton(device_type: str) -> bool:
-    """Return whether Triton's kernels run on ``device_type``."""
+    """Whether Triton's kernels run on ``device_type``."""
     return device_type == "cuda"
 
 

@@ -1,4 +1,4 @@
-"""Where a layer's experts lie in checkpoints, and which of their values this rank takes.
+"""Where a layer's experts lie in checkpoints, and which values this rank takes.
 
 ::
 
@@ -28,9 +28,9 @@ _NOWHERE = Span(0, 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsShape:
-    """The experts of a layer on one rank: the spec's experts ``experts``, and of each its inner elements ``inner``.
+    """The experts of a layer on one rank: those of the spec in ``experts``, and the inner elements ``inner`` of each.
 
-    ``room`` is the number of inner elements that have memory here; unfilled ones are zero.  ``path`` is the MLP's.
+    ``room`` is the number of inner elements that have memory here; unused ones are zero.  ``path`` is the MLP's.
     ``adds_down_bias``: this rank adds the down biases of its experts; if False, another rank adds them.  With
     ``num_shards`` the product is ``tree_sum.mix_experts_tree``, which keeps its sums unless it has all inner elements.
     """
@@ -50,13 +50,13 @@ class ExpertsShape:
         return self.num_shards > 0 and self.inner.size < self.spec.inner_size
 
     def rest_of(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Return all that ``ExpertWeights`` of loaded ``parameters`` have beside the two stacks."""
+        """All that ``ExpertWeights`` of loaded ``parameters`` have beside the two stacks."""
         down_bias = parameters.get("down_bias") if self.adds_down_bias else None
         biases = {"gate_up_bias": parameters.get("gate_up_bias"), "down_bias": down_bias}
         return {**biases, "first": self.experts.start, "activation": self.spec.activation}
 
     def gate_up(self, stored: StoredExperts) -> LinearShape:
-        """Return one expert's gate and up: (2 * room, hidden), or up alone; {} in the names of its parts is for its
+        """One expert's gate and up: (2 * room, hidden), or up alone; ``{}`` in the names of its parts stands for its
         number."""
         size, inner = self.spec.inner_size, self.inner
         names, parts = stored.inputs(self.spec.activation), []
@@ -71,23 +71,23 @@ class ExpertsShape:
         return LinearShape(stored_columns=self.hidden_size, columns=whole_rows, parts=tuple(parts))
 
     def down(self, stored: StoredExperts) -> LinearShape:
-        """Return one expert's down: (hidden, room)."""
+        """One expert's down: (hidden, room)."""
         rows = Span(0, self.hidden_size)
         part = Part(name=f"{self.path}.{stored.down}", stored_rows=rows.size, rows=rows, room=rows.size)
         return LinearShape(stored_columns=self.spec.inner_size, columns=self.inner, parts=(part,), room=self.room)
 
     def weight_sources(self, stored: StoredExperts, of_one: LinearShape) -> tuple[Source, ...]:
-        """Return the sources of a parameter (experts, rows, columns), in the model's own type."""
-        tensor = replace(WEIGHT, suffix=stored.weight_suffix, is_turned=stored.kind == "transposed")
+        """The sources of a parameter (experts, rows, columns), in the model's own type."""
+        tensor = replace(WEIGHT, suffix=stored.weight_suffix, is_transposed=stored.kind == "transposed")
         return self.of_all(stored, of_one.sources(tensor), is_view=True)
 
     def bias_sources(self, stored: StoredExperts, of_one: LinearShape) -> tuple[Source, ...]:
-        """Return the sources of a parameter (experts, rows)."""
+        """The sources of a parameter (experts, rows)."""
         return self.of_all(stored, of_one.vector_sources(stored.bias_suffix), is_view=True)
 
     def of_all(self, stored: StoredExperts, of_one: Sequence[Source], *, is_view: bool = False) -> tuple[Source, ...]:
-        """Return what the sources ``of_one`` expert are for all experts; ``is_view``: decoding only chooses and turns
-        rows and columns, so that a stack is decoded at once, without a copy."""
+        """The sources of all experts, given those ``of_one``; ``is_view``: decoding only selects and transposes, so
+        that a stack is decoded at once, without a copy."""
         if stored.kind == "each":
             return tuple(self._numbered(one, number) for number in range(self.spec.num_experts) for one in of_one)
         return tuple(self._stacked(one, is_view) for one in of_one)
@@ -132,8 +132,7 @@ def share_experts(
     block: int = 1,
     num_shards: int = 0,
 ) -> ExpertsShape:
-    """Return this rank's experts: a part of each if ``splits``, in whole blocks of ``block``, else some of them
-    whole."""
+    """This rank's experts: a part of each if ``splits``, in whole blocks of ``block``, else some of them whole."""
     if splits:
         experts, inner = Span(0, spec.num_experts), block_share(spec.inner_size, rank, world_size, block=block)
     else:

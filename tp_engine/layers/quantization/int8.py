@@ -1,5 +1,4 @@
-"""int8 weights on CPUs: loaded as dense ones, then quantised; ``kernels/quantization/int8_products.py`` has the
-products."""
+"""int8 weights on CPUs, loaded as dense ones and quantised here (``kernels/quantization/int8_products.py``)."""
 
 from collections.abc import Mapping
 
@@ -34,6 +33,6 @@ class Int8(Dense):
 
 
 def choose_int8_product(weight: Int8Weight, dtype: torch.dtype, choices: Choices = DEFAULTS) -> Int8ByRows:
-    """Return the products of ``weight`` with rows of ``dtype``, by their number.  Raises ``ConfigError``."""
+    """The products of ``weight`` with rows of ``dtype``, by their number.  ``ConfigError`` if oneDNN refuses it."""
     shape = shape_of(weight.codes, dtype)
     return Int8ByRows(build(NAME, weight, shape, choices.of(NAME, shape, weight.codes.device)))

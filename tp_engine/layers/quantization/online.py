@@ -1,4 +1,4 @@
-"""Weights that are loaded in the model's own type and quantised here, without a checkpoint of their own.
+"""Weights that are loaded in the model's own type and quantised here, for checkpoints that are not quantised.
 
 ::
 
@@ -27,7 +27,7 @@ from tp_engine.layers.quantization.stored import LinearShape
 from tp_engine.system.units import ceil_div
 
 INT4_GROUP = 32
-_LEAST_VARIED = 1e-5  # a share of the mean square of a group's codes; below it they are alike
+_LEAST_VARIED = 1e-5  # of the mean square of a group's codes; below it they count as equal
 _GROUPS_AT_A_TIME = 1 << 13  # 1 MiB, which stays in the caches
 _SMALLEST_LARGEST = 1e-30  # keeps the scale of a row of zeros from being zero
 _LARGEST_E4M3 = 448.0
@@ -80,7 +80,7 @@ class Online(Dense):
 
 @cache
 def _bytes_of_row(quantise: Callable[[torch.Tensor], QuantisedWeight], columns: int, dtype: torch.dtype) -> int:
-    """Bytes of a quantised row; rows are quantised each by itself."""
+    """Bytes of a quantised row; each row is quantised by itself."""
     return quantise(torch.empty(1, columns, dtype=dtype, device="meta")).num_bytes
 
 
@@ -99,8 +99,8 @@ def quantise_int8(weight: torch.Tensor) -> QuantisedWeight:
 
 
 def quantise_int4(weight: torch.Tensor) -> QuantisedWeight:
-    """``weight`` (..., in) with 8 bits of scale and of zero per ``INT4_GROUP`` columns, and a factor per row; an odd
-    number of columns has 8 bits."""
+    """``weight`` (..., in) with a scale and a zero of 8 bits per ``INT4_GROUP`` columns, and a factor per row; with an
+    odd number of columns ``quantise_int8``."""
     num_columns = weight.shape[-1]
     if num_columns % 2:
         return quantise_int8(weight)
@@ -124,17 +124,18 @@ def quantise_int4(weight: torch.Tensor) -> QuantisedWeight:
 
 
 def _int4_rows(rows: torch.Tensor, room: torch.Tensor, wide: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Of ``rows`` (N, in): codes of two columns uint8 (N, in / 2), scales uint8 and zeros int8 (N, groups), and factors
+    """``rows`` (N, in) as codes of two columns uint8 (N, in / 2), scales uint8 and zeros int8 (N, groups), and factors
     float32 (N,).
 
-    The steps between a group's lowest and highest weight give each weight a code.  With these codes, the best step and
-    zero follow from least squares.  Errors count ``|w|`` plus the group's mean of it: without the first, large weights
-    are clipped too much, and without the second, those near zero do not count (docs/benchmarks.md).  Symmetric codes,
-    of which one is zero, replace these where the sum of squared errors is smaller, as it is for pruned weights.
+    Equal steps between a group's lowest and highest weight give each weight a code.  With these codes, the best step
+    and zero follow from least squares.  Errors are weighted by ``|w|`` plus the group's mean of it: without the first,
+    large weights are clipped too much, and without the second, those near zero do not count (docs/benchmarks.md).
+    Symmetric codes, one of which is zero, replace these where their sum of squared errors is smaller, as for pruned
+    weights.
 
-    Every device chooses the same numbers: sums are in float64, so that the order of their terms does not change what is
-    rounded.  ``room`` (6, N or more, groups, ``INT4_GROUP``) float32 and ``wide``, such a part in float64, are memory
-    for the calculation: new memory would cost page faults.  Columns of ``room`` behind the rows' end are zero.
+    Every device finds the same numbers: sums are in float64, so that the order of their terms does not change what is
+    rounded.  ``room`` (6, N or more, groups, ``INT4_GROUP``) float32 and ``wide``, one such part in float64, are
+    memory for the calculation: new memory would cost page faults.  Columns of ``room`` beyond the rows' end are zero.
     """
     groups, shares, codes, symmetric, weighted, product = room[:, : len(rows)]
 
@@ -184,7 +185,7 @@ def _int4_rows(rows: torch.Tensor, room: torch.Tensor, wide: torch.Tensor) -> tu
 
 
 def _rounded_zeros(zeros: torch.Tensor) -> torch.Tensor:
-    """``zeros``, in steps, of a code that has none, as 8 bits hold them."""
+    """``zeros``, in steps, rounded to what 8 bits hold."""
     return (zeros * INT4_ZERO_PARTS).round().clamp(-128, 127) / INT4_ZERO_PARTS
 
 

@@ -1,4 +1,4 @@
-"""Quantised weights whose columns are in groups by their activations, not by their places (``desc_act``, ``actorder``).
+"""Quantised weights whose columns are grouped by their activations, not by position (``desc_act``, ``actorder``).
 
 ::
 
@@ -6,10 +6,10 @@
     scales, zeros                     (out, groups) of all groups, on every rank
     codes                             as in ``quantised.py``, columns in their own order
 
-Once loaded, columns are sorted by their groups, and the product sorts its inputs alike, so that it is the usual one of
-groups of equal size.  A rank that has only some of the columns has a few of each group: its groups are then of
-``unit`` columns, and the last of each is filled up with columns that read zeros.  Experts, whose tensors have one more
-dimension in front, have orders of their own, so that they are multiplied one after the other.
+Once loaded, columns are sorted by their groups, and the product sorts its inputs alike, so it is the usual one with
+groups of equal size.  A rank that has only some of the columns has a few of each group: its groups then have ``unit``
+columns, and the last of each is padded with columns that read zeros.  Experts, whose tensors have one more dimension in
+front, have an order each, so they are multiplied one after the other.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ from tp_engine.layers.quantization.stored import LinearShape
 from tp_engine.weights.source import Source, Span
 
 _LEAST_UNIT = 8
-_SCALE_BYTES = 3  # of a group in a row, with its zero point
+_SCALE_BYTES = 3  # of a group of a row, with its zero point
 
 
 class Ordered(Quantised):
@@ -148,8 +148,8 @@ class SeparateProducts:
 
 
 class SortedColumns(NamedTuple):
-    """Columns by their groups: ``columns`` has the one at each place, or one behind the last; the places of a ``unit``
-    are of one group, and ``groups`` names it."""
+    """Columns sorted by group: ``columns`` has the one for each place, or for padding the number of columns; each
+    ``unit`` places belong to one group, which ``groups`` names."""
 
     columns: torch.Tensor
     groups: torch.Tensor
@@ -157,14 +157,14 @@ class SortedColumns(NamedTuple):
 
     @property
     def is_sorted(self) -> bool:
-        """Whether each column is at its own place."""
+        """Whether each column is at its own place, without padding."""
         return torch.equal(self.columns, torch.arange(len(self.columns), device=self.columns.device, dtype=torch.int64))
 
 
 def sort_columns(order: torch.Tensor, group: int, bits: int) -> SortedColumns:
     """Sort columns by ``order``, their groups, of up to ``group`` columns; those of a group keep their order.
 
-    Of the sizes of a unit, that with the least memory for codes of ``bits`` and their scales is taken.
+    The unit is the one that takes the least memory for codes of ``bits`` and their scales.
     """
     counts = torch.bincount(order)
     units = [
@@ -191,8 +191,7 @@ def sort_columns(order: torch.Tensor, group: int, bits: int) -> SortedColumns:
 
 
 class SortedProduct:
-    """``product`` of sorted columns: one of ``columns`` of the input comes after the other; behind the ``num_columns``
-    there are zeros."""
+    """``product`` of sorted columns: its input is ``columns`` of ``x``, where column ``num_columns`` reads zeros."""
 
     def __init__(self, product: Product, columns: torch.Tensor, num_columns: int) -> None:
         self._product, self._columns = product, columns
@@ -203,7 +202,7 @@ class SortedProduct:
         return self._product(self._sorted(x), bias)
 
     def before_activation(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return what the activation takes."""
+        """The product without its activation."""
         assert isinstance(self._product, GatedProduct)
         return self._product.before_activation(self._sorted(x), bias)
 

@@ -15,7 +15,7 @@
     modelopt-nvfp4       weight uint8 (N, K/2)                weight_scale fp8 (N, K/16), weight_scale_2
 
 ``/8`` is for 4 bits, ``/4`` for 8.  Words hold their first value in the lowest bits; AWQ's order is ``AWQ_ORDER``.
-GPTQ's first version stores zero points less one; the zero points of symmetric codes are the middle, and not read.
+GPTQ's first version stores zero points minus one; the zero points of symmetric codes are the middle, and not read.
 A packing is a line of ``PACKINGS``.
 """
 
@@ -45,9 +45,9 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensors:
-    """What a module has on disk.  Rows have a factor each (``factors``), or a module has one (``factor``).
+    """A module's tensors on disk.  Each row has a factor (``factors``), or the module has one (``factor``).
 
-    ``others`` are other shapes in which its scales, or its factors, are found.
+    ``others`` are other shapes in which its scales, or its factors, may be stored.
     """
 
     codes: StoredTensor
@@ -57,16 +57,16 @@ class Tensors:
     factor: Scalar | None = None
     others: tuple[StoredTensor, ...] = ()
     scale_type: torch.dtype | None = None
-    """Scales of 8 bits are read as bytes; they are numbers of this type."""
+    """The type of 8-bit scales, which are read as bytes."""
 
 
 def tensors_of(scheme: WeightScheme, num_columns: int) -> Tensors:
-    """Return the tensors of a module with ``num_columns`` input columns."""
+    """The tensors of a module with ``num_columns`` input columns."""
     return PACKINGS[scheme.packing](scheme, scheme.group or num_columns)
 
 
 def pack_codes(kind: Codes, columns: int) -> tuple[Codes, int, Decode]:
-    """Return how ``columns`` codes of ``kind`` are kept: the kind, codes per byte and the packing.
+    """How ``columns`` codes of ``kind`` are kept: the kind, the codes per byte, and the packing.
 
     An odd number of codes of 4 bits is kept in 8 bits, which hold the same values.
     """
@@ -78,12 +78,12 @@ def pack_codes(kind: Codes, columns: int) -> tuple[Codes, int, Decode]:
 
 
 def unpack_codes(kind: Codes, packed: torch.Tensor) -> torch.Tensor:
-    """Return the codes that are kept in ``kind``, a byte each, as they were packed."""
+    """The codes, a byte each, that ``pack_codes`` has packed in ``kind``."""
     return _split_nibbles(packed) if kind in ("int4", "e2m1") else packed
 
 
 def pack_zeros(kind: Codes) -> Decode:
-    """Return how zero points in steps become those of a weight that is kept in ``kind``."""
+    """How zero points in steps become those of a weight that is kept in ``kind``."""
     return (lambda zeros: zeros * INT4_ZERO_PARTS) if kind == "int4" else as_stored
 
 
@@ -130,11 +130,11 @@ def _awq(scheme: WeightScheme, group: int) -> Tensors:
         suffix=".qweight",
         unit=Unit(8, 1),
         unpack=partial(_unpack_rows, bits=4, order=AWQ_ORDER),
-        is_turned=True,
+        is_transposed=True,
         dtype=torch.int32,
     )
-    scales = _scales(scheme, ".scales", group, is_turned=True)
-    zeros = _turned_zeros(group, partial(_unpack_zeros, bits=4, order=AWQ_ORDER), bits=4)
+    scales = _scales(scheme, ".scales", group, is_transposed=True)
+    zeros = _transposed_zeros(group, partial(_unpack_zeros, bits=4, order=AWQ_ORDER), bits=4)
     return Tensors(codes=codes, scales=scales, zeros=zeros)
 
 
@@ -142,9 +142,9 @@ def _gptq(scheme: WeightScheme, group: int, *, less_one: bool) -> Tensors:
     bits = 4 if scheme.kind == "int4" else 8
     unpack = partial(_unpack_zeros, bits=bits, added=int(less_one))
     return Tensors(
-        codes=_words(".qweight", bits, is_turned=True),
-        scales=_scales(scheme, ".scales", group, is_turned=True),
-        zeros=_turned_zeros(group, unpack, bits=bits) if scheme.has_zeros else None,
+        codes=_words(".qweight", bits, is_transposed=True),
+        scales=_scales(scheme, ".scales", group, is_transposed=True),
+        zeros=_transposed_zeros(group, unpack, bits=bits) if scheme.has_zeros else None,
     )
 
 
@@ -184,22 +184,24 @@ PACKINGS: dict[str, Callable[[WeightScheme, int], Tensors]] = {
 }
 
 
-def _scales(scheme: WeightScheme, suffix: str, group: int, *, is_turned: bool = False) -> StoredTensor:
+def _scales(scheme: WeightScheme, suffix: str, group: int, *, is_transposed: bool = False) -> StoredTensor:
     """Floating point scales of each row's groups."""
     block, init = Unit(1, group), _DUMMY_SCALES[scheme.kind]
-    return StoredTensor(suffix=suffix, unit=block, unpacked=block, is_turned=is_turned, init=init)
+    return StoredTensor(suffix=suffix, unit=block, unpacked=block, is_transposed=is_transposed, init=init)
 
 
 def _powers(suffix: str) -> StoredTensor:
-    """Powers of two as exponents of 8 bits, of blocks of 32."""
+    """Powers of two as exponents of 8 bits, for blocks of 32."""
     block = Unit(1, 32)
     return StoredTensor(suffix=suffix, unit=block, unpacked=block, dtype=torch.uint8, init=120)
 
 
-def _words(suffix: str, bits: int, *, is_turned: bool = False) -> StoredTensor:
+def _words(suffix: str, bits: int, *, is_transposed: bool = False) -> StoredTensor:
     """Codes in words of 32 bits along the columns."""
     unpack = partial(_unpack_columns, bits=bits)
-    return StoredTensor(suffix=suffix, unit=Unit(1, 32 // bits), unpack=unpack, is_turned=is_turned, dtype=torch.int32)
+    return StoredTensor(
+        suffix=suffix, unit=Unit(1, 32 // bits), unpack=unpack, is_transposed=is_transposed, dtype=torch.int32
+    )
 
 
 def _bytes(suffix: str) -> StoredTensor:
@@ -207,16 +209,16 @@ def _bytes(suffix: str) -> StoredTensor:
     return StoredTensor(suffix=suffix, unit=Unit(1, 2), unpack=_split_nibbles, dtype=torch.uint8)
 
 
-def _turned_zeros(group: int, unpack: Decode, bits: int) -> StoredTensor:
+def _transposed_zeros(group: int, unpack: Decode, bits: int) -> StoredTensor:
     """Zero points (K / group, N / values per word)."""
     unit = Unit(32 // bits, group)
     return StoredTensor(
-        suffix=".qzeros", unit=unit, unpacked=Unit(1, group), unpack=unpack, is_turned=True, dtype=torch.int32
+        suffix=".qzeros", unit=unit, unpacked=Unit(1, group), unpack=unpack, is_transposed=True, dtype=torch.int32
     )
 
 
 def _as_bytes(values: torch.Tensor) -> torch.Tensor:
-    # One column of a turned tensor counts as contiguous, though its last stride is not 1.
+    # A single column of a transposed tensor counts as contiguous, although its last stride is not 1.
     values = values.contiguous() if values.shape[-1] > 1 else values.clone(memory_format=torch.contiguous_format)
     return values.view(torch.uint8)
 

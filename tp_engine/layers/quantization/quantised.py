@@ -1,8 +1,8 @@
-"""A checkpoint's quantised weights: read from any packing, kept as ``kernels.quantised.QuantisedWeight``.
+"""A checkpoint's quantised weights: read from any packing, kept as a ``QuantisedWeight``.
 
 ::
 
-    codes      uint8 (out, in) or (out, in / 2)           of experts all have one more dimension, in front
+    codes      uint8 (out, in) or (out, in / 2)           for experts, all have one more dimension in front
     scales     (out / row_block, in / group)              as stored; of 8 bits as bytes
     zeros      int8 (out, in / group)
     factors    float32 (out, 1)                           of rows, or of a whole stored module
@@ -37,18 +37,18 @@ from tp_engine.weights.source import Decode, Source, as_stored, keep_stored_type
 
 
 class WeightLayout(NamedTuple):
-    """One way to store a weight: its shape, what its sources become in a stack, and its tensors' suffixes."""
+    """One way to store a weight: its shape, what its sources become in a stack, and the suffixes of its tensors."""
 
     shape: LinearShape
     of_all: Callable[[Sequence[Source]], tuple[Source, ...]] = tuple
     suffix: Callable[[str], str] = str
 
     def sources(self, tensor: StoredTensor, unit: Unit, pack: Decode = as_stored) -> tuple[Source, ...]:
-        """Return the sources of a parameter in ``unit``."""
+        """The sources of a parameter in ``unit``."""
         return self.of_all(self.shape.sources(replace(tensor, suffix=self.suffix(tensor.suffix)), unit, pack))
 
     def scalar_sources(self, scalar: Scalar) -> list[tuple[Source, ...]]:
-        """Return the alternatives of a parameter (rows, 1)."""
+        """The alternative sources of a parameter (rows, 1)."""
         found = self.shape.scalar_sources(self.suffix(scalar.suffix), scalar.decode, init=0.01)
         return [self.of_all(sources) for sources in found]
 
@@ -95,8 +95,8 @@ class Quantised:
         return QUANTISED, quantised_shape(self.weight(parameters, shape), dtype, shape.activation)
 
     def _is_of_integers(self, weight: QuantisedWeight, device_type: str) -> bool:
-        """Whether weight and activations are integers of 8 bits, whose products are exact there.  The checkpoint asks
-        for rounded activations, so its products are oneDNN's for any number of rows."""
+        """Whether weight and activations are integers of 8 bits, whose products are exact on this device.  Such a
+        checkpoint asks for rounded activations, so its products are oneDNN's for any number of rows."""
         is_whole = weight.kind == "int8" and weight.scales is None and self.scheme.activations is not None
         return is_whole and takes_int8_products(device_type)
 
@@ -115,11 +115,11 @@ class Quantised:
         return choose_experts(weights, top_k, dtype, quantises_activations=quantises)
 
     def weight(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape) -> QuantisedWeight:
-        """Return the loaded ``parameters`` as one weight."""
+        """The loaded ``parameters`` as one weight."""
         return self._weight(parameters, [WeightLayout(shape)])
 
     def experts(self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape) -> ExpertWeights[QuantisedWeight]:
-        """Return the loaded ``parameters`` as the weights of experts."""
+        """The loaded ``parameters`` as the weights of experts."""
         sides = {}
         for side, ways in expert_sides(shape).items():
             own = {
@@ -184,7 +184,7 @@ class Quantised:
         return tensors_of(self.scheme, ways[0].shape.stored_columns)
 
     def _unit(self, ways: Sequence[WeightLayout]) -> Unit:
-        """Rows and columns of a scale here: the checkpoint's, or a divisor where a shard cuts a block."""
+        """Rows and columns of a scale on this rank: the checkpoint's, or a divisor where a shard cuts a block."""
         scales = self._tensors(ways).scales
         units = [Unit(1, 1) if scales is None else way.shape.refine(scales.unit) for way in ways]
         return Unit(gcd(*(one.rows for one in units)), gcd(*(one.columns for one in units)))
@@ -205,7 +205,7 @@ def _parameter(
 
 
 def expert_sides(shape: ExpertsShape) -> dict[str, list[WeightLayout]]:
-    """Return the ways to store gate and up, and down."""
+    """The ways to store gate and up, and down."""
 
     def way(stored: StoredExperts, of_one: LinearShape) -> WeightLayout:
         def of_all(sources: Sequence[Source]) -> tuple[Source, ...]:
@@ -220,6 +220,6 @@ def expert_sides(shape: ExpertsShape) -> dict[str, list[WeightLayout]]:
 
 
 def _stack_suffix(suffix: str) -> str:
-    """A stack of all experts is named by its module alone, its other tensors with an underscore: ``_scale_inv``."""
+    """A stack of all experts has its module's name alone, its other tensors an underscore: ``_scale_inv``."""
     name = suffix.removeprefix(".weight")
     return name if name[:1] in ("", "_") else f"_{name[1:]}"

@@ -1,7 +1,7 @@
-"""The choice of how products with quantised weights are computed.
+"""How products with quantised weights are computed.
 
-On a CPU it is C, with codes in panels, for any number of rows; without the compiled kernels, plain PyTorch.  On a GPU,
-by the number of rows:
+On a CPU by C, with codes in panels, for any number of rows; without the compiled kernels, by plain PyTorch.  On a GPU
+it depends on the number of rows:
 
 ==========  ===================================  ===================================================================
 rows        weights                              by
@@ -14,15 +14,15 @@ up to 128   any other                            Triton: matrix units, codes wid
 more        any other                            Triton makes the values, PyTorch's library the product
 ==========  ===================================  ===================================================================
 
-These are candidates (``kernels/quantization/linear_candidates.py``), of which a device may have others.
+Triton's are candidates (``kernels/quantization/linear_candidates.py``), of which a device may have chosen others.
 
 Where ``down`` of a gated MLP is a scaled product, the activation and the rounding of its result to 8 bits are one pass
-over memory (``GatedPair``).  Where all products that read a norm are scaled, so are the norm and the rounding of its
-rows (``wanted_codes``).  Experts on a GPU are Triton's grouped products, and PyTorch's from many pairs on
+over memory (``GatedPair``).  Where all products that read a norm are scaled ones, the norm and its rounding are one
+pass, too (``wanted_codes``).  Experts on a GPU are Triton's grouped products, and for many pairs PyTorch's
 (``kernels/experts/grouped.py``).
 
-Weights stay packed: no copy of the values is kept.  Activations may be rounded to 8 bits only if the format says that
-they are quantised, and only where that makes the product faster; elsewhere they stay as they are, which is more exact.
+Weights stay packed: no copy of the values is kept.  Activations are rounded to 8 bits only if the format quantises
+them, and only where that makes the product faster; elsewhere they stay as they are, which is more exact.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ from tp_engine.layers.quantization.base import Product
 from tp_engine.layers.quantization.dense import runs_triton
 from tp_engine.model_config.mlp import Activation
 
-# The most rows of products whose codes are widened in registers, where there is a product of codes.
+# The most rows for which codes are widened in registers, where there is a product of codes.
 FEW_ROWS_BESIDE_CODES = 64
 
 
@@ -103,9 +103,9 @@ class TritonQuantised:
 
 
 class GatedPair:
-    """The products of a gated MLP, gate and up first, then down, for more than ``more_than`` rows.
+    """The products of a gated MLP, gate and up, then down, for more than ``more_than`` rows.
 
-    The activation's result is rounded and becomes down's codes in one pass over memory: it is never stored.
+    The activation's result becomes down's codes in one pass over memory, and is never stored itself.
     """
 
     def __init__(self, gate_up: TritonQuantised, down: TritonQuantised, scaled: ScaledProduct) -> None:
@@ -113,13 +113,13 @@ class GatedPair:
         self.more_than = max(gate_up.few_rows, down.few_rows)
 
     def __call__(self, x: Rows, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None) -> torch.Tensor:
-        """``x`` (N, in) -> (N, out), bit by bit what the two products give."""
+        """``x`` (N, in) -> (N, out), bitwise equal to the two products."""
         return self._down(self._gate_up(x, gate_up_bias), down_bias, self._activation)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WantedCodes:
-    """The codes that products want to read, instead of rows, if there are more than ``more_than`` rows."""
+    """The codes that products read instead of rows, if there are more than ``more_than`` rows."""
 
     rule: CodeRule
     more_than: int
@@ -134,7 +134,7 @@ def choose_quantised_product(
     quantises_activations: bool,
     choices: Choices = DEFAULTS,
 ) -> Product:
-    """Return the fastest product for ``x`` of type ``dtype``.  Call it once the weight's values are final.
+    """The fastest product for ``x`` of type ``dtype``.  Call it once the weight's values are final.
 
     With an ``activation``, the weight is gate rows, then up rows, and the product applies it to both.
     ``quantises_activations``: rows of ``x`` may be rounded to 8 bits, each by its largest value, or all by
@@ -153,14 +153,14 @@ def choose_quantised_product(
 
 
 def gated_pair(gate_up: Product, down: Product) -> GatedPair | None:
-    """Return both products as one, if ``down`` multiplies codes."""
+    """Both products as one, if ``down`` multiplies codes; else None."""
     if not (isinstance(gate_up, TritonQuantised) and isinstance(down, TritonQuantised)) or down.scaled is None:
         return None
     return GatedPair(gate_up, down, down.scaled)
 
 
 def wanted_codes(products: Sequence[Product]) -> WantedCodes | None:
-    """Return the codes that all ``products`` want; None if one multiplies values, or if they round differently."""
+    """The codes that all ``products`` read; None if one multiplies values, or if they round differently."""
     scaled: list[ScaledProduct] = []
     for product in products:
         if not isinstance(product, TritonQuantised) or product.scaled is None:

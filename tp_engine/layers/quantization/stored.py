@@ -10,8 +10,8 @@
     |    | ########|##  |         packed    as the parameter keeps them
     +----+----+----+----+
 
-A shard may begin or end inside of a scale's block, or of a word with several values: it takes the whole element and
-cuts afterwards.
+A shard may begin or end inside of a scale's block, or of a word with several values: it takes the whole element, and
+cuts it afterwards.
 """
 
 from dataclasses import dataclass
@@ -40,11 +40,11 @@ _SCALAR_SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1))  # all are foun
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A tensor of a stored module, named by its ``suffix``; an element is for ``unit`` of the weight.
+    """A tensor of a stored module, named by its ``suffix``; an element covers a ``unit`` of the weight.
 
-    It is rows first, or columns first if ``is_turned``; each element is ``tail`` numbers.  ``unpack`` takes the tensor
-    rows first and returns (rows, columns), one value for each ``unpacked`` of the weight.  ``dtype`` is the type on
-    disk, None: any float.  ``form``: it has two dimensions, ``singles`` one of a single element behind each of them, or
+    It is (rows, columns), or (columns, rows) if ``is_transposed``; each element is ``tail`` numbers.  ``unpack`` takes
+    it rows first, and returns (rows, columns), one value for each ``unpacked`` of the weight.  ``dtype`` is the type on
+    disk, None for any float.  ``form``: a ``matrix``; one with a dimension of 1 after each of its two (``singles``); or
     rows alone (``vector``).
     """
 
@@ -52,14 +52,14 @@ class StoredTensor:
     unit: Unit = ONE
     unpacked: Unit = ONE
     unpack: Decode = as_stored
-    is_turned: bool = False
+    is_transposed: bool = False
     tail: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
     init: float | None = None
     form: Literal["matrix", "singles", "vector"] = "matrix"
 
     def shaped(self, rows: _T, columns: _T, single: _T) -> tuple[_T, ...]:
-        """Return what describes each dimension on disk."""
+        """What describes each dimension on disk, given what describes rows, columns and a dimension of 1."""
         shapes = {"matrix": (rows, columns), "singles": (rows, single, columns, single), "vector": (rows,)}
         return shapes[self.form]
 
@@ -92,7 +92,7 @@ class Part:
         return Span(turns.start * self.step, turns.size * self.step)
 
     def decode(self, values: torch.Tensor, unit: int = 1) -> torch.Tensor:
-        """Return the rows of this part from the rows that were read; a value is for ``unit`` rows, and none is cut."""
+        """The rows of this part, from the rows that were read; a value covers ``unit`` rows, and none is cut."""
         if self.step == 1:
             return self.order(values)
         step, first, count, size = (one // unit for one in (self.step, self.first, self.count, self.rows.size))
@@ -103,10 +103,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearShape:
-    """One product on this rank: its ``parts`` one above the other, ``columns`` of their ``stored_columns``.
+    """One product on this rank: its ``parts``, one above the other, and ``columns`` of their ``stored_columns``.
 
-    There is room for ``room`` columns, or exactly for those; the rest are zero.  With an ``activation``, the parts are
-    gate and up, or up alone, and the product ends with the activation.  With ``num_shards`` the product is
+    There is room for ``room`` columns, by default for exactly those; the rest are zero.  With an ``activation``, the
+    parts are gate and up, or up alone, and the product ends with the activation.  With ``num_shards`` the product is
     ``tree_sum.tree_linear``, which keeps its sums unless it has all columns.
     """
 
@@ -133,7 +133,7 @@ class LinearShape:
         return self.columns.size if self.room is None else self.room
 
     def placed_parts(self) -> list[tuple[Part, int]]:
-        """Return each part and its first row in the product."""
+        """Each part, and its first row in the product."""
         found, first = [], 0
         for part in self.parts:
             found.append((part, first))
@@ -141,10 +141,8 @@ class LinearShape:
         return found
 
     def refine(self, block: Unit) -> Unit:
-        """Return the largest unit that divides ``block`` and begins anew where this rank's rows, parts and columns
-        begin.
-
-        Scales of blocks that a shard cuts are repeated down to it, which changes no value.
+        """The largest unit that divides ``block`` and has boundaries where this rank's rows, parts and columns begin.
+        Scales of blocks that a shard cuts are repeated for each unit, which changes no value.
         """
         rows = block.rows
         for part, first in self.placed_parts():
@@ -154,8 +152,7 @@ class LinearShape:
         return Unit(rows, gcd(block.columns, start, 0 if end == self.stored_columns else end))
 
     def sources(self, tensor: StoredTensor = WEIGHT, unit: Unit = ONE, pack: Decode = as_stored) -> tuple[Source, ...]:
-        """Return the sources of a parameter (rows, columns) in ``unit``; ``pack`` joins values that are one element of
-        it."""
+        """The sources of a parameter (rows, columns) in ``unit``; ``pack`` joins the values of one element."""
         return tuple(self._source(part, first, tensor, unit, pack) for part, first in self.placed_parts())
 
     def _source(self, part: Part, first: int, tensor: StoredTensor, unit: Unit, pack: Decode) -> Source:
@@ -171,14 +168,14 @@ class LinearShape:
 
         def decode(values: torch.Tensor) -> torch.Tensor:
             matrix = values if tensor.form == "matrix" else values.reshape(len(values), -1)
-            found = tensor.unpack(matrix.transpose(0, 1) if tensor.is_turned else matrix)
+            found = tensor.unpack(matrix.transpose(0, 1) if tensor.is_transposed else matrix)
             for dim in (0, 1):
                 found = found.repeat_interleave(repeats[dim], dim) if repeats[dim] > 1 else found
                 found = found.narrow(dim, *cuts[dim])
             return pack(part.decode(found, steps[0]))
 
         sizes = [ceil_div(part.stored_rows, tensor.unit.rows), ceil_div(self.stored_columns, tensor.unit.columns)]
-        if tensor.is_turned:
+        if tensor.is_transposed:
             spans.reverse()
             sizes.reverse()
         counts = ceil_div(part.rows.size, unit.rows), ceil_div(self.columns.size, unit.columns)
@@ -193,7 +190,7 @@ class LinearShape:
         )
 
     def vector_sources(self, suffix: str) -> tuple[Source, ...]:
-        """Return the sources of a parameter (rows,), of tensors with one value for each row: biases."""
+        """The sources of a parameter (rows,), from tensors with one value for each row: biases."""
         return tuple(
             Source(
                 name=part.name + suffix,
@@ -206,8 +203,8 @@ class LinearShape:
         )
 
     def scalar_sources(self, suffix: str, decode: Decode, init: float) -> list[tuple[Source, ...]]:
-        """Return the alternatives of a parameter (rows, 1), of tensors with one value for a whole module, of shape (),
-        (1,) or (1, 1), or with one for each of the parts that a module has, of shape (parts,) or (parts, 1)."""
+        """The alternative sources of a parameter (rows, 1): tensors with one value for a whole module, of shape (),
+        (1,) or (1, 1), or with one for each of the module's parts, of shape (parts,) or (parts, 1)."""
         names = [part.name for part in self.parts]
 
         def alternative(shape: tuple[int, ...], is_joint: bool) -> tuple[Source, ...]:
@@ -231,7 +228,7 @@ def _spread(value: torch.Tensor, decode: Decode, count: int) -> torch.Tensor:
 
 
 def cover(span: Span, unit: int) -> tuple[Span, int]:
-    """Return the elements of ``unit`` that ``span`` touches, and how far into the first one it begins."""
+    """The elements of size ``unit`` that ``span`` touches, and how far into the first one it begins."""
     first = span.start // unit
     end = ceil_div(span.start + span.size, unit) if span.size else first
     return Span(first, end - first), span.start - first * unit

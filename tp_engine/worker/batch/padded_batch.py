@@ -144,7 +144,7 @@ class PaddedBatch(StepShape[StepSize]):
             for slot_mapping, block_table in zip(inputs.slot_mapping.unbind(), inputs.block_table.unbind(), strict=True)
         )
         return PlacedInputs(
-            input_ids=inputs.input_ids, positions=inputs.turns, wanted=requests.wanted, attention=attention
+            input_ids=inputs.input_ids, positions=inputs.rotary_positions, wanted=requests.wanted, attention=attention
         )
 
     def sampled(self, size: StepSize) -> tuple[torch.Tensor, torch.Tensor]:

@@ -37,7 +37,7 @@ class StepInputs:
     of sampled prefills go in the flattened token table, None if no prefill is sampled.  On the host:
     ``sampled_positions`` (n,), the new tokens' positions.  ``places`` (N,) int64 are those of the prefills' tokens in
     that table, behind arbitrary ones for the decodes; None if there are only decodes.  ``attention`` has one entry per
-    group of layers.  ``turns`` (N,) int64 are the positions by which heads turn, those of a prompt without images.
+    group of layers.  ``rotary_positions`` (N,) int64 are those of a prompt without images.
     """
 
     layout: BatchLayout
@@ -50,8 +50,8 @@ class StepInputs:
     rope_positions: torch.Tensor | None = None
 
     @property
-    def turns(self) -> torch.Tensor:
-        """The positions (N,) int64 by which heads turn."""
+    def rotary_positions(self) -> torch.Tensor:
+        """The rotary positions (N,) int64."""
         return self.positions if self.rope_positions is None else self.rope_positions
 
 

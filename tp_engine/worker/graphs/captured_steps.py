@@ -103,7 +103,9 @@ class DecodeShape(StepShape[int]):
     def prepare(self, size: int) -> PlacedInputs:
         inputs = self._batch.prepare(size)
         attention = self._batch.metadata(inputs, self._batch.recorded_seq_lens(inputs))
-        return PlacedInputs(input_ids=inputs.input_ids, positions=inputs.turns, wanted=None, attention=attention)
+        return PlacedInputs(
+            input_ids=inputs.input_ids, positions=inputs.rotary_positions, wanted=None, attention=attention
+        )
 
     def sampled(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = self._batch.inputs(size)
