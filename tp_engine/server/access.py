@@ -38,7 +38,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Whom a request comes from.
+    """The sender of a request.
 
     ``owner`` tells the keys of ``api_key`` apart, and is None for all others.  ``place`` is where the connection comes
     from: an address, or of IPv6 the network of 64 bits that one client has.  ``remedy`` is for those who may not act.
@@ -52,11 +52,11 @@ class Caller:
 
     @property
     def client(self) -> str:
-        """Who takes turns with others: the key, else the place."""
+        """The name under which requests take turns: the key, else the place."""
         return self.place if self.owner is None else self.owner.hex()
 
     def may_end(self, owner: bytes | None) -> bool:
-        """Return whether the caller may end a request of ``owner``."""
+        """Whether the caller may end a request of ``owner``."""
         return self.acts or self.owner == owner
 
     @property
@@ -65,11 +65,11 @@ class Caller:
         return None if self.owner is None else self.owner.hex()
 
     def may_see(self, owner: str | None) -> bool:
-        """Return whether the caller may see what ``owner`` has stored."""
+        """Whether the caller may see what ``owner`` has stored."""
         return self.sees_all or owner == self.stored_owner
 
     def check_admin(self, what: str) -> None:
-        """``HttpError`` 403 unless the caller may act on the engine."""
+        """Raise ``HttpError`` 403 unless the caller may act on the engine."""
         if not self.acts:
             raise HttpError(403, f"{what} is for operators: {self.remedy}", code="admins_only")
 
@@ -78,12 +78,12 @@ _CALLER: ContextVar[Caller] = ContextVar("caller", default=Caller())  # noqa: B0
 
 
 def current_caller() -> Caller:
-    """Whom the request of this task comes from."""
+    """The sender of this task's request."""
     return _CALLER.get()
 
 
 def act_for(owner: str | None) -> None:
-    """Do the rest of this task in the name of an owner, as ``stored_owner`` has it."""
+    """Do the rest of this task on behalf of an owner, given as ``Caller.stored_owner`` gives it."""
     _CALLER.set(Caller(owner=None if owner is None else bytes.fromhex(owner)))
 
 
@@ -93,9 +93,9 @@ async def admins_only(request: Request) -> None:
 
 
 class KeyGuard:
-    """Raises 401 without a key that the server needs, on every path but ``open_paths``, and notes the caller.
+    """Raises 401 for a missing or wrong key, on every path but ``open_paths``, and notes the caller.
 
-    It compares digests, all of them and in constant time, so the time of an answer says nothing about the keys.
+    It compares all digests, in constant time, so that the time of an answer reveals nothing about the keys.
     """
 
     def __init__(self, config: ServerConfig, open_paths: Iterable[str]) -> None:
@@ -150,8 +150,8 @@ def _digest(key: bytes) -> bytes:
 class ModelDirs:
     """The folders below which a request may name weights and adapters.
 
-    These are the ``allowed`` ones, or else the model's own and those of the adapters of the start.  A folder outside is
-    refused with the same words whether it exists or not, and is not looked at.
+    These are the ``allowed`` ones, or else the model's and those of the adapters given at the start.  A folder outside
+    is refused with the same words whether it exists or not, and is not looked at.
     """
 
     def __init__(self, allowed: Sequence[str], model: str, adapters: Iterable[str]) -> None:
@@ -161,7 +161,7 @@ class ModelDirs:
         self._spelled = [*folders, *self._real]
 
     def check(self, folder: str, param: str) -> None:
-        """``RequestError`` unless ``folder``, of the field ``param``, is the model itself or below one of the folders.
+        """Raise ``RequestError`` unless ``folder``, of field ``param``, is the model itself or below such a folder.
 
         Links are followed: what they lead to must be below one, too.
         """
@@ -181,7 +181,7 @@ class ModelDirs:
 
 
 def _absolute(folder: str) -> Path:
-    """The folder with ``..`` taken away, without a look at it."""
+    """The folder with ``..`` resolved, without a look at the disk."""
     return Path(os.path.abspath(os.path.expanduser(folder)))
 
 
@@ -190,7 +190,7 @@ def _is_below(place: Path, folders: Iterable[Path]) -> bool:
 
 
 def warn_of_exposure(config: ServerConfig) -> None:
-    """Log what lets others use the server, or see its keys."""
+    """Log settings that let others use the server or see its keys."""
     if not is_local(config) and not config.api_keys:
         logger.warning(
             "everybody who reaches %s can use this server: it has no --api-key; what acts on the engine needs an "

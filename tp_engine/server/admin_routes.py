@@ -25,13 +25,13 @@ from tp_engine.server.web_page import tiers
 from tp_engine.system.version import __version__, installed_version
 
 _QUICK_S = 10.0
-_METRICS_INTERVAL_S = 0.1  # making the text takes some milliseconds of the event loop
+_METRICS_INTERVAL_S = 0.1  # making the text blocks the event loop for milliseconds
 MAX_ABORTED = 1 << 16  # names of one body
 _PARTS = ("torch", "transformers", "tokenizers", "safetensors", "triton", "fastapi", "uvicorn", "pydantic")
 
 
 class AbortBody(RequestBody):
-    """``POST /abort``: the requests, by the ids of their answers or by their own; or all."""
+    """``POST /abort``: the requests, by the ids of their answers or their own, or all."""
 
     request_ids: list[str] | None = Field(None, max_length=MAX_ABORTED)
     abort_all: bool | None = None
@@ -45,7 +45,7 @@ class PrefetchBody(RequestBody):
 
 
 class LoadAdapterBody(RequestBody):
-    """``POST /v1/load_lora_adapter``: a name for clients, and the adapter's folder as every host finds it."""
+    """``POST /v1/load_lora_adapter``: a name for clients, and the adapter's folder, the same on every host."""
 
     lora_name: str = Field(min_length=1, max_length=1024)
     lora_path: str = Field(min_length=1)
@@ -84,7 +84,7 @@ def _add_status(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/ready", responses=ANSWERS)
     async def ready() -> Response:
-        """200 if a request that comes now would be served."""
+        """200 if a request would be served now."""
         state.check_ready()
         return json_reply({"status": "ready"})
 
@@ -137,7 +137,7 @@ def _add_requests(app: FastAPI, state: ServerState) -> None:
 
     @app.post("/prefetch", **takes(PrefetchBody))
     async def prefetch(request: Request) -> Response:
-        """A session will go on soon: bring back from the host tier what it ended with."""
+        """Announce that a session will continue soon: its blocks are loaded back from the host tier."""
         body = await read_body(PrefetchBody, request, state)
         await state.llm.prefetch(body.prompt_cache_key, body.cache_salt)
         return json_reply({})
@@ -146,8 +146,8 @@ def _add_requests(app: FastAPI, state: ServerState) -> None:
 def _add_control(admin: APIRouter, state: ServerState) -> None:
     @admin.post("/reset_prefix_cache", responses=ANSWERS)
     async def reset_prefix_cache(request: Request) -> Response:
-        """Forget all cached prefixes, also those of tiers; 400 while requests run, unless
-        ``?reset_running_requests=true`` says that these are computed again."""
+        """Forget all cached prefixes, also those in tiers; 400 while requests run, unless
+        ``?reset_running_requests=true`` has them computed again."""
         given = {
             name: query_choice(request, name, SWITCH, "")
             for name in ("reset_running_requests", "reset_external")
@@ -157,7 +157,7 @@ def _add_control(admin: APIRouter, state: ServerState) -> None:
 
     @admin.post("/reset_mm_cache", responses=ANSWERS)
     async def reset_mm_cache() -> Response:
-        """Forget all embeddings of images; those that running requests need are encoded again."""
+        """Forget all embeddings of images; running requests have theirs encoded again."""
         return json_reply(await state.llm.engine.act("reset_mm_cache", timeout_s=_QUICK_S))
 
     @admin.post("/start_profile", responses=ANSWERS)
@@ -167,7 +167,7 @@ def _add_control(admin: APIRouter, state: ServerState) -> None:
 
     @admin.post("/stop_profile", responses=ANSWERS)
     async def stop_profile() -> Response:
-        """End the record; the answer comes when every rank has written its trace."""
+        """End the recording; the answer comes when every rank has written its trace."""
         return json_reply(await state.llm.engine.act("stop_profile"))
 
 
@@ -222,7 +222,7 @@ def _add_adapters(admin: APIRouter, state: ServerState) -> None:
 
     @admin.post("/v1/unload_lora_adapter", **takes(UnloadAdapterBody))
     async def unload(request: Request) -> Response:
-        """Unload an adapter; requests that have it end with it.  404 for an unknown name."""
+        """Unload an adapter, which ends the requests that use it; 404 for an unknown name."""
         body = await read_body(UnloadAdapterBody, request, state)
         if state.llm.model_info.enable_lora and body.lora_name not in state.adapters:
             raise RequestError(
@@ -233,7 +233,7 @@ def _add_adapters(admin: APIRouter, state: ServerState) -> None:
 
 
 def public_fields(config: Any) -> dict[str, Any]:
-    """Return a configuration by field; a secret shows only whether it is set."""
+    """A configuration by field; a secret shows only whether it is set."""
     fields = {}
     for spec in dataclasses.fields(config):
         value = getattr(config, spec.name)

@@ -15,7 +15,7 @@ MESSAGES_PATH = "/v1/messages"
 
 
 def add_anthropic_routes(app: FastAPI, state: ServerState) -> None:
-    """Add messages, and the length of their prompts."""
+    """Add messages, and the count of their prompts' tokens."""
 
     @app.post(MESSAGES_PATH, name="messages", **takes(MessagesBody, error="AnthropicError"))
     async def messages(request: Request) -> Response:
@@ -24,7 +24,7 @@ def add_anthropic_routes(app: FastAPI, state: ServerState) -> None:
 
     @app.post(f"{MESSAGES_PATH}/count_tokens", name="count_tokens", **takes(CountTokensBody, error="AnthropicError"))
     async def counted(request: Request) -> Response:
-        """The number of tokens of the prompt that a body of ``/v1/messages`` has."""
+        """The number of prompt tokens of a body of ``/v1/messages``."""
         body = await read_body(CountTokensBody, request, state)
         state.model_name(body.model)
         with state.limit.hold(1):
@@ -32,6 +32,6 @@ def add_anthropic_routes(app: FastAPI, state: ServerState) -> None:
 
 
 def shape_own_errors(path: str) -> None:
-    """Give errors Anthropic's form on the ``path`` of these routes, also those of what comes before the routes."""
+    """Give errors Anthropic's form if ``path`` is one of these routes, also those raised before the route."""
     if f"{path}/".startswith(f"{MESSAGES_PATH}/"):
         shape_errors(anthropic_error)

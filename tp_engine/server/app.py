@@ -34,7 +34,7 @@ _CLIENT_GONE = 499
 
 
 def create_app(state: ServerState) -> FastAPI:
-    """Return the application; ``state`` gets its engine when that is ready."""
+    """The application; ``state`` gets its engine when that is ready."""
     config = state.config
     described = not config.disable_fastapi_docs
     app = FastAPI(
@@ -60,7 +60,7 @@ def create_app(state: ServerState) -> FastAPI:
 
 
 def _add_middleware(app: FastAPI, state: ServerState) -> None:
-    """The innermost first: a request passes the last one first."""
+    """Innermost first: a request passes the last one first."""
     config = state.config
     probes, page = ([prefix + path for path in paths for prefix in ("", config.root_path)] for paths in _OPEN)
 

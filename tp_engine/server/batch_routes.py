@@ -45,7 +45,7 @@ _MOST_FILES, _MOST_BATCHES = 10_000, 100
 
 
 def add_batch_routes(app: FastAPI, state: ServerState) -> None:
-    """Add files and batches; all are 404 without a folder for them."""
+    """Add files and batches; all answer 404 without a folder for them."""
     _add_files(app, state)
     _add_batches(app, state)
 
@@ -77,7 +77,7 @@ def _add_files(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/v1/files", responses=ANSWERS)
     async def files(request: Request) -> Response:
-        """A list of files, the newest first; ``after``, ``limit``, ``order``, ``purpose``."""
+        """List files, newest first; ``after``, ``limit``, ``order``, ``purpose``."""
         purpose, order = request.query_params.get("purpose"), request.query_params.get("order", "desc")
         if order not in ("asc", "desc"):
             raise RequestError(f"order is {shown(order)}; it must be asc or desc", param="order")
@@ -98,7 +98,7 @@ def _add_files(app: FastAPI, state: ServerState) -> None:
 
     @app.delete("/v1/files/{file_id}", responses=ANSWERS)
     async def delete_file(request: Request, file_id: str) -> Response:
-        """Delete a file; a batch that reads it goes on."""
+        """Delete a file; a batch that reads it continues."""
         worker = _worker(request, state)
         await asyncio.to_thread(worker.store.delete_file, _file(worker, file_id))
         return _json({"id": file_id, "object": "file", "deleted": True})
@@ -107,7 +107,7 @@ def _add_files(app: FastAPI, state: ServerState) -> None:
 def _add_batches(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/batches", **takes(BatchBody))
     async def create(request: Request) -> Response:
-        """Run the lines of a file beside other requests, and after them."""
+        """Run the lines of a file beside other requests, with lower priority."""
         worker = _worker(request, state)
         body = await read_body(BatchBody, request, state)
         window_s, now = check_batch_body(body), int(time.time())
@@ -135,7 +135,7 @@ def _add_batches(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/v1/batches", responses=ANSWERS)
     async def batches(request: Request) -> Response:
-        """A list of batches, the newest first; ``after``, ``limit``."""
+        """List batches, newest first; ``after``, ``limit``."""
         after, limit = _place(request, 20, _MOST_BATCHES)
         return _json(page(_seen(_worker(request, state).store.batches), after=after, limit=limit))
 
@@ -146,13 +146,13 @@ def _add_batches(app: FastAPI, state: ServerState) -> None:
 
     @app.post("/v1/batches/{batch_id}/cancel", responses=ANSWERS)
     async def cancel(request: Request, batch_id: str) -> Response:
-        """Stop a batch; what is finished is kept."""
+        """Stop a batch; finished lines are kept."""
         worker = _worker(request, state)
         return _json((await worker.cancel(_batch(worker, batch_id))).shown())
 
 
 def _worker(request: Request, state: ServerState) -> BatchWorker:
-    """``HttpError`` 404 if this server keeps no files, 503 while the engine loads."""
+    """Raises ``HttpError`` 404 if this server keeps no files, 503 while the engine loads."""
     if state.config.batch_storage_dir != NO_BATCHES:
         _ = state.healthy_llm()
     worker: BatchWorker | None = getattr(request.app.state, "batches", None)
@@ -164,7 +164,7 @@ def _worker(request: Request, state: ServerState) -> BatchWorker:
 
 
 class _Content(FileResponse):
-    """A file, or the part that the header Range names; a header that names none is an error like all others."""
+    """A file, or the part that the header Range names; an invalid header is an error like all others."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refused: Message | None = None
@@ -228,7 +228,7 @@ def _expires_s(form: Any) -> int | None:
 
 
 class _FileForm(MultiPartParser):
-    """The form of a body.  Its file arrives in the store's folder, not in the system's temporary one, which may be
+    """The form of a body.  Its file arrives in the store's folder, not in the system's temporary one, which may be in
     memory, and is deleted at the end of ``arrived``; what arrives counts as stored."""
 
     def __init__(self, request: Request, store: BatchStore, arrived: contextlib.ExitStack) -> None:
@@ -240,7 +240,7 @@ class _FileForm(MultiPartParser):
         super().__init__(request.headers, self._pieces(), max_files=1, max_fields=16)
 
     async def read(self, limit: int, timeout_s: float) -> FormData:
-        """Return the form of at most ``limit`` bytes."""
+        """Read a form of at most ``limit`` bytes."""
         self._limit = limit
         try:
             async with asyncio.timeout(timeout_s):
@@ -274,7 +274,7 @@ class _FileForm(MultiPartParser):
 
 @contextlib.contextmanager
 def _disk_errors() -> Iterator[None]:
-    """Raise ``HttpError`` 503 for a disk that is full."""
+    """Turn the error of a full disk into ``HttpError`` 503."""
     try:
         yield
     except OSError as error:

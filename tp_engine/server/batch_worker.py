@@ -1,4 +1,4 @@
-"""Runs stored batches through the server's engine, beside its other requests and after them.
+"""Runs stored batches through the server's engine, beside its other requests and with lower priority.
 
 ::
 
@@ -7,7 +7,7 @@
         v             `--> expired                      lines without a result are errors
       failed: a line is not a request, and nothing is run
 
-The result files are a batch's memory: a server that was killed goes on with the lines that have no result.
+The result files are a batch's memory: after a server was killed, the next one runs the lines without a result.
 """
 
 from __future__ import annotations
@@ -54,27 +54,27 @@ class BatchWorker:
         self._state, self._figures = state, state.metrics.batches
         self._figures.stored = store.batches
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._room = asyncio.Semaphore(max(1, state.llm.model_info.max_num_seqs * 3 // 4))  # others find a seat
+        self._room = asyncio.Semaphore(max(1, state.llm.model_info.max_num_seqs * 3 // 4))  # leaves room for others
         self._sweeping = asyncio.ensure_future(self._sweep())
         for batch in [one for one in store.batches.values() if one.is_active]:
             logger.info("batch %s goes on: %s", batch.id, batch.status)
             self._start(batch)
 
     def check_room(self) -> None:
-        """``HttpError`` 429 if no batch more can wait."""
+        """Raise ``HttpError`` 429 if no further batch can wait."""
         self.store.check_room()
         if len(self._tasks) >= _MAX_ACTIVE:
             raise HttpError(429, f"{_MAX_ACTIVE} batches are not finished; wait for one", code="too_many_batches")
 
     async def add(self, batch: Batch, source: StoredFile) -> None:
-        """Keep a new batch, whose lines ``source`` has, and run it."""
+        """Store a new batch, whose lines are those of ``source``, and run it."""
         await asyncio.to_thread(self.store.add_batch, batch, source)
         self._start(batch)
 
     async def cancel(self, batch: Batch) -> Batch:
-        """Stop a batch, and return it as it was then: it may end before that is on the disk.
+        """Stop a batch, and return it as of then: it may end before that is on the disk.
 
-        ``RequestError`` if it has ended.
+        Raises ``RequestError`` if it has ended.
         """
         if not batch.is_active:
             raise RequestError(f"batch {batch.id} is {batch.status}; only a batch that has not ended can be cancelled")
@@ -83,14 +83,14 @@ class BatchWorker:
             told = copy.deepcopy(batch)
             if batch.id in self._tasks:
                 self._tasks[batch.id].cancel()
-            else:  # it stands still, because of an error of the disk
+            else:  # a disk error has stopped it
                 self._start(batch)
             await self._save(batch)
             return told
         return batch
 
     async def stop(self) -> None:
-        """Stop all batches as they are; a server with the same folder goes on with them."""
+        """Stop all batches as they are; the next server with the same folder continues them."""
         tasks = [self._sweeping, *self._tasks.values()]
         for task in tasks:
             task.cancel()
@@ -132,7 +132,7 @@ class BatchWorker:
         await self._save(batch)
 
     async def _save(self, batch: Batch) -> None:
-        """Bring the state to the disk, which may be slow, without holding up other requests."""
+        """Write the state to the disk, which may be slow, without holding up other requests."""
         await asyncio.to_thread(self.store.save, batch)
 
     async def _run_lines(self, batch: Batch) -> None:
@@ -189,7 +189,7 @@ class BatchWorker:
         self._figures.count(completed=completed, failed=failed)
 
     async def _answer(self, request: BatchRequest) -> tuple[int, Callable[[], dict[str, Any]]]:
-        """About how long the answer of a line will be, and what makes it, or raises the error that it ended with."""
+        """Roughly the size of a line's answer, and what makes it or raises the error that ended the line."""
         state = self._state
         try:
             has_images = state.takes_images and any(kind in request.raw_body for kind in _IMAGE_PARTS)
@@ -220,7 +220,7 @@ class BatchWorker:
             return 0, partial(_raise, error)
 
     def _write_expired(self, batch: Batch, source: BatchInput, results: Results) -> int:
-        """Write an error for each line that has no result when the batch's time is over; how many there are."""
+        """Write an error for each line that has no result when the batch's time is over; returns their number."""
         results.close()
         folder, count = self.store.batch_folder(batch), 0
         error = HttpError(408, "the batch's completion_window was over before this line ran", code="batch_expired")
@@ -237,7 +237,7 @@ class BatchWorker:
             await asyncio.to_thread(results.sync_if_due)
 
     async def _finish(self, batch: Batch) -> None:
-        """Make files of the results, and end the batch."""
+        """Turn the results into files, and end the batch."""
         folder, counts = self.store.batch_folder(batch), batch.request_counts
         if (folder / "output").exists():
             found = await asyncio.to_thread(count_results, folder / "output", folder / "errors")
@@ -257,12 +257,12 @@ class BatchWorker:
 
 
 def _later(request: EngineRequest, priority: int) -> EngineRequest:
-    """A request that waits for others; a line's own priority is added."""
+    """The request with a lower priority; a line's own priority is added."""
     return replace(request, priority=max(-(2**31), min(2**31 - 1, request.priority + priority)))
 
 
 def _result(request: BatchRequest, answer: Callable[[], dict[str, Any]]) -> ResultLine:
-    """The result of a line that ``answer`` answers, or raises why not."""
+    """The result of a line: what ``answer`` returns, or the error that it raises."""
     try:
         return request.result(200, answer())
     except Exception as error:

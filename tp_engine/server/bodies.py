@@ -26,7 +26,7 @@ _NUM_BYTES = "num_body_bytes"  # of the request, in its scope's state
 
 
 async def read_body(kind: type[Body], request: Request, state: ServerState) -> Body:
-    """Return the whole body, parsed; raises ``RequestError`` for a bad one, and what ``read_data`` does."""
+    """The whole body, parsed; raises ``RequestError`` for a bad one, and what ``read_data`` raises."""
     return await parsed(kind, await read_data(request, state), request, state)
 
 
@@ -39,7 +39,7 @@ async def parsed(kind: type[Body], data: bytearray, request: Request, state: Ser
 async def parsed_by(
     parse: Callable[[bytearray], Result], data: bytearray, request: Request, state: ServerState
 ) -> Result:
-    """What ``parse`` makes of ``data``, in a thread if it is large."""
+    """``parse(data)``, in a thread if ``data`` is large."""
     if len(data) <= LARGE:
         return parse(data)
     return await until_disconnect(request.receive, state.preparing.parse(len(data), parse, data))
@@ -48,10 +48,10 @@ async def parsed_by(
 async def in_thread(
     request: Request, state: ServerState, function: Callable[..., Result], *arguments: Any, **named: Any
 ) -> Result:
-    """Call ``function`` in a thread for requests of this size; ``ClientGoneError`` if the client leaves meanwhile.
+    """Call ``function`` in a thread for requests of this size; raises ``ClientGoneError`` if the client leaves first.
 
-    If it leaves before its turn, the call is dropped.  A request with images, which are in the body among the
-    ``arguments``, waits for others with images alone, and one that forces calls for others that do.
+    A call whose client leaves before its turn is dropped.  A request whose body, one of the ``arguments``, has images
+    waits only for others with images, and one that forces calls only for others that do.
     """
     size: int = request.scope["state"][_NUM_BYTES]
     has_images = state.takes_images and any(map(has_image, arguments))
@@ -63,10 +63,10 @@ async def in_thread(
 
 
 async def read_data(request: Request, state: ServerState) -> bytearray:
-    """Return the whole body, which holds its room until the request ends.
+    """The whole body, which holds its room until the request ends.
 
-    ``HttpError`` 413 as soon as it is known to be too large, 503 if the bodies of others leave no room, 408 if it does
-    not come in time, 415 if it is compressed.
+    Raises ``HttpError`` 413 as soon as it is known to be too large, 503 if the bodies of others leave no room, 408 if
+    it does not come in time, 415 if it is compressed.
     """
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
@@ -85,7 +85,7 @@ async def read_data(request: Request, state: ServerState) -> bytearray:
 
 
 def late_body(timeout_s: float, *, gave_way: bool = False) -> HttpError:
-    """Return the error of a body that has not come within ``timeout_s``, or that had to give way to others."""
+    """The error for a body that has not come within ``timeout_s``, or that had to give way to others."""
     text = f"the body did not arrive within {timeout_s:g} s"
     if gave_way:
         text = "the body stood still while the bodies of other requests needed room; send it again"
@@ -99,7 +99,7 @@ async def _read(request: Request, room: BodyRoom, max_body_bytes: int) -> bytear
         if len(announced) > 18 or int(announced) > max_body_bytes:
             raise too_large
         room.announce(int(announced))
-    data = bytearray()  # grows in place; parts to be joined would need their memory twice
+    data = bytearray()  # grows in place; joining parts would need their memory twice
     async for part in request.stream():
         if len(data) + len(part) > max_body_bytes:
             raise too_large

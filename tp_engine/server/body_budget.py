@@ -4,10 +4,10 @@
 
     a body          counts
     --------------  ----------------------------------------------------------------------------------------
-    its first part  nothing: every connection has as much anyway, so small requests pass whoever holds the rest
+    its first part  nothing: every connection has as much anyway, so small requests always pass
     all beyond it   what has come, from its arrival to the end of the answer: parts of it live as long
 
-A body that finds no room is refused, unless others stand still: those end first, as their clients may never go on.
+A body that finds no room is refused, unless others have stalled: those end first, as their clients may never continue.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ BODY_ROOM = "body_room"
 """The request's ``BodyRoom`` in its scope's state."""
 NO_ROOM_FOR_BODY = "no_room_for_body"
 
-# A body of which less than ``LARGE`` has come for so long stands still.
+# A body of which less than ``LARGE`` has come in this time has stalled.
 _STILL_S = 2.0
 _RETRY_AFTER_S = 2
 
@@ -43,7 +43,7 @@ class BodyBudget:
         return self._used
 
     def check(self, num_bytes: int) -> None:
-        """``HttpError`` 503 unless there is room for ``num_bytes`` more."""
+        """Raise ``HttpError`` 503 unless there is room for ``num_bytes`` more."""
         for room in [one for one in self._arriving if one.stands_still]:
             if self._used + num_bytes <= self._num_bytes:
                 return
@@ -69,7 +69,7 @@ class BodyBudget:
 
     @contextlib.contextmanager
     def arriving(self, room: "BodyRoom") -> Iterator[None]:
-        """Within, the body of ``room`` arrives, and gives way if it stands still."""
+        """Within, the body of ``room`` arrives, and gives way if it stalls."""
         self._arriving[room] = None
         try:
             yield
@@ -86,22 +86,22 @@ class BodyRoom:
         self._mark, self._mark_s = 0, 0.0
         self._timeout: asyncio.Timeout | None = None
         self.gave_way = False
-        """Whether it ended because it stood still while others needed room."""
+        """Whether it ended because it had stalled while others needed room."""
 
     @contextlib.asynccontextmanager
     async def arriving(self, timeout_s: float) -> AsyncIterator[None]:
-        """Within, the body arrives: ``TimeoutError`` when the time is over, or when it gives way."""
+        """Within, the body arrives; raises ``TimeoutError`` when the time is over or it gives way."""
         self._mark_s = time.monotonic()
         async with asyncio.timeout(timeout_s) as self._timeout:
             with self._budget.arriving(self):
                 yield
 
     def announce(self, size: int) -> None:
-        """``HttpError`` 503 if a body of ``size`` does not fit."""
+        """Raise ``HttpError`` 503 if a body of ``size`` bytes does not fit."""
         self._budget.check(max(0, size - LARGE))
 
     def grow(self, num_bytes: int) -> None:
-        """Hold what has come of the body; ``HttpError`` 503 if there is no room."""
+        """Hold ``num_bytes`` more of the body; raises ``HttpError`` 503 if there is no room."""
         self._size += num_bytes
         if (more := self._size - LARGE - self._held) > 0:
             self._budget.take(more)

@@ -25,7 +25,7 @@ LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 class ServerConfig(ChatOptions, SamplingDefaultOptions):
     """How the server offers the engine.  ``port`` 0 takes a free port, named in the line printed when ready.
 
-    A list may be one JSON list too, as in vLLM.
+    A list may also be given as one JSON list, as in vLLM.
     """
 
     host: str = option("127.0.0.1", "address to listen on", section="Server")
@@ -189,7 +189,7 @@ class ServerConfig(ChatOptions, SamplingDefaultOptions):
 
 
 def _keys(name: str, given: tuple[str, ...], path: str | None, default: str | None) -> tuple[str, ...]:
-    """The keys without white space around them, of which nothing is left of what a client sends."""
+    """The keys without the white space around them, which HTTP strips from what a client sends."""
     found = given or (() if default is None or path is not None else (default,))
     keys = tuple(key.strip() for key in found)
     if not all(keys):
@@ -206,5 +206,5 @@ def _keys(name: str, given: tuple[str, ...], path: str | None, default: str | No
     return (*keys, *lines)
 
 
-# The tables of options of a server.
+# A server's tables of options.
 SERVE_TABLES = {"engine": EngineConfig, "server": ServerConfig}

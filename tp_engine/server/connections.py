@@ -5,7 +5,7 @@
     a connection                                   ends
     without a request: nothing, or half a header   header_timeout_s after it was opened or began the header
     with a request whose body does not come        body_timeout_s later, with 408 (bodies.py)
-    whose client reads too little of an answer     write_timeout_s later; the request is aborted
+    whose client reads its answer too slowly       write_timeout_s later; the request is aborted
     between two requests                           _KEEP_ALIVE_S later (main.py)
     beyond max_connections                         the oldest ones without a request make room; if all have one, it gets
                                                    503, but for health checks
@@ -32,7 +32,7 @@ from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
 
-# The HTTP library has a line for each request that is none.
+# The HTTP library logs each invalid request.
 _LOGS = (logger, logging.getLogger("uvicorn.error"))
 
 Connection: TypeAlias = Any
@@ -56,7 +56,7 @@ class _ClientWait:
     num_bytes: int
 
     def is_over(self, num_bytes: int) -> bool:
-        """Return whether the client has done something since: ``num_bytes`` wait for it now."""
+        """Whether the client has done something since: ``num_bytes`` wait for it now."""
         return bool(num_bytes) != bool(self.num_bytes) or self.num_bytes - num_bytes >= _LEAST_READ_BYTES
 
 
@@ -69,7 +69,7 @@ class Connections(MutableSet[Connection]):
         self._waits: dict[Connection, _ClientWait | None] = {}
 
     def fit_descriptors(self) -> None:
-        """Let this process have as many descriptors as it may, and leave some of them for other things."""
+        """Raise this process's limit on descriptors as far as possible, and reserve some for other things."""
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         free = hard - len(os.listdir("/proc/self/fd"))
@@ -77,17 +77,17 @@ class Connections(MutableSet[Connection]):
 
     @property
     def are_too_many(self) -> bool:
-        """Whether there are more than there may be, although those without a request have ended."""
+        """Whether there are too many, although those without a request have ended."""
         return len(self._waits) > self._most
 
     def check_room(self) -> None:
-        """``HttpError`` 503 while there are too many."""
+        """Raise ``HttpError`` 503 while there are too many."""
         if self.are_too_many:
             text = "the server has too many connections; try again later"
             raise HttpError(503, text, code=TOO_MANY_CONNECTIONS, retry_after_s=_RETRY_AFTER_S)
 
     async def run(self) -> None:
-        """Look at the connections once in a second, until cancelled."""
+        """Check the connections every second, until cancelled."""
         asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
         with seldom():
             while True:
@@ -134,7 +134,7 @@ class Connections(MutableSet[Connection]):
         )
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Asyncio repeats an accept that has failed after a second, on each of its sockets."""
+        """Asyncio repeats a failed accept after a second, on each of its sockets."""
         error = context.get("exception")
         if isinstance(error, OSError) and error.errno in _OUT_OF_RESOURCES:
             logger.warning("a connection cannot be accepted (%s); it is tried again", error.strerror)
@@ -144,7 +144,7 @@ class Connections(MutableSet[Connection]):
 
 @contextlib.contextmanager
 def seldom() -> Iterator[None]:
-    """Within, the same warning on connections is logged once in ten seconds: strangers can provoke it at any rate."""
+    """Within, the same warning on connections is logged at most every ten seconds: strangers can provoke it."""
     only = _Seldom()
     for log in _LOGS:
         log.addFilter(only)
@@ -218,7 +218,7 @@ def _has_no_request(connection: Connection) -> bool:
 
 
 def _unread_bytes(connection: Connection) -> int:
-    """Bytes of an answer that this process holds because the client does not read; 0 while more may be written."""
+    """The bytes of an answer that the client has not read yet; 0 while more may be written."""
     if connection.transport is None or not (connection.flow.write_paused or _has_no_request(connection)):
         return 0
     return int(connection.transport.get_write_buffer_size())

@@ -1,6 +1,6 @@
 """How the frontend watches the engine: a report on request, and a bounded history with one sample per second.
 
-It asks an idle engine nothing: while no request is in flight, each second repeats the last sample.
+An idle engine is not asked: while no request is in flight, each second repeats the last sample.
 """
 
 import asyncio
@@ -25,13 +25,13 @@ MAX_SAMPLES = 600
 _REPORT_TIMEOUT_S = 2.0
 _VIEW_LIFE_S = 0.2
 _LOG_EVERY_S = 10.0
-ADVISE_AFTER = 100  # fewer sequences say little about the next ones
+ADVISE_AFTER = 100  # fewer sequences say little about later ones
 _UNREACHABLE = (HttpError, EngineDeadError, TimeoutError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficSample:
-    """One second: ``time_s`` (time.monotonic()) is its end; rates are per second since the sample before."""
+    """One second: ``time_s`` (``time.monotonic()``) is its end; rates are per second since the previous sample."""
 
     time_s: float
     prompt_tokens_per_s: float
@@ -66,17 +66,17 @@ class EngineWatch:
 
     @property
     def peak_usage(self) -> float:
-        """Largest share of the pool's blocks that running requests held, of the samples that are kept."""
+        """The largest share (0 to 1) of the pool's blocks that running requests held, among the samples kept."""
         return max((sample.stats.usage for sample in self.history), default=0.0)
 
     async def report(self) -> EngineReport:
-        """Ask rank 0.  ``HttpError`` or ``EngineDeadError`` if there is no engine, ``TimeoutError`` if it hangs."""
+        """Ask rank 0.  Raises ``HttpError`` or ``EngineDeadError`` without an engine, ``TimeoutError`` if it hangs."""
         return await self._ask(None)
 
     async def view(self) -> EngineReport:
-        """Return a report with the pool and the running sequences, at most a fifth of a second old.
+        """A report with the pool and the running sequences, at most a fifth of a second old.
 
-        All clients share one question to the engine.
+        Concurrent callers share one request to the engine.
         """
         if self._viewing is None or time.monotonic() - self._viewed_s > _VIEW_LIFE_S:
             self._viewed_s = time.monotonic()

@@ -18,8 +18,8 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The frontend's settings, as JSON on its standard input.
 
     ``pulse_address`` is that of rank 0's pulse, which may be silent for ``hard_limit_s`` before the frontend gives up
-    its requests.  ``tokenizer`` is a folder whose tokenizer the frontend loads while the engine starts; else the engine
-    names it.
+    its requests.  ``tokenizer`` is a folder whose tokenizer the frontend loads while the engine starts; if None, the
+    engine names it.
     """
 
     server: dict[str, Any]
@@ -43,7 +43,7 @@ def start_frontend(settings: FrontendSettings) -> subprocess.Popen[bytes]:
 
 
 def end_frontend(process: subprocess.Popen[bytes]) -> None:
-    """Let it deliver the answers that are ready, for a few seconds at most, and wait for its end."""
+    """End the frontend, which may deliver the answers that are ready for a few seconds, and wait for its end."""
     end_process(process, timeout_s=_FLUSH_S)
 
 

@@ -24,7 +24,7 @@ from tp_engine.server.replies import EventStream, PartsReply, json_reply, until_
 from tp_engine.server.state import ServerState
 from tp_engine.server.streaming import Batches, ChatEventStream, ChunkWriter, merge
 
-# So many tokens of a prompt count as one sequence more, in the body's turns.
+# This many prompt tokens count as one more sequence, in the body's turns.
 _TOKENS_OF_A_PLACE = 256
 
 
@@ -74,7 +74,7 @@ async def whole_outputs(state: ServerState, prepared: PreparedBody) -> list[Requ
 
 
 def _batches(state: ServerState, prepared: PreparedBody) -> Batches:
-    """The updates of all prompts, with the number of the prompt."""
+    """The updates of all prompts, each with the prompt's number."""
     client, place, requests = current_caller().client, 0, []
     for one in prepared.requests:
         requests.append(replace(one, client=client, place=place))
@@ -87,8 +87,7 @@ async def update_batches(
 ) -> AsyncGenerator[list[SequenceUpdate], None]:
     """Yield the engine's updates of one prompt, in batches: all that came while the client did not read.
 
-    Times the prompt; raises ``HttpError`` or ``RequestError``, the latter with the name that ``named`` gives it, for a
-    sequence that failed.
+    Times the prompt.  For a sequence that failed, raises ``HttpError``, or ``RequestError`` as ``named`` rewrites it.
     """
     with state.running.noted(request.request_id), state.observation(request) as seen:
         async with contextlib.aclosing(state.llm.outputs.batches(request)) as stream:
@@ -106,7 +105,7 @@ async def update_batches(
 
 
 async def _search(state: ServerState, search: BeamSearch) -> RequestOutput:
-    """One search, counted as one prompt and ``n`` sequences whose tokens all come at its end."""
+    """Run one search, counted as one prompt and ``n`` sequences whose tokens all come at its end."""
     search.request = replace(search.request, client=current_caller().client)
     with state.observation(search.request, num_sequences=search.n) as seen:
         await state.llm.run_search(search)

@@ -7,7 +7,7 @@
       load the engine                            wait for the engine          run plans
       run the service                  <----->   serve
       first signal: serve it out       ----->    503 for new requests         ignore signals
-      the frontend has gone            <-----    end, when nothing runs any more
+      the frontend has gone            <-----    end, once nothing runs
       stop plan                        ------------------------------------>  end
 """
 
@@ -91,7 +91,7 @@ def start_engine(config: EngineConfig, *, ends_process: bool, pulse: Pulse) -> E
 
 
 def run_interruptible(job: Callable[[Callable[[], bool]], int]) -> int:
-    """Run a job of all ranks and return its exit code; ``job`` asks its argument between steps if it should stop.
+    """Run a job of all ranks and return its exit code; between steps ``job`` calls its argument to see if it must stop.
 
     On ranks other than 0 ``job`` serves rank 0 and ends the process.
     """
@@ -121,7 +121,7 @@ def _follow(serve_rank0: Callable[[], object], shutdown_timeout_s: float) -> int
 class _Leftovers:
     """Removes files that would outlive this process, at the end of ``with`` or by ``leave``.
 
-    A stop that is cut short repeats the removals, so each must be safe to call twice, from any thread.
+    An interrupted stop repeats the removals, so each must be safe to call twice, from any thread.
     """
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class _Leftovers:
         self._removals.append(removal)
 
     def leave(self, last_words: str = _STOPPED) -> None:
-        """End a process without unwinding: kill its children, remove its files."""
+        """End this process without unwinding: kill its children, remove its files."""
         kill_children()
         self._remove()
         logger.info("%s", last_words)
@@ -190,7 +190,7 @@ def _start(
 
 @contextlib.contextmanager
 def _ending_with(frontend: subprocess.Popen[bytes], leftovers: _Leftovers) -> Iterator[None]:
-    """End this process at once if the HTTP process ends within: a model may take minutes to load."""
+    """Within, end this process at once if the HTTP process ends: a model may take minutes to load."""
     is_over = threading.Event()
 
     def watch() -> None:
@@ -259,7 +259,7 @@ def _recorded() -> Iterator[None]:
         yield
     except Exception as error:
         if env.has_torchrun_agent():
-            from tp_engine.distributed.store import record_error  # torch.distributed, which takes more than a second
+            from tp_engine.distributed.store import record_error  # imports torch.distributed, for more than a second
 
             record_error(error)
         raise
@@ -267,7 +267,7 @@ def _recorded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rank0() -> Iterator[None]:
-    """Under torchrun: show the other ranks that rank 0 lives, and end with the agent that started it."""
+    """Under torchrun: show the other ranks that rank 0 is alive, and end with the agent that started it."""
     if env.launched_rank() is None:
         yield
         return
@@ -277,9 +277,9 @@ def _rank0() -> Iterator[None]:
 
 
 def _outlive_rank0_briefly(shutdown_timeout_s: float) -> None:
-    """End this process soon after rank 0, or when its time is over; called on the signal thread, it does not wait.
+    """End this process soon after rank 0, or when its time is over.  Called on the signal thread; does not wait.
 
-    On another host than rank 0's, the connection between them ends the process; here, only the time does.
+    On hosts other than rank 0's, the connection to it ends the process; here, only the time does.
     """
     launched = env.launched_rank()
     is_far = launched is not None and launched.rank >= launched.local_world_size
@@ -294,10 +294,10 @@ def _outlive_rank0_briefly(shutdown_timeout_s: float) -> None:
 
 
 def _announce_rank0() -> socket.socket:
-    """Show the other ranks of this torchrun job that rank 0 lives, for as long as the returned socket is open.
+    """Show the other ranks of this torchrun job that rank 0 is alive, for as long as the returned socket is open.
 
-    It is an abstract Unix socket.  It exists before any process group.  The kernel drops it however rank 0 ends; as it
-    is no file, none can be left behind.
+    It is an abstract Unix socket: it exists before any process group, leaves no file behind, and the kernel drops it
+    however rank 0 ends.
     """
     presence, name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), _presence_name()
     try:
@@ -313,8 +313,8 @@ def _announce_rank0() -> socket.socket:
 
 
 def _presence_name() -> str:
-    """The same on all ranks of a host, and no other job's: containers that share a network have their own process ids,
-    and a name that others could foresee could be taken before."""
+    """The same on all ranks of a host, and unlike any other job's: containers that share a network may have the same
+    process ids, and a name that others can foresee may be taken already."""
     launched = env.launched_rank()
     assert launched is not None
     namespace = os.stat("/proc/self/ns/pid").st_ino

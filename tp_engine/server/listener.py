@@ -20,7 +20,7 @@ _LONGEST_S = 1e6
 
 
 def open_listener(config: ServerConfig) -> socket.socket:
-    """Bind and listen; ``OSError`` for a taken port or path, ``ConfigError`` for an unusable address or certificate."""
+    """Bind and listen; ``OSError`` for a port or path in use, ``ConfigError`` for a bad address or certificate."""
     _check_certificate(config)
     return _listen_on_host(config) if config.uds is None else _listen_on_path(config.uds)
 
@@ -35,7 +35,7 @@ def close_listener(config: ServerConfig) -> None:
 def write_port_file(path: str, listener: socket.socket) -> Callable[[], None]:
     """Write the port of a bound socket into a file, atomically; returns a function that removes it.
 
-    A file left behind by a killed server is replaced; the removal spares a file that another server has written since.
+    A killed server's file is replaced; the removal spares a file that another server has written since.
     """
     text = f"{listener.getsockname()[1]}\n"
     unfinished = Path(f"{path}.{os.getpid()}")
@@ -57,7 +57,7 @@ def write_port_file(path: str, listener: socket.socket) -> Callable[[], None]:
 
 
 def listener_url(listener: socket.socket, root_path: str = "", *, scheme: str = "http") -> str:
-    """``http://host:port`` under which a client on this machine reaches the socket."""
+    """``http://host:port`` by which a client on this machine reaches the socket."""
     if listener.family == socket.AF_UNIX:
         return f"{scheme}://localhost{root_path}"
     host, port = listener.getsockname()[:2]
@@ -66,12 +66,12 @@ def listener_url(listener: socket.socket, root_path: str = "", *, scheme: str = 
 
 
 def is_local(config: ServerConfig) -> bool:
-    """Return whether only programs on this machine reach the server."""
+    """Whether only programs on this machine can reach the server."""
     return config.uds is not None or is_loopback(str(_address(config)[2][0]))
 
 
 def _address(config: ServerConfig) -> tuple[int, int, tuple[Any, ...]]:
-    """Family, protocol and address of ``host`` and ``port``."""
+    """The family, protocol and address of ``host`` and ``port``."""
     try:
         family, _, protocol, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -86,7 +86,7 @@ def _listen_on_host(config: ServerConfig) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Of the connections too: the kernel ends one whose client takes nothing of what was sent to it for so long.
+        # Connections inherit it: the kernel ends one whose client has acknowledged nothing for this long.
         listener.setsockopt(
             socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(min(config.write_timeout_s, _LONGEST_S) * 1000)
         )
@@ -99,7 +99,7 @@ def _listen_on_host(config: ServerConfig) -> socket.socket:
 
 
 def _listen_on_path(path: str) -> socket.socket:
-    """Replaces a socket file left behind by a killed server, but no socket in use and no other file."""
+    """Replaces a killed server's socket file, but no socket in use and no other file."""
     if os.path.lexists(path):
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise ConfigError(f"uds is {path!r}, which is a file of another kind; choose another path")
@@ -117,7 +117,7 @@ def _listen_on_path(path: str) -> socket.socket:
 
 
 def is_listened_on(path: str) -> bool:
-    """Return whether a process listens on a Unix socket, a file or an abstract name."""
+    """Whether a process listens on a Unix socket, given as a file or an abstract name."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_PROBE_S)
         try:

@@ -34,8 +34,8 @@ from tp_engine.system.log import configure_logging, get_logger
 
 logger = get_logger(__name__)
 
-# Handles of the one listening socket.  In a turn of the loop, libuv accepts one connection per handle, asyncio up to
-# ``backlog``.  A burst must neither fill a turn nor keep a health check waiting in the kernel's queue.
+# Handles of the one listening socket.  In one iteration of the loop libuv accepts one connection per handle, asyncio up
+# to ``backlog``.  A burst must neither fill an iteration nor keep a health check waiting in the kernel's queue.
 _NUM_ACCEPTORS = 16
 _ACCEPTS_PER_HANDLE = 2
 _KEEP_ALIVE_S = 65
@@ -53,7 +53,7 @@ _TO_TRY = {
     "classify": ("/rerank", '{"query":"what is tea","documents":["Tea is a drink.","A fox jumps."]}'),
     "head": ("/pooling", '{"input":"Tea is a drink."}'),
 }
-"""What to try first: a path and a body, by what the model is for: ``EngineConfig.convert``, or the head of scores."""
+"""A first request to try, a path and a body, by the model's use: ``EngineConfig.convert``, or the head of scores."""
 
 
 class FrontendServer(uvicorn.Server):
@@ -61,10 +61,10 @@ class FrontendServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
         super().__init__(config)
-        self.server_state.connections = connections  # type: ignore[assignment]  # it is used as a set
+        self.server_state.connections = connections  # type: ignore[assignment]  # used as a set
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen with a longer queue of new connections than the loop accepts in one turn."""
+        """Listen with a longer queue of new connections than the loop accepts in one iteration."""
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(BACKLOG)
@@ -140,7 +140,7 @@ class Frontend:
         await self._await_end(llm)
 
     async def _await_end(self, llm: AsyncLLM) -> None:
-        """Wait until the engine has ended, or was silent for so long that it counts as ended."""
+        """Wait until the engine has ended, or has been silent for so long that it counts as ended."""
         pulse = self._state.pulse
         while not await llm.engine.wait_ended(timeout_s=_PULSE_S):
             if pulse is not None and pulse.silence_s() > self._settings.hard_limit_s:
@@ -156,7 +156,7 @@ class Frontend:
         key = "" if not config.api_keys else "-H 'Authorization: Bearer YOUR_KEY' "
         model = self._state.healthy_llm().model_info
         path, body = _TO_TRY["head" if model.convert == "classify" and not model.generates_text else model.convert]
-        with contextlib.suppress(OSError):  # a full disk, or a pipe that nobody reads any more: serve all the same
+        with contextlib.suppress(OSError):  # a full disk, or a pipe without a reader: serve all the same
             print(
                 f"serving {names} at {url}, try:\n"
                 f"  curl {socket_file}{url}{path} {key}-H 'Content-Type: application/json' -d '{body}'",
@@ -165,9 +165,9 @@ class Frontend:
 
 
 def open_store(config: ServerConfig) -> BatchStore | None:
-    """Return the store of files and batches: in a folder that is given, or in one that ends with the server.
+    """The store of files and batches: in the given folder, or in one that is deleted with the server's end.
 
-    None if there is to be none, or no folder can be made.  ``ConfigError`` for a given folder that cannot be used.
+    None if there is to be none, or no folder can be made.  Raises ``ConfigError`` for a given folder that is unusable.
     """
     folder, max_bytes = config.batch_storage_dir, config.batch_max_storage_bytes
     if folder == NO_BATCHES:
@@ -192,7 +192,7 @@ def _load_early(source: str | None) -> Any | None:
 
 
 def _tell_systemd(state: str) -> None:
-    """Send the service's state to the socket that systemd has named, if any; a name that begins with @ is no file."""
+    """Send the service's state to the socket that systemd names, if any; a name with a leading @ is an abstract one."""
     address = env.NOTIFY_SOCKET.read()
     if not address:
         return
@@ -207,17 +207,17 @@ def _tell_systemd(state: str) -> None:
 def _do_without_torch() -> None:
     """Hide torch from transformers, which imports it where it is installed; the tokenizers do not need it.
 
-    The import would take more time than the rest of this process's start, and a few hundred MB.
+    The import would take longer than the rest of this process's start, and a few hundred MB.
     """
     env.silence_advice()
-    sys.modules["torch"] = None  # type: ignore[assignment]  # Python then finds no such module
+    sys.modules["torch"] = None  # type: ignore[assignment]  # importing it then fails
 
 
 def share_interpreter() -> None:
-    """Let this process's threads hand on the interpreter's lock after ``_LOCK_S``.
+    """Have this process's threads release the interpreter's lock after ``_LOCK_S``.
 
-    Python's 5 ms pass whenever the event loop wants it while a thread makes an answer of megabytes: some times for each
-    token of all others.
+    While a thread makes an answer of megabytes, the event loop would wait Python's 5 ms for the lock several times for
+    each token of all other requests.
     """
     sys.setswitchinterval(_LOCK_S)
 
@@ -262,7 +262,7 @@ def main() -> int:
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's where it is installed (extra ``fast``), else asyncio's."""
+    """uvloop's if it is installed (extra ``fast``), else asyncio's."""
     try:
         uvloop: Any = importlib.import_module("uvloop")
     except ImportError:

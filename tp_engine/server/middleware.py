@@ -5,7 +5,7 @@
     Entrance    each request is counted and gets an id; HEAD becomes GET
     Checks      503 where there are too many connections (connections.py)
     CORS        starlette's, if other origins are allowed
-    Checks      pages of other sites (request_guard.py), keys (access.py); then the path gets its plain form
+    Checks      pages of other sites (request_guard.py), keys (access.py); then the path is normalised
     Turns       the body of a POST comes, and its turn (turns.py)
     the route
 """
@@ -43,12 +43,12 @@ _CARRIER: ContextVar[Mapping[str, str]] = ContextVar("trace_carrier", default={}
 class Entrance:
     """Counts requests by route, and names them.
 
-    ``X-Request-Id`` of every answer is the client's own, if valid, or a fresh one; log lines and spans have it too.
+    ``X-Request-Id`` of every answer is the client's, if valid, or a new one; log lines and spans have it too.
     ``Request-Id`` is the same, for Anthropic's clients.
     ``scope["state"]["request_id"]`` is the id; ``name_request`` replaces it by the body's.
     ``scope["state"]["client_request_id"]`` is the header's id, or None.  Spans belong to the caller's trace.
 
-    ``scope["state"]`` also has the room of its body, which is given back at its end.
+    ``scope["state"]`` also has the room of the request's body, which is given back at its end.
 
     HEAD gets the status and headers of GET.  ``shape_errors`` is called with each path, without ``root_path``.
     """
@@ -88,7 +88,7 @@ class Entrance:
                 num_bytes += len(message.get("body", b""))
             return send(message)
 
-        scope = {**scope, "method": "GET"} if is_head else scope  # uvicorn reads the method of its own
+        scope = {**scope, "method": "GET"} if is_head else scope  # uvicorn has its own scope
         self._shape_errors(self._enter(scope))
         try:
             await self._app(scope, receive, sending)
@@ -141,7 +141,7 @@ class Checks:
 
 
 def plain_paths(root_path: str) -> Callable[[Scope], None]:
-    """Return what takes a path that ends with a slash for the one without: some clients join addresses so.
+    """A check that removes a path's last slash, which some clients add when they join addresses.
 
     Paths are accepted with and without ``root_path``, under which a reverse proxy offers the server; links have it.
     """
@@ -157,12 +157,12 @@ def plain_paths(root_path: str) -> Callable[[Scope], None]:
 
 
 def has_two_lengths(headers: Headers) -> bool:
-    """Return whether it is ambiguous where the body ends; a proxy may take what follows for another request."""
+    """Whether it is ambiguous where the body ends; a proxy may take what follows for another request."""
     return "transfer-encoding" in headers and "content-length" in headers
 
 
 def name_request(state: dict[str, str | None], of_body: str | None) -> str:
-    """Return the id of a request that has a body: the header's goes before the body's, as in vLLM."""
+    """The id of a request that has a body: the header's has priority over the body's, as in vLLM."""
     name = state["client_request_id"] or of_body or state["request_id"]
     assert name is not None
     state["request_id"] = name
@@ -171,5 +171,5 @@ def name_request(state: dict[str, str | None], of_body: str | None) -> str:
 
 
 def trace_carrier() -> Mapping[str, str]:
-    """Return the headers ``traceparent`` and ``tracestate`` of this task's request, as far as it has them."""
+    """The headers ``traceparent`` and ``tracestate`` of this task's request, as far as it has them."""
     return _CARRIER.get()

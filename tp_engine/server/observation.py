@@ -1,4 +1,4 @@
-"""What operators see of one prompt on its way through the server: metrics, a line in the log, a span."""
+"""What operators see of one prompt: metrics, a line in the log, a span."""
 
 import time
 from types import TracebackType
@@ -20,7 +20,7 @@ logger = get_logger(__name__)
 class Observation:
     """A context manager from acceptance to the last token, or until the client leaves.
 
-    It expects ``num_sequences`` sequences.  ``logs``: log a line at the end.  ``tracer`` gets a span.
+    It is for ``num_sequences`` sequences.  ``logs``: log a line at the end.  ``tracer`` gets a span.
     """
 
     def __init__(
@@ -43,18 +43,18 @@ class Observation:
         self._start_s = time.monotonic()
         self._num_tokens = [0] * num_sequences
         self._first_s = [0.0] * num_sequences
-        self._last_s = [0.0] * num_sequences  # of those that have a token
+        self._last_s = [0.0] * num_sequences  # only of those that have a token
         self._reasons: list[str] = []
         self._output: RequestOutput | None = None
 
     def note(self, update: SequenceUpdate) -> None:
-        """Note the next update of the engine."""
+        """Note the engine's next update."""
         self.tick(update.index, len(update.token_ids), update.finish_reason)
         if update.request_output is not None:
             self._output = update.request_output
 
     def tick(self, index: int, num_tokens: int, finish_reason: str | None) -> None:
-        """Sequence ``index`` got ``num_tokens`` more, and ended if there is a ``finish_reason``."""
+        """Note ``num_tokens`` more tokens of sequence ``index``, and its end if there is a ``finish_reason``."""
         now_s = time.monotonic()
         if num_tokens:
             self._figures.num_generation_tokens += num_tokens

@@ -1,6 +1,6 @@
-"""The routes of OpenAI's API: completions, chats, responses, embeddings, models; of its kin: classes, scores, tokens.
+"""The routes of OpenAI's API (completions, chats, responses, embeddings, models) and its kin (classes, scores, tokens).
 
-``/invocations`` is the one route by which Amazon SageMaker sends all requests; ``/ping`` is its health check.
+``/invocations`` is the one route to which Amazon SageMaker sends all requests; ``/ping`` is its health check.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from tp_engine.server.openapi import ANSWERS, takes
 from tp_engine.server.replies import json_reply
 from tp_engine.server.state import ServerState
 
-# The field that only one kind of body has -> the body; the first one that a body has counts.
+# By a field that only one kind of body has: that body.  The first field that a body has counts.
 _KINDS: dict[str, type[Body]] = {
     "messages": ChatBody,
     "prompt": CompletionBody,
@@ -88,11 +88,11 @@ _ANSWERED: tuple[tuple[type[Body], str, tuple[str, ...], str], ...] = (
 )
 
 PROMPT_PATHS = ("/invocations", *(path for _, _, paths, _ in _ANSWERED for path in paths))
-"""The routes that run prompts, which are refused while there is room for none."""
+"""The routes that run prompts, which refuse requests while there is no room."""
 
 
 def add_openai_routes(app: FastAPI, state: ServerState) -> None:
-    """Everything under ``/v1/``, and what vLLM, Jina and Cohere have beside it."""
+    """Add everything under ``/v1/``, and what vLLM, Jina and Cohere have beside it."""
     _add_answered(app, state)
     _add_tokens(app, state)
     _add_models(app, state)
@@ -121,7 +121,7 @@ def _add_answered(app: FastAPI, state: ServerState) -> None:
 
     @app.post("/invocations", responses=ANSWERS)
     async def invocations(request: Request) -> Response:
-        """A chat, a completion, embeddings, scores or a rank, by the fields of the body."""
+        """A chat, a completion, embeddings, scores or a ranking, by the fields of the body."""
         state.check_room()
         data = await read_data(request, state)
         names = await parsed_by(_names, data, request, state)
@@ -143,7 +143,7 @@ def _names(data: bytearray) -> Collection[str]:
 
 
 def _add_tokens(app: FastAPI, state: ServerState) -> None:
-    """Long texts do not hold up the event loop, and the limit on prompts counts these requests too."""
+    """Long texts do not hold up the event loop; the limit on prompts counts these requests, too."""
 
     def handler(kind: type[Any], work: Callable[[Any, InputProcessor], dict[str, Any]]) -> Any:
         async def replied(request: Request) -> Response:
@@ -178,7 +178,7 @@ def _add_tokens(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/tokenizer_info", responses=ANSWERS)
     async def told_tokenizer() -> Response:
-        """How the tokenizer is configured, with its chat template."""
+        """The tokenizer's configuration, with its chat template."""
         return json_reply(await asyncio.to_thread(tokenizer_info, state.llm.input_processor))
 
     text = "The token ids of a text, or of a chat as its template writes it."

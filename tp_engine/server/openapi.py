@@ -51,14 +51,14 @@ ANSWERS = _answers("Error")
 
 
 def takes(body: type[BaseModel], *, error: str = "Error") -> dict[str, Any]:
-    """Keywords for a route whose handler parses ``body`` itself; ``error`` names the schema of its errors."""
+    """The keywords of a route whose handler parses ``body`` itself; ``error`` names the schema of its errors."""
     schema = body.model_json_schema(ref_template=_REF + "{model}")
     content = {"application/json": {"schema": schema}}
     return {"responses": _answers(error), "openapi_extra": {"requestBody": {"required": True, "content": content}}}
 
 
 def install_openapi(app: FastAPI) -> None:
-    """Let ``app`` describe itself, with the schemas of ``takes`` among its components."""
+    """Have ``app`` describe itself, with the schemas of ``takes`` among its components."""
 
     def describe() -> dict[str, Any]:
         if app.openapi_schema is None:

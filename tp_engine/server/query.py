@@ -1,4 +1,4 @@
-"""Query parameters: each is obeyed, or refused by name, on every route."""
+"""Query parameters: on every route, each is used, or refused by name."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _KNOWN: Mapping[str, tuple[str, ...]] = {
     "POST /sleep": ("level", "mode"),
     "POST /wake_up": ("tags",),
 }
-# What clients of others send with every request, which changes no answer: Azure's, Anthropic's, Codex.
+# What clients send with every request and what changes no answer: Azure's, Anthropic's, Codex.
 _MEANINGLESS = ("api-version", "beta", "client_version")
 
 
 class QueryGuard:
-    """Raises ``RequestError`` for a parameter that nothing reads: it would be an order that nobody keeps.
+    """Raises ``RequestError`` for a parameter that nothing reads, instead of ignoring it.
 
     Paths without a route get their 404 later; the page and its files (``free_paths``) take any.
     """
@@ -58,8 +58,7 @@ class QueryGuard:
 
 
 def query_choice(request: Request, name: str, values: Mapping[str, Meaning], default: str) -> Meaning:
-    """Return what a query parameter means, in any case of letters; ``RequestError`` for a text that is not in
-    ``values``."""
+    """The meaning of a query parameter, in upper or lower case; raises ``RequestError`` for one not in ``values``."""
     text = request.query_params.get(name, default)
     if text.lower() not in values:
         raise RequestError(f"{name} is {text[:80]}; it must be {' or '.join(values)}", param=name)

@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 Result = TypeVar("Result")
 ErrorShape: TypeAlias = Callable[[int, str], dict[str, Any]]  # status and message -> body
 
-_MAY_CHANGE = (408, 429)  # what the same request may not get again, of the client's faults
+_MAY_CHANGE = (408, 429)  # of the client's errors, those that a repeated request may not get again
 _ERROR_SHAPE: ContextVar[ErrorShape | None] = ContextVar("error_shape", default=None)
 
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -84,12 +84,12 @@ class PartsReply(Response):
 
 
 def shape_errors(shape: ErrorShape) -> None:
-    """Let ``shape`` make the bodies of the errors of this task's request."""
+    """Use ``shape`` for the bodies of errors of this task's request."""
     _ERROR_SHAPE.set(shape)
 
 
 def error_reply(error: BaseException) -> Response:
-    """Return the answer to any exception, OpenAI-shaped unless ``shape_errors`` says otherwise.
+    """The answer to any exception, OpenAI-shaped unless ``shape_errors`` says otherwise.
 
     Unforeseen ones are logged with their traceback.
     """
@@ -99,30 +99,29 @@ def error_reply(error: BaseException) -> Response:
     if status == 500:
         logger.error("a request failed: %s", error, exc_info=error)
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
-    # else the rest of the body would be read as the next request
+    # The rest of the body would be read as the next request.
     if status in (408, 413, 415) or getattr(error, "code", None) == NO_ROOM_FOR_BODY:
         headers["Connection"] = "close"
     if isinstance(error, HttpError) and error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
-    # without it Claude Code sends a request with a wrong key for minutes, and says nothing
+    # Without it Claude Code silently repeats a request with a wrong key for minutes.
     if status < 500 and status not in _MAY_CHANGE:
         headers["X-Should-Retry"] = "false"
     return json_reply(body, status, headers)
 
 
 def event(body: Mapping[str, Any]) -> bytes:
-    """Return one server-sent event; also in a thread beside others."""
+    """One server-sent event; may be called in any thread."""
     return b"".join((b"data: ", *json_parts(body), b"\n\n"))
 
 
 class EventStream(Response):
     """Server-sent events from a generator.
 
-    The status line waits for the first event, so an error before it becomes an error answer.  After ``ping_s`` seconds
-    of silence (0: never) it is sent nevertheless, with what ``ping`` makes, and so it goes on after each further
-    silence: proxies and clients close connections on which nothing comes.  An error after the status line becomes the
-    last events, which ``failure`` makes of it.  A client's leaving closes the generator before the connection's task
-    ends.
+    The status line waits for the first event, so an error before it becomes an error answer.  After every ``ping_s``
+    seconds of silence (0: never) the result of ``ping`` is sent, with the status line if need be: proxies and clients
+    close connections on which nothing comes.  An error after the status line becomes the last events, made by
+    ``failure``.  When the client leaves, the generator is closed before the connection's task ends.
     """
 
     def __init__(
@@ -156,7 +155,7 @@ class EventStream(Response):
             if not parts.begun:
                 await error_reply(error)(scope, receive, send)
                 return
-            # Whoever ended the engine has logged why, once: its streams are not further errors.
+            # The cause of the engine's end has been logged once: its streams are not further errors.
             level = logging.INFO if isinstance(error, EngineDeadError) else logging.ERROR
             logger.log(level, "a stream was cut off: %s", error)
             await parts.send(self._failure(error))
@@ -164,7 +163,7 @@ class EventStream(Response):
 
 
 class _Parts:
-    """The parts of a streamed answer; the status line goes before the first.  Two tasks may send."""
+    """The parts of a streamed answer, with the status line before the first.  Two tasks may send."""
 
     def __init__(self, send: Send) -> None:
         self.begun = False

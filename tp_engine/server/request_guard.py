@@ -1,7 +1,7 @@
-"""Refuses what a page of another site can make a browser send, and bodies whose end is ambiguous.
+"""Refuses requests that a page of another site can make a browser send, and bodies whose end is ambiguous.
 
-A browser sends a *simple* request to any address, also to a server on the user's own machine, without asking that
-server first.  Only its answer is hidden from the page.  So a request that acts must prove that no such page sent it::
+A browser sends a *simple* request to any address, also to a server on the user's machine, without asking that server
+first; only the answer is hidden from the page.  So a request that acts must prove that no such page sent it::
 
     Host            one of this server's names         else a name of the page's owner may lead here (DNS rebinding)
     Origin          this server's, or an allowed one   of requests other than GET, HEAD and OPTIONS
@@ -22,10 +22,10 @@ from tp_engine.server.listener import is_local
 from tp_engine.server.middleware import has_two_lengths
 
 _SAFE = ("GET", "HEAD", "OPTIONS")
-_OWN_SITE = ("same-origin", "none")  # values of Sec-Fetch-Site, which scripts cannot set; none: the user's own act
+_OWN_SITE = ("same-origin", "none")  # values of Sec-Fetch-Site, which scripts cannot set; none: the user's action
 _JSON = "application/json"
 _FORM = "multipart/form-data"
-_UPLOADS = "/v1/files"  # the one path that takes a form; its Origin is checked as all others are
+_UPLOADS = "/v1/files"  # the one path that takes a form; its Origin is checked like all others
 
 
 class RequestGuard:

@@ -1,7 +1,7 @@
 """SIGTERM and SIGINT of a launched process: the first asks for an orderly stop, the second for an immediate one.
 
-A thread of its own notes signals, from the interpreter's wake-up descriptor, because the main thread may be inside a
-collective or a kernel for any time.  Only launchers use this; a library installs no handlers.
+A separate thread reads signals from the interpreter's wake-up descriptor, because the main thread may be inside a
+collective or a kernel for any length of time.  Only launchers use this; a library installs no handlers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class StopSignals:
         signal.set_wakeup_fd(self._old_descriptor)
         sys.unraisablehook = self._old_hook
         for number, handler in self._restore:
-            # After a stop the process is ending; one more signal would only interrupt that.
+            # After a stop the process is ending; another signal would only interrupt that.
             signal.signal(number, signal.SIG_IGN if self.received else handler)
         self._sender.close()
         self._thread.join(timeout=1.0)
@@ -64,7 +64,7 @@ class StopSignals:
     def raising(self, last: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Within, the first signal raises ``StopRequested``.
 
-        If the main thread does not see it within seconds, or is in an import, or a second signal comes, the process
+        If the main thread does not see it within seconds or is in an import, or a second signal comes, the process
         calls ``last()`` and ends with code 0.
         """
         self._last = last
@@ -79,7 +79,7 @@ class StopSignals:
             self._raising = False
 
     def on_stop(self, first: Callable[[], None], second: Callable[[], None]) -> None:
-        """Set the callbacks for the first and the second signal; runs those of signals that came before at once."""
+        """Set the callbacks for the first and the second signal; runs those of earlier signals at once."""
         with self._lock:
             self._callbacks = [first, second]
             due = self._callbacks[: self._num_received]
@@ -94,7 +94,7 @@ class StopSignals:
             frame = frame.f_back
         if frame is None:
             raise StopRequested
-        end_process_after(0.0, 0, self._last)  # torch's modules in C++ abort where Python raises in an import of theirs
+        end_process_after(0.0, 0, self._last)  # an exception while torch's C++ modules are imported aborts the process
 
     def _unraisable(self, unraisable: Any) -> None:
         """Print no traceback if ``StopRequested`` is lost in a finalizer or a callback."""
@@ -118,7 +118,7 @@ class StopSignals:
 def end_process_after(delay_s: float, code: int, last: Callable[[], None] = lambda: None) -> None:
     """Call ``last`` and end this process with ``code`` after ``delay_s``, from another thread.
 
-    The process may end before; but a stop may be stuck in a collective.
+    The process may end sooner by itself; but its stop may be stuck in a collective.
     """
     timer = threading.Timer(delay_s, end_process, (code, last))
     timer.daemon = True

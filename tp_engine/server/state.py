@@ -31,7 +31,7 @@ _SPARE, _SPARE_OF_ONE = 8, 4
 class ServerState:
     """One server's configuration, counters and engine, for the event loop's thread alone.
 
-    ``preparing`` are the threads in which requests are prepared.  ``sampling_defaults`` are the model's own.
+    ``preparing`` are the threads in which requests are prepared.  ``sampling_defaults`` are the model's.
     """
 
     def __init__(self, config: ServerConfig, model_names: tuple[str, ...]) -> None:
@@ -54,7 +54,7 @@ class ServerState:
         self._llm: AsyncLLM | None = None
 
     async def open(self, llm: AsyncLLM) -> None:
-        """Serve, now that the engine is ready: its model's sampling defaults are loaded first."""
+        """Load the model's sampling defaults, and serve with ``llm``, which is ready."""
         info = llm.model_info
         self.sampling_defaults = await asyncio.to_thread(self.config.defaults, info.model, info.revision)
         self.attach(llm)
@@ -71,7 +71,7 @@ class ServerState:
 
     @property
     def llm(self) -> AsyncLLM:
-        """The engine; ``HttpError`` 503 while it loads and after it has ended."""
+        """The engine; raises ``HttpError`` 503 while it loads and after it has ended."""
         llm = self.healthy_llm()
         if not llm.is_ready:
             raise HttpError(503, "the server is shutting down", code="shutting_down", retry_after_s=_RETRY_AFTER_S)
@@ -83,7 +83,7 @@ class ServerState:
         return self._llm is not None and self._llm.input_processor.images is not None
 
     def observation(self, request: EngineRequest, *, num_sequences: int | None = None) -> Observation:
-        """Watches one prompt; ``num_sequences`` is what the prompt asks for, unless given."""
+        """An observation of one prompt; ``num_sequences`` is what the prompt asks for, unless given."""
         images = self.llm.input_processor.images
         if images is not None:
             self.metrics.requests.note_image_seconds(images.reader.seconds)
@@ -96,7 +96,7 @@ class ServerState:
         )
 
     def healthy_llm(self) -> AsyncLLM:
-        """Return the engine, which may be draining; ``HttpError`` 503 while it loads, and if it failed or hangs."""
+        """The engine, which may be draining; raises ``HttpError`` 503 while it loads, and if it failed or hangs."""
         if self._llm is None:
             doing = "" if self.pulse is None else self.pulse.doing()
             text = f"the model is still loading ({doing})" if doing else "the model is still loading"
@@ -108,19 +108,19 @@ class ServerState:
         return self._llm
 
     def check_ready(self) -> None:
-        """``HttpError`` 503 unless a request that comes now would be served."""
+        """Raise ``HttpError`` 503 unless a request would be served now."""
         self.limit.check_open()
         _ = self.llm
         if (busy_s := self.preparing.busy_s()) > _STUCK_S:
             raise HttpError(503, f"a request has been in preparation for {busy_s:.0f} s", code="preparation_stuck")
 
     def check_room(self) -> None:
-        """``HttpError`` if the limit has no room for one prompt: then the request's body need not be read."""
+        """Raise ``HttpError`` if the limit has no room for one prompt: then the request's body need not be read."""
         _ = self.llm
         self.limit.check_room()
 
     def model_name(self, asked: str | None) -> str:
-        """Return the name to answer with; ``RequestError`` (404) for a model that is not served."""
+        """The name to answer with; raises ``RequestError`` (404) for a model that is not served."""
         if not asked or asked in self.model_names:
             return asked or self.model_names[0]
         adapters = self.adapters
@@ -134,11 +134,11 @@ class ServerState:
 
     @property
     def adapters(self) -> Mapping[str, str]:
-        """The loaded adapters, by name: their folders."""
+        """The folders of the loaded adapters, by name."""
         return {} if self._llm is None else self._llm.input_processor.adapters
 
     async def close(self) -> None:
-        """Leave the engine."""
+        """Disconnect from the engine."""
         self.preparing.close()
         if self._llm is not None:
             self.watch.log_block_size(self._llm.model_info.block_size)
@@ -150,10 +150,10 @@ class ServerState:
 class PromptLimit:
     """Holds at most ``max_num_prompts`` prompts, each from acceptance to the last byte of its answer.
 
-    One more is answered with 429; once the server drains, with 503.  The maximum is set when the engine is known.
+    Another one is answered with 429; once the server drains, with 503.  The maximum is set when the engine is known.
 
-    An eighth more is spare, for clients that hold few: each gets up to a quarter of that, so whoever fills the server
-    does not shut out all others.
+    Another eighth is spare, for clients that hold few: each gets up to a quarter of it, so a client that fills the
+    server does not shut out all others.
     """
 
     def __init__(self) -> None:
@@ -170,11 +170,11 @@ class PromptLimit:
         return self._num_prompts
 
     def is_full(self) -> bool:
-        """Return whether no further prompt would be taken, spare places aside."""
+        """Whether no further prompt would be taken, spare places aside."""
         return 0 < self.max_num_prompts <= self._num_prompts
 
     def check_open(self) -> None:
-        """``HttpError`` 503 once new requests are refused for good."""
+        """Raise ``HttpError`` 503 once the server drains."""
         if self.is_draining:
             raise HttpError(503, "the server is shutting down", code="shutting_down", retry_after_s=_RETRY_AFTER_S)
 
@@ -185,7 +185,7 @@ class PromptLimit:
         return self._idle.is_set()
 
     def check_room(self, num_prompts: int = 1, param: str | None = None) -> None:
-        """``HttpError`` unless there is room for ``num_prompts`` more; ``RequestError`` if there never is."""
+        """Raise ``HttpError`` unless there is room for ``num_prompts`` more; ``RequestError`` if there can never be."""
         self.check_open()
         if num_prompts > self.max_num_prompts > 0:
             raise RequestError(
@@ -236,7 +236,7 @@ class RunningRequests:
 
     @contextlib.contextmanager
     def noted(self, engine_id: str) -> Iterator[None]:
-        """Within, ``all`` and ``of`` find the request, which is the current caller's."""
+        """Within, ``all`` and ``of`` find the request, as one of the current caller."""
         self._owners[engine_id] = current_caller().owner
         try:
             yield
@@ -244,13 +244,12 @@ class RunningRequests:
             del self._owners[engine_id]
 
     def all(self, caller: Caller | None = None) -> list[str]:
-        """Return the engine ids that run; only those that ``caller`` may end, if one is given."""
+        """The engine ids that run; only those that ``caller`` may end, if one is given."""
         owners = self._owners.items()
         return sorted(engine_id for engine_id, owner in owners if caller is None or caller.may_end(owner))
 
     def of(self, names: Iterable[str], caller: Caller) -> list[str]:
-        """Return the engine ids of answers, by their ``id`` (``cmpl-ID``, ``resp_ID``) or the clients' request ids
-        (``ID``)."""
+        """The engine ids of answers, by ``id`` (``cmpl-ID``, ``resp_ID``) or by the clients' request ids (``ID``)."""
         wanted, found = {name.removeprefix("resp_") for name in names}, []
         for engine_id in self.all(caller):
             answer_id = engine_id.rsplit("-", 2)[0]

@@ -24,13 +24,13 @@ TextEvent: TypeAlias = ContentText | ReasoningText | CallArguments
 Batches = AsyncGenerator[tuple[int, list[SequenceUpdate]], None]
 
 _MAX_WAITING = 64
-# JSON does not escape these letters; no model's name or id contains them.
+# JSON escapes none of these characters; no model's name or id contains them.
 _MARK = "the-text-of-the-chunk-97d1f8a0c5"
 _encode_text = msgspec.json.Encoder().encode
 
 
 class ChunkWriter:
-    """Turns the updates of one answer into its chunks, and keeps what later chunks need to know of earlier ones.
+    """Turns the updates of one answer into its chunks, and keeps what later chunks need of earlier ones.
 
     ``usage`` counts what has been written so far.
     """
@@ -71,11 +71,11 @@ class ChunkWriter:
         return b"".join([self._events(number, update) for update in self._released(number, updates)])
 
     def failure(self, error: Exception) -> bytes:
-        """Return the last events after an error."""
+        """The last events after an error."""
         return event(describe_error(error)[1]) + DONE_EVENT
 
     def ping(self) -> bytes:
-        """Return a comment."""
+        """A comment."""
         return PING
 
     def _events(self, number: int, update: SequenceUpdate) -> bytes:
@@ -96,7 +96,7 @@ class ChunkWriter:
         first = next((update for update in updates if update.index == 0), None)
         if first is None:
             return []
-        self._echoed_logprobs[number] = None  # of a request that was aborted before
+        self._echoed_logprobs[number] = None  # if the request was aborted before they came
         if first.prompt_logprobs is not None:
             token_ids, echo = self._prepared.requests[number].prompt_token_ids, self._echo(number)
             self._echoed_logprobs[number] = self._shape.echoed_logprobs(number, token_ids, first.prompt_logprobs, echo)
@@ -126,7 +126,7 @@ class ChunkWriter:
             first = {}
 
     def _following(self, number: int, part: CompletionOutput) -> list[JsonObject]:
-        """The choices of ``part`` behind the opening one."""
+        """The choices of ``part`` after the opening one."""
         place = (number, part.index)
         if self._shape.parsing is not None:
             parser = self._parsers.get(place)
@@ -201,7 +201,7 @@ class ChunkTemplate:
         self._parts = whole.split(_encode_text(_MARK))
 
     def event(self, text: str) -> bytes:
-        """Return the server-sent event of a chunk with ``text``."""
+        """The server-sent event of a chunk with ``text``."""
         return _encode_text(text).join(self._parts)
 
 
@@ -227,12 +227,12 @@ class ChatEventStream:
         yield _data([*self._beginning(), *self._writer.finish(self._chunks.usage.as_json())])
 
     def failure(self, error: Exception) -> bytes:
-        """Return the last events after an error: those up to ``response.failed``."""
+        """The last events after an error: those up to ``response.failed``."""
         status, body = describe_error(error)
         return _data([*self._beginning(), *self._writer.fail(status, body["error"]["message"])])
 
     def ping(self) -> bytes:
-        """Return events that say nothing new: some clients (Codex) give up a stream on which only comments come."""
+        """Events without news: some clients (Codex) give up a stream on which only comments come."""
         return _data(self._beginning() or self._writer.ping())
 
     def _beginning(self) -> list[JsonObject]:

@@ -28,7 +28,7 @@ _NS = 1_000_000_000
 
 
 def check_tracing() -> None:
-    """``ConfigError`` if the extra is missing, or the environment names an unknown protocol."""
+    """Raise ``ConfigError`` if the extra is missing, or the environment names an unknown protocol."""
     try:
         found = importlib.util.find_spec("opentelemetry.sdk") and importlib.util.find_spec("opentelemetry.exporter")
     except ModuleNotFoundError:
@@ -45,7 +45,7 @@ def check_tracing() -> None:
 
 
 class RequestTracer:
-    """Sends spans in batches from a thread of its own; an unreachable collector does not delay requests."""
+    """Sends spans in batches from a separate thread; an unreachable collector does not delay requests."""
 
     def __init__(self, exporter: SpanExporter, model_name: str) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -60,7 +60,7 @@ class RequestTracer:
 
     @classmethod
     def to_endpoint(cls, endpoint: str, model_name: str) -> RequestTracer:
-        """To an OTLP collector, by gRPC or ``http/protobuf`` (``OTEL_EXPORTER_OTLP_TRACES_PROTOCOL``)."""
+        """A tracer for an OTLP collector, by gRPC or ``http/protobuf`` (``OTEL_EXPORTER_OTLP_TRACES_PROTOCOL``)."""
         return cls(_exporter(endpoint), model_name)
 
     def record(
@@ -73,7 +73,7 @@ class RequestTracer:
         reasons: Sequence[str],
         times: RequestMetrics | None,
     ) -> None:
-        """Send the span of a request that ends now; ``carrier`` has the caller's ``traceparent``.
+        """Send the span of a request that has ended; ``carrier`` has the caller's ``traceparent``.
 
         ``num_output_tokens`` has one entry per sequence, ``reasons`` one per sequence that ended.
         """
@@ -101,7 +101,7 @@ class RequestTracer:
 
     def close(self) -> None:
         """Send what is left, for two seconds at most."""
-        # Shutting down may wait for the collector; a daemon thread does not delay the end of the process.
+        # The shutdown may wait for the collector; a daemon thread does not delay the end of the process.
         closing = threading.Thread(target=self._provider.shutdown, name="otel-close", daemon=True)
         closing.start()
         closing.join(_CLOSE_S)
@@ -126,7 +126,7 @@ def _attributes(
     num_cached: int,
     times: RequestMetrics | None,
 ) -> dict[str, Any]:
-    """What was asked for, what it used, and how long that took."""
+    """What was asked for, the tokens used, and the times taken."""
     params, images = request.params, request.images
     num_prompt, num_output = len(request.prompt_token_ids), sum(num_output_tokens)
     asked = {"max_tokens": params.max_tokens, "temperature": params.temperature, "top_p": params.top_p}

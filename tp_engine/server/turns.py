@@ -1,19 +1,19 @@
-"""Whose request begins next: a few in one turn of the event loop, and each client in its turn.
+"""Which request begins next: a few in each iteration of the event loop, and clients in turn.
 
 ::
 
-    a request            waits for                                       passes in one turn
+    a request            waits for                                       per iteration
     -------------------  ----------------------------------------------  ------------------
     a small body         all of it, which holds no place in a line       PER_TURN
     a large or chunked   nothing: it arrives within the memory of all    LARGE_PER_TURN
     one to be refused    nothing: it is answered unread                  REFUSED_PER_TURN
 
-Checking a body takes up to a millisecond.  A burst of thousands would hold up health checks, running streams and the
-requests of others for seconds.  So nothing that costs time is done for a body that is not there yet, and of what waits
-each client (``Caller.client``) has one request begun, then the next client: ten thousand requests of one cost another
-the time of one.  The requests of one client begin in order of arrival.
+Checking a body takes up to a millisecond, so a burst of thousands would hold up health checks, running streams and the
+requests of others for seconds.  Therefore nothing costly is done before a body has come, and the waiting requests begin
+one per client (``Caller.client``) in turn: ten thousand requests of one client delay another by one.  The requests of
+one client begin in order of arrival.
 
-An answer that is the same for all is made once for those who wait for it (``SharedAnswer``).
+An answer that is the same for all is made once for all who wait for it (``SharedAnswer``).
 """
 
 import asyncio
@@ -73,7 +73,7 @@ def _is_small(headers: Headers) -> bool:
 
 
 async def _with_whole_body(receive: Receive) -> Receive:
-    """Wait for the whole body, or the client's leaving; returns what receives that, and then all else."""
+    """Wait for the whole body, or until the client leaves; returns a ``receive`` that repeats it, then goes on."""
     parts: list[bytes] = []
     more = True
     while more:
@@ -97,16 +97,16 @@ async def _with_whole_body(receive: Receive) -> Receive:
 
 
 class Turnstile:
-    """Lets ``per_turn`` requests pass in one turn of the event loop; of several clients one after the other.
+    """Lets ``per_turn`` requests pass in each iteration of the event loop, the clients in turn.
 
-    While the server ``is_full`` those that pass are refused, which takes a tenth of the time: then
-    ``REFUSED_PER_TURN`` pass, so that nobody waits long to be told to come again.
+    While the server ``is_full``, requests that pass are refused, which takes a tenth of the time: then
+    ``REFUSED_PER_TURN`` pass, so that nobody waits long for a refusal.
     """
 
     def __init__(self, is_full: Callable[[], bool], per_turn: int = PER_TURN) -> None:
         self._is_full = is_full
         self._per_turn = self._num_free = per_turn
-        self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # of each client that waits; the next one's first
+        self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # by waiting client; the next one's is first
 
     async def wait(self, client: str = "") -> None:
         """Wait until the next request of the client may begin."""
@@ -129,15 +129,15 @@ class Turnstile:
             line = self._lines.pop(client)
             turn = line.popleft()
             if line:
-                self._lines[client] = line  # behind all others
+                self._lines[client] = line  # after all others
             if not turn.done():
                 turn.set_result(None)
         asyncio.get_running_loop().call_soon(self._next_turn)
 
 
 class SharedAnswer(Generic[Answer]):
-    """What takes long to ``make`` is begun every ``interval_s`` at most, for all who asked until then; so nobody gets
-    an answer that is older than the question."""
+    """An answer that takes long to ``make``: begun at most every ``interval_s``, for all who have asked by then, so
+    that nobody gets an answer that is older than the question."""
 
     def __init__(self, make: Callable[[], Awaitable[Answer]], interval_s: float) -> None:
         self._make, self._interval_s = make, interval_s
@@ -146,7 +146,7 @@ class SharedAnswer(Generic[Answer]):
         self._tasks: set[asyncio.Task[Answer]] = set()  # until they end: the loop itself does not keep them
 
     async def get(self) -> Answer:
-        """Wait for the next one."""
+        """Wait for the next answer."""
         if self._next is None:
             self._next = asyncio.get_running_loop().create_task(self._in_time())
             self._tasks.add(self._next)

@@ -1,4 +1,4 @@
-"""The web page: its files as they lie in ``page/``, and ``GET /engine``, the live view of the engine that it shows."""
+"""The web page: the files of ``page/``, and ``GET /engine``, the live view of the engine that it shows."""
 
 import html
 import time
@@ -56,7 +56,7 @@ _SAMPLES = {
 
 
 def add_web_page(app: FastAPI, state: ServerState) -> None:
-    """``/`` and its files under ``/page/``, which need no key; and ``/engine``, which does."""
+    """Add ``/`` and its files under ``/page/``, which need no key; and ``/engine``, which does."""
 
     @app.get("/engine", responses=ANSWERS, openapi_extra={"parameters": [_SAMPLES]})
     async def engine(request: Request) -> Response:
@@ -100,7 +100,7 @@ def _text(name: str) -> str:
 
 
 def _engine_json(info: ModelInfo, name: str, report: EngineReport, watch: EngineWatch, num_samples: int) -> JsonObject:
-    """Needs a ``report`` with a view; has the history's last ``num_samples``.  docs/metrics.md describes each field."""
+    """Needs a ``report`` with a view; holds the history's last ``num_samples``.  For the fields see docs/metrics.md."""
     stats, view, now_s = report.stats, report.view, time.monotonic()
     below = STATS.get(stats) or TierStats()
     assert view is not None
@@ -138,7 +138,7 @@ def _engine_json(info: ModelInfo, name: str, report: EngineReport, watch: Engine
 
 
 def tiers(stats: SchedulerStats) -> JsonObject:
-    """Return the tiers below the pool: how many blocks each may hold, and holds; None for one that is not there."""
+    """The tiers below the pool: how many blocks each can hold, and holds; None for a missing one."""
     found = STATS.get(stats) or TierStats()
     host = {"slots": found.num_host_slots, "used": found.num_used_host_slots}
     disk = {"slots": found.num_disk_slots, "used": found.num_used_disk_slots}
@@ -211,7 +211,7 @@ def _mean(spread: Distribution) -> float:
 
 
 def _history(watch: EngineWatch, num_samples: int) -> JsonObject:
-    """Columns of equal length, oldest sample first; ``age_s`` is each one's distance from now."""
+    """Columns of equal length, oldest sample first; ``age_s`` is the age of each."""
     samples, now_s = list(watch.history)[-num_samples:] if num_samples else [], time.monotonic()
     return {
         "interval_s": INTERVAL_S,

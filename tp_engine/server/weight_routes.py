@@ -1,4 +1,4 @@
-"""Routes for trainers: new weights, pauses, and which weights the engine has, in vLLM's and SGLang's spellings."""
+"""Routes for trainers: new weights, their version, and pauses, in vLLM's and SGLang's spellings."""
 
 from typing import Literal
 
@@ -34,7 +34,7 @@ class PauseBody(RequestBody):
 
 
 def add_weight_routes(admin: APIRouter, state: ServerState) -> None:
-    """``/update_weights_from_disk``, ``/weight_info``, ``/pause``, ``/resume`` and their like."""
+    """Add ``/update_weights_from_disk``, ``/weight_info``, ``/pause``, ``/resume`` and the like."""
     _add_updates(admin, state)
     _add_pauses(admin, state)
 
@@ -71,7 +71,7 @@ def _add_pauses(admin: APIRouter, state: ServerState) -> None:
     async def pause(request: Request) -> Response:
         """Run nothing until ``/resume``.
 
-        ``?mode=``: requests that run end (``abort``), come to their end first (``wait``), or are computed again
+        ``?mode=``: running requests are aborted (``abort``), finish first (``wait``), or are computed again later
         (``keep``).  Unless ``clear_cache=false``, cached prefixes are forgotten.  ``wait_for_inflight_requests=true``
         is a former name of ``mode=wait``.
         """

@@ -57,7 +57,7 @@ _SPREAD_OF_RANK: dict[MetricFamily, tuple[tuple[float, ...], Callable[[RankRepor
 
 
 class ServerMetrics:
-    """The figures of requests, HTTP exchanges and batches, and the engine's own as of a report."""
+    """The figures of requests, HTTP exchanges and batches, and those of the engine as of a report."""
 
     def __init__(self, model_name: str, prefixes: Sequence[str] = ("tp_engine",)) -> None:
         self.requests = RequestFigures()
@@ -68,19 +68,18 @@ class ServerMetrics:
         self._info: ModelInfo | None = None
 
     def attach(self, info: ModelInfo) -> None:
-        """Take in what a ready engine is; no request has been accepted yet."""
+        """Take the description of the ready engine, before the first request."""
         self._info = info
         self.requests.set_max_model_len(info.max_model_len)
 
     def exposition(self, report: EngineReport | None, peak_usage: float = 0.0) -> bytes:
-        """Return the text that Prometheus scrapes, all of it once per prefix.
+        """The text that Prometheus scrapes, all of it once per prefix.
 
-        ``report`` is None if the engine does not answer.  ``peak_usage`` is the allocation monitor's largest share of
-        used blocks, 0 to 1.
+        ``report`` is None if the engine does not answer.  ``peak_usage`` is ``EngineWatch``'s, 0 to 1.
         """
         metrics = list(self._metrics(report, peak_usage))
         named = [metric for prefix in self._prefixes for metric in prefixed(metrics, prefix)]
-        registry: Any = SimpleNamespace(collect=lambda: named)  # all that the text needs of one
+        registry: Any = SimpleNamespace(collect=lambda: named)  # all of one that the text needs
         return generate_latest(registry)
 
     def _metrics(self, report: EngineReport | None, peak_usage: float) -> Iterator[Metric]:
@@ -96,7 +95,7 @@ class ServerMetrics:
 
 
 def _engine_metrics(report: EngineReport, peak_usage: float, model_name: str) -> Iterator[Metric]:
-    """The scheduler, the pool, steps and ranks; ``peak_usage`` is the allocation monitor's."""
+    """The scheduler, the pool, steps and ranks; ``peak_usage`` as for ``exposition``."""
     stats = report.stats
     for family, name in _STATS.items():
         yield number(family, model_name, getattr(stats, name))

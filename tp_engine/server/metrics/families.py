@@ -1,7 +1,7 @@
-"""The name, meaning, labels and buckets of every metric, each once; and its samples as Prometheus's client has them.
+"""The name, meaning, labels and buckets of every metric, and its samples in the form of Prometheus's client.
 
-Names, units and buckets are vLLM's where vLLM has the metric, below the prefixes of ``--metrics-prefix``; every metric
-also has the label ``model_name``.  A counter's samples end in ``_total``.
+Names, units and buckets are vLLM's where vLLM has the metric, with the prefixes of ``--metrics-prefix``; every metric
+also has the label ``model_name``.  The names of a counter's samples end in ``_total``.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ PER_TOKEN = _histogram(
     "request_time_per_output_token_seconds", "mean time between two tokens of a finished sequence", _NEXT_TOKEN_S
 )
 E2E = _histogram("e2e_request_latency_seconds", "arrival to last token", _REQUEST_S)
-QUEUE = _histogram("request_queue_time_seconds", "arrival to the begin of the prefill", _REQUEST_S)
-PREFILL = _histogram("request_prefill_time_seconds", "begin of the prefill to first token", _REQUEST_S)
+QUEUE = _histogram("request_queue_time_seconds", "arrival to the start of the prefill", _REQUEST_S)
+PREFILL = _histogram("request_prefill_time_seconds", "start of the prefill to the first token", _REQUEST_S)
 DECODE = _histogram("request_decode_time_seconds", "first token to last token", _REQUEST_S)
 INFERENCE = _histogram("request_inference_time_seconds", "prefill to last token", _REQUEST_S)
 REQUEST_PROMPT = _histogram("request_prompt_tokens", "prompt tokens of finished requests", None)
@@ -147,7 +147,7 @@ RANK_RESIDENT = _gauge("rank_resident_memory_bytes", "host memory of a rank's pr
 RANK_MEMORY = _gauge("rank_memory_bytes", "a line of a rank's memory ledger", "rank", "line")
 STARTUP = _gauge("startup_phase_seconds", "a phase of a rank's start", "rank", "phase")
 
-# Names that vLLM's metrics had before; routers made for vLLM still read them below its prefix.
+# Former names of vLLM's metrics, which routers made for vLLM still read with its prefix.
 VLLM_PREFIX = "vllm"
 OLDER_NAMES = {
     KV_USAGE.name: "gpu_cache_usage_perc",
@@ -172,7 +172,7 @@ _KINDS: dict[str, type[Any]] = {
 
 
 def samples(family: MetricFamily, model_name: str, rows: Iterable[tuple[Any, ...]]) -> Metric:
-    """Return a metric with its samples, rows of label values and a number; of a summary, count and sum."""
+    """A metric with its samples, rows of label values and a number; for a summary, count and sum."""
     metric = _KINDS[family.kind](family.name, family.text, labels=("model_name", *family.labels))
     for labels, *values in rows:
         metric.add_metric((model_name, *labels), *values)
@@ -181,7 +181,7 @@ def samples(family: MetricFamily, model_name: str, rows: Iterable[tuple[Any, ...
 
 
 def number(family: MetricFamily, model_name: str, value: float) -> Metric:
-    """Return a counter or a gauge of one number."""
+    """A counter or a gauge of one number."""
     return samples(family, model_name, [((), value)])
 
 
@@ -190,7 +190,7 @@ def histograms(
     model_name: str,
     rows: Iterable[tuple[tuple[str, ...], Sequence[float], Sequence[int], float]],
 ) -> Metric:
-    """Return a histogram with its samples: label values, bounds, counts by bucket, sum."""
+    """A histogram with its samples: label values, bounds, counts by bucket, sum."""
     found = []
     for labels, bounds, counts, total in rows:
         names = (*map(repr, map(float, bounds)), "+Inf")
@@ -199,8 +199,7 @@ def histograms(
 
 
 def prefixed(metrics: Iterable[Metric], prefix: str) -> Iterator[Metric]:
-    """Yield the metrics as ``prefix:NAME``; below vLLM's prefix some of them also have the names that they had
-    before."""
+    """The metrics as ``prefix:NAME``; with vLLM's prefix, some of them also under their former names."""
     for metric in metrics:
         yield _renamed(metric, f"{prefix}:{metric.name}")
         if prefix == VLLM_PREFIX and metric.name in OLDER_NAMES:

@@ -1,4 +1,4 @@
-"""What the server counts of requests, their tokens, HTTP exchanges and batches.  Used by the event loop's thread alone.
+"""The server's counts of requests, their tokens, HTTP exchanges and batches, for the event loop's thread alone.
 
 An observation is a bisection and two additions, without a lock.
 """
@@ -24,7 +24,7 @@ _HISTOGRAMS = (
     f.FIRST_TOKEN, f.NEXT_TOKEN, f.PER_TOKEN, f.E2E, f.QUEUE, f.PREFILL, f.DECODE, f.INFERENCE, f.REQUEST_PROMPT,
     f.REQUEST_GENERATION, f.PARAMS_N, f.PARAMS_MAX_TOKENS, f.IMAGE_LOAD,
 )  # fmt: skip
-_DEFAULT_MAX_MODEL_LEN = 1 << 20  # until the engine has told its own
+_DEFAULT_MAX_MODEL_LEN = 1 << 20  # until the engine's is known
 
 
 class RequestFigures:
@@ -46,11 +46,11 @@ class RequestFigures:
                 self._histograms[family] = Histogram(family.bounds(max_model_len))
 
     def histogram(self, family: MetricFamily) -> Histogram:
-        """Return where to observe values of ``family``."""
+        """The histogram of ``family``."""
         return self._histograms[family]
 
     def note_image_seconds(self, seconds: deque[float]) -> None:
-        """Take the times that images of requests took since the last call."""
+        """Count, and remove, the times that images of requests have taken."""
         while seconds:
             self.histogram(f.IMAGE_LOAD).observe(seconds.popleft())
 
@@ -135,7 +135,7 @@ class BatchFigures:
 
 
 class Histogram:
-    """Counts of values by bucket; ``bounds`` are the buckets' upper ends, inclusive; the last bucket has none."""
+    """Counts of values by bucket; ``bounds`` are the buckets' inclusive upper ends, of which the last has none."""
 
     __slots__ = ("bounds", "counts", "total")
 
