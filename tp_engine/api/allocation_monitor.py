@@ -1,4 +1,4 @@
-"""How the KV pool was used over time: a bounded history of statistics, and their peaks and means."""
+"""The use of the KV pool over time: a bounded history of statistics, with peaks and means."""
 
 import math
 from collections import deque
@@ -13,7 +13,7 @@ _HISTORY = 600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocationSummary:
-    """Peaks and means of the samples that are kept; ``mean_fragmentation`` is of those in which a block was used."""
+    """Peaks and means of the samples kept; ``mean_fragmentation`` is over those in which a block was used."""
 
     num_samples: int
     span_s: float
@@ -36,11 +36,11 @@ class AllocationMonitor:
         return len(self._samples)
 
     def __iter__(self) -> Iterator[tuple[float, SchedulerStats]]:
-        """Samples with their times by time.monotonic(), oldest first."""
+        """Samples with their times (``time.monotonic()``), oldest first."""
         return iter(self._samples)
 
     def is_due(self, now_s: float) -> bool:
-        """Return whether ``interval_s`` has passed since the last sample."""
+        """Whether ``interval_s`` has passed since the last sample."""
         return now_s >= self._next_s
 
     def observe(self, stats: SchedulerStats, now_s: float) -> None:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from tp_engine.engine.staged_tensors import NamedTensors
 
 Launch: TypeAlias = Callable[[EngineConfig, Callable[[], bool]], Service]
-"""What starts rank 0; the start ends when the function says that nobody waits any more."""
+"""Starts rank 0; the start is given up when the function says that nobody waits for it."""
 
 _STOP_TIMEOUT_S = 15.0
 _PULSE_S = 0.5
@@ -65,10 +65,10 @@ class AsyncLLM:
     """A model for the tasks of one event loop.
 
     ``AsyncLLM(model=..., tensor_parallel_size=2)`` takes the options of ``LLM`` and starts its own ranks with
-    ``start()``, which ``async with`` and the first request do too; ``AsyncLLM.connect(address)`` uses a running
-    ``EngineService``.  Ends with ``await close()``.
+    ``start()``, as do ``async with`` and the first request; ``AsyncLLM.connect(address)`` uses a running
+    ``EngineService``.  End it with ``await close()``.
 
-    ``engine``, ``input_processor``, ``outputs`` and ``run_search`` are what a server on top of this class needs;
+    ``engine``, ``input_processor``, ``outputs`` and ``run_search`` are for a server on top of this class;
     ``waits_for_images`` is that of ``InputProcessor``: all may change in any version.
     """
 
@@ -95,7 +95,7 @@ class AsyncLLM:
 
     @classmethod
     async def connect(cls, address: str, *, tokenizer: Any | None = None, timeout_s: float = 60.0) -> Self:
-        """Use the ``EngineService`` at ``address``; ``tokenizer`` is the model's own unless given.
+        """Use the ``EngineService`` at ``address``; ``tokenizer`` is the model's unless given.
 
         Raises ``EngineDeadError`` if the service does not answer within ``timeout_s``.
         """
@@ -117,7 +117,7 @@ class AsyncLLM:
                 raise
 
     async def get_tokenizer(self) -> Any | None:
-        """Return the model's tokenizer, of the library transformers; None for a model without one."""
+        """Return the model's tokenizer, of transformers; None for a model without one."""
         await self.start()
         return self.tokenizer
 
@@ -158,8 +158,8 @@ class AsyncLLM:
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the request after each step, as ``SamplingParams.output_kind`` says: all until then, what is new, or
-        the end alone.  The last one is ``finished``.  ``stream`` costs less."""
+        """Yield the request after each step, as ``SamplingParams.output_kind`` says: everything so far, only what is
+        new, or only the end.  The last one is ``finished``.  ``stream`` costs less."""
         request = await self._prepare(prompt, sampling_params, request_id, priority, lora_request)
         text, kind = prompt_text(prompt), request.params.output_kind
         async with aclosing(self.outputs.stream(request, text)) as updates:
@@ -222,8 +222,8 @@ class AsyncLLM:
         pooling_task: str | None = None,
         priority: int = 0,
     ) -> PoolingRequestOutput[PoolingOutput]:
-        """Return what ``pooling_task`` gives a prompt, as an array: ``embed``, ``classify`` or ``token_classify``; by
-        default the model's own."""
+        """Return a prompt's result of ``pooling_task`` (``embed``, ``classify`` or ``token_classify``; by default the
+        model's own), as an array."""
         await self.start()
         pooler = Pooler.of(self.input_processor, pooling_params, pooling_task)
         return pooler.pooled(await self._pool(pooler, prompt, request_id, priority))
@@ -262,8 +262,8 @@ class AsyncLLM:
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> BeamSearchOutput:
-        """Return the ``beam_width`` best continuations of a prompt.  Cancelling the task ends the search in the engine
-        too."""
+        """Return the ``beam_width`` best continuations of a prompt.  Cancelling the task also ends the search in the
+        engine."""
         request = await self._prepare(prompt, one_token(params), request_id, priority, lora_request)
         search = BeamSearch(request, params, self.model_info)
         await self.run_search(search)
@@ -290,7 +290,7 @@ class AsyncLLM:
     async def prefetch(self, prompt_cache_key: str, cache_salt: str | None = None) -> None:
         """Announce the next request of a session (``SamplingParams.prompt_cache_key``).
 
-        Until it comes, and while other requests run, what the host tier has of the session's tokens is brought back.
+        Until it comes, the session's blocks are loaded back from the host tier while other requests run.
         """
         self.engine.prefetch_session(prompt_cache_key, cache_salt or "")
 
@@ -304,18 +304,18 @@ class AsyncLLM:
         return await self.preparing.run(size, work, has_images=has_images)
 
     async def load_lora_adapter(self, name: str, path: str, *, load_inplace: bool = False) -> None:
-        """Load the PEFT adapter in the folder ``path`` under ``name``; ``RequestError`` if it cannot be served, or if
-        the name is taken and not ``load_inplace``."""
+        """Load the PEFT adapter in the folder ``path`` under ``name``; raises ``RequestError`` if it cannot be served,
+        or if the name is taken and not ``load_inplace``."""
         await self.act("load_lora_adapter", name=name, path=path, replaces=load_inplace)
         self.input_processor.adapters[name] = path
 
     async def unload_lora_adapter(self, name: str) -> None:
-        """Forget an adapter; ``RequestError`` for an unknown name."""
+        """Unload an adapter; raises ``RequestError`` for an unknown name."""
         await self.act("unload_lora_adapter", name=name)
         self.input_processor.adapters.pop(name, None)
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; while requests run, change nothing and return False."""
+        """Forget all cached prefixes; while requests run, does nothing and returns False."""
         try:
             await self.act("reset_prefix_cache")
         except RequestError:
@@ -334,7 +334,7 @@ class AsyncLLM:
         All ranks take them or none.  ``RequestError`` names a tensor that is missing, unexpected or misshapen; it is
         raised too while requests run, unless the engine is paused.
         """
-        from tp_engine.engine.staged_tensors import StagedTensors  # torch, which a connected frontend may lack
+        from tp_engine.engine.staged_tensors import StagedTensors  # needs torch, which a connected frontend may lack
 
         with await asyncio.to_thread(StagedTensors, tensors) as staged:
             return await self.update_weights_from(
@@ -356,15 +356,15 @@ class AsyncLLM:
         )
 
     async def update_weights_from(self, **source: Any) -> str:
-        """Replace the weights; ``source`` are the arguments of the act ``update_weights``."""
+        """Replace the weights; ``source`` are the arguments of the action ``update_weights``."""
         version: str = (await self.act("update_weights", timeout_s=_UPDATE_S, **source))["weight_version"]
         return version
 
     async def pause(self, mode: str = "keep", *, timeout_s: float = 600.0) -> None:
         """Run nothing until ``resume``; new requests wait.
 
-        Unfinished ones wait too, and are computed again (``keep``), end (``abort``), or come to their end before this
-        returns (``wait``).  ``TimeoutError`` if they have not within ``timeout_s``; nothing is paused then.
+        Unfinished ones wait, too, and are computed again (``keep``), are aborted (``abort``), or finish before this
+        returns (``wait``).  Raises ``TimeoutError`` if they have not within ``timeout_s``; nothing is paused then.
         """
         if mode not in ("keep", "abort", "wait"):
             raise RequestError(f"mode is {shown(mode)}; it must be keep, abort or wait", param="mode")
@@ -374,7 +374,7 @@ class AsyncLLM:
         await self.act("pause", mode="abort" if mode == "abort" else "keep")
 
     async def resume(self) -> None:
-        """Go on after ``pause``."""
+        """Continue after ``pause``."""
         await self.act("resume")
         self.outputs.release()
 
@@ -383,7 +383,7 @@ class AsyncLLM:
         await self.act("sleep", level=level)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
-        """Go on after ``sleep``, or wake only what ``tags`` name (``weights``, ``kv_cache``).  Returns whether the
+        """Continue after ``sleep``, or wake only what ``tags`` name (``weights``, ``kv_cache``).  Returns whether the
         engine still sleeps."""
         is_sleeping: bool = (await self.act("wake_up", tags=tags))["is_sleeping"]
         if not is_sleeping and not (await self.weight_info())["is_paused"]:
@@ -391,7 +391,7 @@ class AsyncLLM:
         return is_sleeping
 
     async def act(self, action: str, **arguments: Any) -> dict[str, Any]:
-        """Let the engine do ``action``, a name in ``engine/admin_commands.py``; ``RequestError`` if it refuses."""
+        """Have the engine do ``action``, a name in ``engine/admin_commands.py``; ``RequestError`` if it refuses."""
         await self.start()
         return await self.engine.act(action, **arguments)
 
@@ -400,11 +400,11 @@ class AsyncLLM:
         return await self.act("weight_info")
 
     async def report(self, view: ViewLimits | None = None, *, timeout_s: float = 5.0) -> EngineReport:
-        """Return how the scheduler and every rank stand; with ``view`` also the KV pool and the running sequences."""
+        """Return the state of the scheduler and all ranks; with ``view`` also the KV pool and the running sequences."""
         return await self.engine.report(view, timeout_s=timeout_s)
 
     async def close(self) -> None:
-        """Leave the engine, and stop it if it was started here.  Running requests end with ``EngineDeadError``."""
+        """Disconnect, and stop an engine that was started here.  Running requests end with ``EngineDeadError``."""
         async with self._closing:
             await self._close()
 
@@ -437,13 +437,13 @@ class AsyncLLM:
 
     @property
     def engine(self) -> EngineClient:
-        """The connection to the engine: its statistics, what operators ask of it, and its end."""
+        """The connection to the engine: its statistics, operators' commands, and its end."""
         assert self._client is not None, "start() first"
         return self._client
 
     @property
     def model_info(self) -> ModelInfo:
-        """What the engine told of itself and the model."""
+        """The engine's description of itself and the model."""
         return self.engine.model_info
 
     @property
@@ -459,7 +459,7 @@ class AsyncLLM:
 
     @property
     def outputs(self) -> Outputs:
-        """Streams the answers to requests that ``input_processor`` has made."""
+        """Streams the outputs of requests that ``input_processor`` has made."""
         assert self._outputs is not None, "start() first"
         return self._outputs
 
@@ -470,7 +470,7 @@ class AsyncLLM:
 
     @property
     def errored(self) -> bool:
-        """Whether the engine has ended unasked."""
+        """Whether the engine has ended unexpectedly."""
         return self._client is not None and self._client.error is not None and not self._client.stopped
 
     @property
@@ -537,7 +537,7 @@ class AsyncLLM:
         return self.input_processor.process(prompt, params, **fields)
 
     async def prepared(self, prompt: Prompt, params: SamplingParams, **fields: Any) -> EngineRequest:
-        """Return what ``input_processor.process`` makes of this in another thread."""
+        """The result of ``input_processor.process``, run in another thread."""
         work = partial(self.input_processor.process, prompt, params, **fields)
         return await self.preparing.run(len(prompt_text(prompt) or ""), work, has_images=_has_images(prompt))
 
@@ -571,7 +571,7 @@ def _own_ranks() -> Launch:
 
 
 async def _launched(launch: Launch, config: EngineConfig) -> Service:
-    """What ``launch`` starts, in a thread; if this is cancelled, the thread ends it."""
+    """The service that ``launch`` starts, in a thread; if this is cancelled, the thread ends it."""
     is_over = threading.Event()
     starting = started(launch, config, is_over.is_set)
     try:
@@ -589,8 +589,8 @@ def _end_unused(starting: Future[Service]) -> None:
 
 
 def _load_early(config: EngineConfig) -> Future[Any | None]:
-    """Read the tokenizer of a local folder while rank 0 starts; None for any other, and for one that cannot be read:
-    that is told when rank 0 has checked the rest."""
+    """Read the tokenizer of a local folder while rank 0 starts; None for other models, and for one that cannot be read,
+    which is reported when rank 0 has checked the rest."""
 
     def load() -> Any | None:
         with suppress(Exception):
@@ -602,7 +602,7 @@ def _load_early(config: EngineConfig) -> Future[Any | None]:
 
 
 def waits_for_others(prompt: Prompt, params: SamplingParams) -> bool:
-    """Return whether other processes read a part of the request: images, or a schema."""
+    """Whether other processes read a part of the request: images, or a schema."""
     return params.structured_outputs is not None or _has_images(prompt)
 
 
@@ -611,5 +611,5 @@ def _has_images(prompt: Prompt) -> bool:
 
 
 def new_request_id() -> str:
-    """Return a unique name."""
+    """A unique name."""
     return uuid.uuid4().hex

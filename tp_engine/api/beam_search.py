@@ -1,4 +1,4 @@
-"""Beam search: which beams of a prompt live on, how searches run in an engine, and what users get.
+"""Beam search: which beams of a prompt survive, how searches run in an engine, and their outputs.
 
 A ``BeamSearch`` asks for requests of one token and never sees the engine:
 
@@ -7,7 +7,7 @@ A ``BeamSearch`` asks for requests of one token and never sees the engine:
     round     one request per live beam; its prompt is the user's followed by the beam's own tokens
       |         -> per beam the likeliest next tokens with their log-probabilities: the candidates
       |         -> candidates that end with an EOS are complete
-      +------ the W likeliest others live on
+      +------ the W likeliest others survive
     end       after max_tokens rounds, or as soon as no live beam can overtake W complete ones
 
 The prefix cache makes this cheap: beams share all full blocks with each other and with the rounds before, and begin
@@ -69,7 +69,7 @@ class _Candidate:
 
 
 def one_token(params: BeamSearchParams, **fields: object) -> SamplingParams:
-    """Return the sampling of a search's requests; ``fields`` may set ``cache_salt``, ``logprobs`` and the like."""
+    """The sampling of a search's requests; ``fields`` may set ``cache_salt``, ``logprobs`` and the like."""
     return SamplingParams(
         max_tokens=1,
         temperature=0.0,
@@ -82,7 +82,7 @@ def one_token(params: BeamSearchParams, **fields: object) -> SamplingParams:
 class BeamSearch:
     """The search of one prompt.  While not ``done``: run ``next_requests``, and ``advance`` with their outputs.
 
-    ``request`` has the user's prompt and the sampling of ``one_token``; ``n`` of the best sequences are the answer.
+    ``request`` has the user's prompt and the sampling of ``one_token``; the ``n`` best sequences are the answer.
     ``num_cached_tokens`` are the prompt tokens that were in the prefix cache when the search began.
     """
 
@@ -118,7 +118,7 @@ class BeamSearch:
         return -(-self._num_prompt_tokens // block_size) + self.num_live * own
 
     def next_requests(self) -> list[EngineRequest]:
-        """Return a request of one token for each live beam; after its first round a search goes before others of its
+        """A request of one token for each live beam; after its first round a search precedes others of its
         priority."""
         priority = self.request.priority - (1 if self._num_rounds else 0)
         return [
@@ -157,15 +157,15 @@ class BeamSearch:
         self.done = self._num_rounds == self._max_rounds or not self._live or self._is_decided()
 
     def best(self) -> list[Beam]:
-        """Return the ``beam_width`` best, complete or not, best first, each with a finish reason."""
+        """The ``beam_width`` best, complete or not, best first, each with a finish reason."""
         cut = [dataclasses.replace(beam, finish_reason=self._end) for beam in self._live]
         return sorted(self._complete + cut, key=self._score, reverse=True)[: self.params.beam_width]
 
     def _is_decided(self) -> bool:
         """Whether no live beam can overtake the complete ones.
 
-        A beam's sum of log-probabilities can only fall; its best score is today's sum over the length, of all that it
-        may reach, that is best for it.
+        A beam's sum of log-probabilities can only fall; its best possible score is the present sum over the most
+        favourable of the lengths that it may reach.
         """
         if len(self._complete) < self.params.beam_width:
             return False
@@ -189,7 +189,7 @@ def run_searches(
     max_searches: int,
     use_tqdm: bool,
 ) -> None:
-    """Run all to their end; ``generate`` completes a list of requests, at most ``max_searches`` share a round.
+    """Run all searches; ``generate`` completes a list of requests, and at most ``max_searches`` share a round.
 
     A round takes the first searches, as many as the KV cache holds at once: more would evict each other's blocks from
     the prefix cache, and every round would compute its prompts again.
@@ -206,13 +206,13 @@ def run_searches(
 
 
 async def run_search(search: BeamSearch, generate: Callable[[EngineRequest], Awaitable[RequestOutput]]) -> None:
-    """Run one search to its end; the requests of a round run together, and all of them end with this task."""
+    """Run one search; the requests of a round run together, and all end with this task."""
     while not search.done:
         search.advance(await gather_or_cancel([generate(request) for request in search.next_requests()]))
 
 
 async def gather_or_cancel(work: Sequence[Awaitable[Result]]) -> list[Result]:
-    """Return all results in order.  If one fails, or the caller is cancelled, the others are cancelled before this
+    """All results in order.  If one fails, or the caller is cancelled, the others are cancelled before this
     returns."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
@@ -234,12 +234,12 @@ def _that_fit(searches: Sequence[BeamSearch], model: ModelInfo) -> Sequence[Beam
 
 
 def beam_search_output(search: BeamSearch, decoder: TokenDecoder | None) -> BeamSearchOutput:
-    """Return the best sequences with the prompt before them; texts are empty without a decoder."""
+    """The best sequences with the prompt before them; texts are empty without a decoder."""
     return BeamSearchOutput(sequences=[_sequence(search, beam, decoder) for beam in search.best()])
 
 
 def request_output(search: BeamSearch, decoder: TokenDecoder | None) -> RequestOutput:
-    """Return the ``n`` best sequences, best first, without the prompt.
+    """The ``n`` best sequences, best first, without the prompt.
 
     Positions keep the token's own log-probability and as many others as ``search.request`` asked for.
     """
@@ -303,7 +303,7 @@ def _with_texts(
     behind: Sequence[int] = (),
     hidden: frozenset[int] = frozenset(),
 ) -> list[dict[int, Logprob]]:
-    """``positions`` with the texts of their tokens within the beam, ``behind`` other tokens; a round knows but one."""
+    """``positions`` with the texts of their tokens within the beam, after the tokens ``behind``; rounds know one."""
     if decoder is None:
         return list(positions)
     texts = TokenTexts(decoder, hidden)

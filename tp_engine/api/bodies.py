@@ -22,7 +22,7 @@ Body: TypeAlias = ChatBody | CompletionBody | ResponsesBody | MessagesBody | Coh
 
 
 def num_prompts(body: Body) -> tuple[int, str]:
-    """Return the number of prompts, inputs or pairs of ``body``, if its fields fit together, and the field that has
+    """The number of prompts, inputs or pairs of ``body``, if its fields are consistent, and the field that has
     them."""
     match body:
         case ChatBatchBody():
@@ -49,7 +49,7 @@ def has_image(body: object) -> bool:
 
 
 def forces_calls(body: object) -> bool:
-    """Return whether ``body`` may force calls of tools, so that their schemas must be read."""
+    """Whether ``body`` may force tool calls, so that their schemas must be read."""
     choice = getattr(body, "tool_choice", None)
     kind = choice.get("type") if isinstance(choice, Mapping) else getattr(choice, "type", choice)
     return bool(getattr(body, "tools", None)) and kind not in (None, "auto", "none")
@@ -60,8 +60,8 @@ def prepare_body(
 ) -> PreparedBody:
     """Check and tokenize; raises ``RequestError``.
 
-    ``model`` is the name to answer with.  ``defaults`` are the model's own sampling parameters, for fields that the
-    request does not set.
+    ``model`` is the name to answer with.  ``defaults`` are the model's sampling parameters, for fields that the request
+    does not set.
     """
     if isinstance(body, MessagesBody):
         return prepare_message(body, processor, model, defaults)

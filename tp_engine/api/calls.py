@@ -1,4 +1,4 @@
-"""Calls: requests of a thread that waits for their ends, and the event loop's thread that receives them.
+"""Calls: requests of a thread that waits for their ends, which the event loop's thread receives.
 
 ::
 
@@ -24,12 +24,12 @@ from tp_engine.system.closing import Closing
 from tp_engine.system.off_loop import LoopThread
 
 _AT_ONCE = 512  # requests in a message
-_NAP_S = 0.1  # a thread that waits in C sees no exception that another thread sends it
+_NAP_S = 0.1  # a thread that waits in C does not see exceptions set by other threads
 
 
 @dataclass(frozen=True, slots=True)
 class RequestEnd:
-    """The end of a request: its ``output``, or the ``error`` in its place.  ``failure`` is what went wrong with one of
+    """The end of a request: its ``output``, or the ``error`` instead.  ``failure`` is what went wrong with one of
     its sequences while it ran, and ``failure_code`` is set if the request caused it."""
 
     request_id: str
@@ -40,8 +40,8 @@ class RequestEnd:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the request itself is wrong: none of its sequences has a token.  One that ended with a failure later
-        has the ``finish_reason`` error beside the others' own."""
+        """Whether the request itself is at fault: none of its sequences has a token.  If one fails later, it alone has
+        the ``finish_reason`` error."""
         outputs = () if self.output is None else self.output.outputs
         return self.failure_code is not None and not any(one.token_ids for one in outputs)
 
@@ -49,7 +49,7 @@ class RequestEnd:
 class Call(Receiver, Closing):
     """Requests that end together with their caller: ``close`` aborts and forgets those that run.
 
-    Whatever error strikes the caller's thread, no message is lost and none is mistaken for that of another call: the
+    Whatever exception is raised in the caller's thread, no message is lost or mistaken for that of another call: the
     loop's thread does all the work.  It calls ``on_update`` while requests run.  ``wants_all``: if one is refused, the
     caller has no use for the others.
     """
@@ -66,7 +66,7 @@ class Call(Receiver, Closing):
         """The ids of requests whose ends have not been taken."""
 
     def add(self, requests: Sequence[EngineRequest], prompts: Sequence[str | None] | None = None) -> None:
-        """Send requests; ``prompts`` are their texts, of those that came as text."""
+        """Send requests; ``prompts`` are the texts of those that came as text."""
         self.running |= dict.fromkeys(request.request_id for request in requests)
         for start in range(0, len(requests), _AT_ONCE):
             part = list(requests[start : start + _AT_ONCE])
@@ -74,7 +74,7 @@ class Call(Receiver, Closing):
             self._loop.post(self._outputs.begin, part, texts, self)
 
     def take(self, timeout_s: float | None = None) -> list[RequestEnd]:
-        """Return the ends that have come, at least one unless none comes within ``timeout_s``."""
+        """The ends that have come, at least one unless none comes within ``timeout_s``."""
         ended: list[RequestEnd] = []
         deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while not ended:
@@ -95,7 +95,7 @@ class Call(Receiver, Closing):
             self._loop.post(self._outputs.abort, request_id)
 
     def close(self) -> None:
-        """Abort and forget all that runs; safe to call twice."""
+        """Abort and forget all running requests; safe to call twice."""
         if self.running:
             self._loop.post(self._outputs.leave, list(self.running))
         self.running = {}

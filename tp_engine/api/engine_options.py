@@ -40,7 +40,7 @@ class Configs(NamedTuple):
 
 
 def read_options(where: str, model: str | PathLike[str], options: Mapping[str, Any]) -> Configs:
-    """Return the configurations that keywords of ``where`` make, also in the words of vLLM and SGLang.
+    """The configurations for keywords of ``where``, which may be those of vLLM and SGLang.
 
     Raises ``ConfigError``.
     """

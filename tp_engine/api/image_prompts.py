@@ -1,6 +1,6 @@
-"""Prompts with images: from a rendered chat, or ``multi_modal_data``, to tokens and what the engine needs of images.
+"""Prompts with images: from a rendered chat, or ``multi_modal_data``, to tokens and the images' data for the engine.
 
-The order is that of cost: headers of all files first, then the tokens, then whether they fit; pixels last.
+The order is by cost: the headers of all files, then the tokens, then whether they fit; pixels come last.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from tp_engine.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from tp_engine.images.loading import OpenedImage
-    from tp_engine.images.reader import ImageReader  # Pillow, which models of text do not need
+    from tp_engine.images.reader import ImageReader  # imports Pillow, which text models do not need
 
 
 class TextTokens(Protocol):
     """What ``InputProcessor`` does with text."""
 
     def text_token_ids(self, text: str, *, add_special_tokens: bool, must_fit: bool, param: str) -> list[int]:
-        """Return the token ids of a text."""
+        """The token ids of a text."""
 
     def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
         """Raise ``RequestError`` unless these are token ids of the model."""
@@ -34,8 +34,8 @@ class TextTokens(Protocol):
 
 
 class ImagePrompts:
-    """Prompts of one model that sees images; unless it ``reads_pixels``, only headers of files are, and no prompt has
-    images."""
+    """Prompts of one model that takes images; without ``reads_pixels``, only headers of files are read, and no prompt
+    has images."""
 
     def __init__(self, text: TextTokens, reader: ImageReader, *, reads_pixels: bool = True) -> None:
         self.reader = reader
@@ -48,8 +48,8 @@ class ImagePrompts:
         return self._marks.marker
 
     def with_pages(self, messages: Any) -> Any:
-        """Return a chat's messages with the pages of documents, as images, in the places of these.  Where PDFs are not
-        read, a note stands for one of a tool's answer, which would else end the conversation."""
+        """A chat's messages with the pages of documents, as images, in the places of these.  Where PDFs are not
+        read, a note stands for one in a tool's answer, lest it end the conversation."""
         if not isinstance(messages, (list, tuple)):
             return messages
         found = []
@@ -101,7 +101,7 @@ class ImagePrompts:
         must_fit: bool = True,
         stages: bool = True,
     ) -> dict[str, Any]:
-        """Return ``{"prompt_token_ids", "images"}`` of a text in ``pieces``, with an image between each two; the
+        """``{"prompt_token_ids", "images"}`` of a text in ``pieces``, with an image between each two; the
         images only if it ``stages`` them."""
         opened = self.reader.open(sources)
         grids = self.reader.grids(opened)
@@ -119,7 +119,7 @@ class ImagePrompts:
 
 
 def without_empty_data(prompt: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a prompt of ``LLM`` without ``multi_modal_data`` that has nothing, and without what is nothing in it:
+    """A prompt of ``LLM`` without ``multi_modal_data`` that has nothing, and without what is nothing in it:
     batches with and without images have the same fields in all rows."""
     if "multi_modal_data" not in prompt:
         return prompt
@@ -138,7 +138,7 @@ def _is_nothing(value: object) -> bool:
 
 
 def _sources(given: object, sizes: object) -> list[ImageSource]:
-    """The images of ``multi_modal_data``, in ``sizes`` (``mm_processor_kwargs``)."""
+    """The images of ``multi_modal_data``, with ``sizes`` (``mm_processor_kwargs``)."""
     if not isinstance(given, Mapping) or given.keys() != {"image"}:
         raise RequestError(
             f"multi_modal_data is {shown(given)}; it must be {{'image': one image, or a list of them}}", param="prompt"
@@ -148,7 +148,7 @@ def _sources(given: object, sizes: object) -> list[ImageSource]:
 
 
 def with_sizes(images: Sequence[ImageSource], sizes: object) -> list[ImageSource]:
-    """Return ``images`` in the sizes that a request asks for (``mm_processor_kwargs``), unless one has its own."""
+    """``images`` with the sizes that a request asks for (``mm_processor_kwargs``), unless one has its own."""
     if sizes is None:
         return list(images)
     if not isinstance(sizes, Mapping):

@@ -1,4 +1,4 @@
-"""From a prompt and its parameters to a checked ``EngineRequest``; all faults of a user are found here."""
+"""From a prompt and its parameters to a checked ``EngineRequest``; all user errors are found here."""
 
 import dataclasses
 import operator
@@ -24,15 +24,15 @@ from tp_engine.requests.structured_outputs import StructuredOutputsParams
 
 __all__ = ["InputProcessor", "Prompt", "load_tokenizer", "prompt_text"]
 
-# Characters; shorter texts are tokenized at once, which tells their length exactly.
+# Characters; shorter texts are tokenized at once, which gives their exact length.
 _LONG_TEXT = 1 << 13
 _MAX_REMEMBERED = 16
-# Characters, or tokens, that are looked at although they may not fit: all, and per token of the context.  Tokenizers
-# take some 200 bytes of memory for each.
+# Characters or tokens that are read although they may not fit: in total, and per token of the context.  Tokenizers
+# take about 200 bytes of memory for each.
 _MOST_AT_ONCE = 1 << 20
 _PER_TOKEN = 16
 
-# Keys of a prompt that is a mapping.  Others are the caller's own, such as an id, and are left alone, as in vLLM.
+# Keys of a prompt that is a mapping.  Others, such as the caller's id, are ignored, as in vLLM.
 _CONTENTS = {"prompt", "prompt_token_ids"}
 _NOT_SERVED = {"prompt_embeds", "encoder_prompt", "decoder_prompt", "negative_prompt", "data", "multi_modal_uuids"}
 
@@ -64,11 +64,11 @@ class InputProcessor:
         self.structured_defaults = model_info.structured_outputs
         self.images: ImagePrompts | None = None
         if model_info.images is not None and tokenizer is not None:
-            from tp_engine.images.reader import ImageReader  # Pillow, which no other model needs
+            from tp_engine.images.reader import ImageReader  # imports Pillow, which no other model needs
 
             reader = ImageReader(model_info.images, tokenizer, waits=waits_for_images)
             self.images = ImagePrompts(self, reader, reads_pixels=reads_pixels)
-        # All prompts of a request have the same constraint, and looking at a large one takes a while.
+        # All prompts of a request have the same constraint, and checking a large one takes a while.
         self._constraint = lru_cache(maxsize=_MAX_REMEMBERED)(self._complete_constraint)
 
     @cached_property
@@ -88,7 +88,7 @@ class InputProcessor:
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt plus output in tokens."""
+        """The largest number of tokens of a prompt and its output."""
         return self.model.max_model_len
 
     def process(
@@ -106,9 +106,9 @@ class InputProcessor:
         adapter: str = "",
         prompt_field: str = "prompt",
     ) -> EngineRequest:
-        """Return a request that the engine can serve; otherwise raises ``RequestError`` with the reason.
+        """A request that the engine can serve; raises ``RequestError`` with the reason for any other.
 
-        The engine itself finds out whether a grammar can be used.
+        Only the engine finds out whether a grammar can be used.
 
         A prompt is text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; these two may also
         have ``multi_modal_data``: ``{"image": one image, or a list}``.  ``max_tokens``
@@ -183,7 +183,7 @@ class InputProcessor:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         **template_options: Any,
     ) -> Mapping[str, Any]:
-        """Return the prompt of a conversation, up to the assistant's answer, as tokens, with its images.
+        """The prompt of a conversation, up to the assistant's answer, as tokens, with its images.
 
         ``template_options`` and ``chat_template_kwargs`` go to the chat template (``enable_thinking=False``);
         ``continue_final_message=True`` lets the model continue the last message instead.  Templates write the special
@@ -208,7 +208,7 @@ class InputProcessor:
         return self.chat_tokens(chat, add_special_tokens=add_special_tokens)
 
     def chat_token_ids(self, messages: Sequence[Mapping[str, Any]], **template_options: Any) -> list[int]:
-        """Return the tokens of ``chat_prompt``."""
+        """The tokens of ``chat_prompt``."""
         token_ids: list[int] = self.chat_prompt(messages, **template_options)["prompt_token_ids"]
         return token_ids
 
@@ -220,7 +220,7 @@ class InputProcessor:
     def chat_tokens(
         self, chat: ChatPrompt, *, add_special_tokens: bool, must_fit: bool = False, stages: bool = True
     ) -> Mapping[str, Any]:
-        """Return the tokens of a rendered chat as a prompt, with its images; their pixels only if it ``stages`` them,
+        """The tokens of a rendered chat as a prompt, with its images; their pixels only if it ``stages`` them,
         for a request."""
         if chat.images:
             assert self.images is not None, "only then a chat has images"
@@ -241,7 +241,7 @@ class InputProcessor:
         must_fit: bool = False,
         param: str = "prompt",
     ) -> list[int]:
-        """Return the token ids of ``text``; raises ``RequestError``, which names the field ``param``.
+        """The token ids of ``text``; raises ``RequestError``, which names the field ``param``.
 
         A text that ``must_fit`` into the context, and cannot, is refused before it is tokenized; so is one that is
         much longer than texts that fit.
@@ -258,7 +258,7 @@ class InputProcessor:
         return token_ids
 
     def pair_token_ids(self, first: str, second: str, *, must_fit: bool, param: str) -> list[int]:
-        """Return the token ids of two texts as the tokenizer writes pairs, with its special tokens; errors are as those
+        """The token ids of two texts as the tokenizer writes pairs, with its special tokens; errors are as those
         of ``text_token_ids``."""
         for text in (first, second):  # bounds what is tokenized
             self.text_token_ids(text, add_special_tokens=False, may_be_empty=True, must_fit=must_fit, param=param)
@@ -330,7 +330,7 @@ class InputProcessor:
             )
 
     def _first(self, token_ids: list[int], num_kept: int, keeps_end: bool) -> list[int]:
-        """The first ``num_kept`` tokens; with ``keeps_end`` special tokens stay at the end, as in transformers."""
+        """The first ``num_kept`` tokens; with ``keeps_end`` the special tokens at the end stay, as in transformers."""
         if not keeps_end or len(token_ids) <= num_kept:
             return token_ids[:num_kept]
         num_last = 0
@@ -351,14 +351,14 @@ class InputProcessor:
         return asked if asked > 0 else max(1, longest - num_generated)
 
     def _extensions(self, params: SamplingParams, adapter: str) -> dict[str, Any]:
-        """What features want to know of a request."""
+        """What features need of a request."""
         found: dict[str, Any] = {ADAPTER.name: AskedAdapter(name=adapter)} if adapter else {}
         if params.bad_words:
             found[BANNED.name] = BannedWords(token_ids=self._banned_words(params.bad_words))
         return found
 
     def _banned_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The tokens that the tokenizer makes of each word, at the beginning of a text and within it."""
+        """Each word's tokens, at the beginning of a text and within it."""
         if words and self.tokenizer is None:
             raise RequestError("bad_words needs a tokenizer, which this model does not have", param="bad_words")
         for word in words:
@@ -385,7 +385,7 @@ class InputProcessor:
         )
 
     def check_length(self, num_tokens: int, params: SamplingParams, pooling: Pooling | None, param: str) -> None:
-        """Raise ``ContextLengthError`` for a prompt that is too long for what is asked."""
+        """Raise ``ContextLengthError`` for a prompt that is too long with these parameters."""
         longest = self.model.max_model_len
         if pooling is not None and num_tokens > longest:
             raise ContextLengthError(
@@ -432,20 +432,19 @@ class InputProcessor:
 
 
 def prompt_text(prompt: Prompt) -> str | None:
-    """Return the prompt's text; None for token ids."""
+    """The prompt's text; None for token ids."""
     if isinstance(prompt, Mapping):
         prompt = prompt.get("prompt", ())
     return prompt if isinstance(prompt, str) else None
 
 
 def is_token_id(value: object) -> bool:
-    """Return whether ``value`` is a whole number, of Python, numpy or torch."""
+    """Whether ``value`` is a whole number, of Python, numpy or torch."""
     return isinstance(value, int) or (hasattr(value, "__index__") and not getattr(value, "ndim", 0))
 
 
 def plain_token_ids(prompt: Any) -> Any:
-    """``prompt``; token ids of numpy or torch, all together or one by one, and those of other sequences, as a list of
-    Python's."""
+    """``prompt``, but token ids of numpy, torch or other sequences as a list of Python's integers."""
     prompt = unboxed(prompt)
     if isinstance(prompt, (Sequence, Iterator)) and not isinstance(prompt, (str, bytes, list, tuple)):
         prompt = list(prompt)
@@ -455,7 +454,7 @@ def plain_token_ids(prompt: Any) -> Any:
 
 
 def check_text(name: str, text: object) -> None:
-    """Refuse values other than text, and lone surrogates: JSON can contain them, but no encoding can write them."""
+    """Refuse values other than text, and lone surrogates, which JSON can contain but no encoding can write."""
     try:
         if not isinstance(text, str):
             raise RequestError(f"{name} is of type {type(text).__name__}; it must be text", param=name)
@@ -467,7 +466,7 @@ def check_text(name: str, text: object) -> None:
 
 
 def _refuse_unserved(prompt: Mapping[str, Any]) -> None:
-    """Other keys, such as an id of the caller's, are ignored."""
+    """Other keys, such as the caller's id, are ignored."""
     if refused := sorted(name for name in _NOT_SERVED if prompt.get(name) is not None):
         raise RequestError(f"the prompt has {refused[0]!r}, which is not served; leave it out", param="prompt")
 

@@ -1,4 +1,4 @@
-"""JSON in parts: the encoder keeps the interpreter to itself, so a long text is not encoded at once."""
+"""JSON in parts: the encoder holds the GIL, so a long text is not encoded at once."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 import msgspec
 
-_PART = 2048  # values; some 50 KiB
+_PART = 2048  # values; about 50 KiB
 _NESTED = (dict, list, tuple)
 _NESTED_TYPES = frozenset(_NESTED)
 _encode = msgspec.json.Encoder().encode
 
 
 def json_parts(value: Any) -> Iterator[bytes]:
-    """Yield the JSON text of ``value`` in parts of some 50 KiB, for a thread beside others; texts are not divided."""
+    """Yield the JSON text of ``value`` in parts of about 50 KiB; texts are not divided."""
     if _count(value) < _PART or not isinstance(value, _NESTED):
         yield _encode(value)
     elif isinstance(value, dict):
@@ -59,7 +59,7 @@ def _list_parts(value: Sequence[Any]) -> Iterator[bytes]:
 
 
 def _count(value: Any) -> int:
-    """The number of values within ``value``; of many, ``_PART`` or more."""
+    """The number of values within ``value``; counting stops at ``_PART`` or more."""
     count, open_ones = 1, [value]
     while open_ones and count < _PART:
         one = open_ones.pop()

@@ -1,4 +1,4 @@
-"""``LLM``: batch inference for a program that waits, under vLLM's names; the model runs in processes of its own."""
+"""``LLM``: synchronous batch inference, with vLLM's names; the model runs in other processes."""
 
 from __future__ import annotations
 
@@ -70,21 +70,21 @@ _OF_OTHERS = {
     "collective_rpc": f"no code of yours runs on the ranks: {_NEW_WEIGHTS}, and engine.report() tells of the ranks",
     "apply_model": f"no code of yours runs on the ranks: {_NEW_WEIGHTS}",
 }
-"""Names of vLLM's class that are not here, and what does it here."""
+"""Names of vLLM's class that are not here, and what to use instead."""
 
 
 class LLM(Closing):
-    """A model on one or more ranks, for threads that wait for their calls; calls of several threads run together.
+    """A model on one or more ranks, with blocking calls; calls of several threads run together.
 
     ``model`` is a folder or a hub name, the demo model by default; ``options`` are those of the server's engine, with
-    vLLM's names (docs/flags_engine.md).  The ranks are processes of their own, which end with this object, and nothing
+    vLLM's names (docs/flags_engine.md).  The ranks are separate processes, which end with this object, and nothing
     global of the caller's process is touched (docs/python.md).  Under torchrun this object adopts the ranks of the job:
     the script continues on rank 0; on every other rank the constructor serves until rank 0 closes, and then ends the
     process with exit code 0, so a job has one ``LLM``.  Use it as a context manager, or call ``close()``.
 
     ``allocation_monitor`` samples the use of the KV pool four times per second while requests run.  ``engine.report()``
-    tells of memory, tiers and ranks.  The rest of ``engine``, ``input_processor``, ``outputs`` and ``new_call`` are
-    what this class is made of; they may change in any version.
+    describes memory, tiers and ranks.  The rest of ``engine``, ``input_processor``, ``outputs`` and ``new_call`` are
+    parts of this class that may change in any version.
     """
 
     def __init__(self, model: str | PathLike[str] = str(DEMO_MODEL), **options: Unpack[EngineOptions]) -> None:
@@ -107,7 +107,7 @@ class LLM(Closing):
             self.team = team
 
     def _open(self, model: Any, options: dict[str, Any], launch: Launch | None) -> None:
-        """Start the engine; ``launch`` None is what the process's place in a torchrun job asks for."""
+        """Start the engine; ``launch`` None: as the process's place in a torchrun job requires."""
         loop = self._loop = LoopThread("LLM")
         close: Callable[[], Coroutine[Any, Any, None]] = _nothing_to_close
         try:
@@ -125,7 +125,7 @@ class LLM(Closing):
             loop.finish(close)
             raise
 
-    if not TYPE_CHECKING:  # checkers should go on to refuse unknown names
+    if not TYPE_CHECKING:  # so that type checkers refuse unknown names
 
         def __getattr__(self, name: str) -> NoReturn:
             remedy = _OF_OTHERS.get(name)
@@ -140,17 +140,17 @@ class LLM(Closing):
 
     @property
     def input_processor(self) -> InputProcessor:
-        """Makes requests of prompts."""
+        """Makes requests from prompts."""
         return self._async.input_processor
 
     @property
     def outputs(self) -> Outputs:
-        """The requests that run, and what they have generated."""
+        """The running requests, with what they have generated."""
         return self._async.outputs
 
     @together
     def get_tokenizer(self) -> Any | None:
-        """Return the tokenizer, of the library transformers; None for a model without one."""
+        """Return the tokenizer, of transformers; None for a model without one."""
         return self.input_processor.tokenizer
 
     @together
@@ -210,15 +210,15 @@ class LLM(Closing):
         A prompt is text, a list or array of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; these two
         may have ``multi_modal_data`` too: ``{"image": image}``, or a list, and
         ``mm_processor_kwargs`` (docs/images.md).
-        ``sampling_params`` may be a mapping of fields; None means ``get_default_sampling_params()``.  One serves all
-        prompts; a list must have one for each; so with ``lora_request``, the adapter, and ``priority``.  Raises
-        ``RequestError``, which names the row, for a bad prompt before any prompt runs; with ``on_error`` "return" the
-        error stands in the row's place, and the others run.  A row that gets no first token raises when the others have
-        ended.  What is done stands in the ``outputs`` of an error or interrupt.  After ``timeout_s`` rows end with what
-        they have, and finish reason ``abort``.
+        ``sampling_params`` may be a mapping of fields; None means ``get_default_sampling_params()``.  One is for all
+        prompts; a list must have one for each.  The same holds for ``lora_request``, the adapter, and ``priority``.
+        Raises ``RequestError``, which names the row, for a bad prompt before any prompt runs; with ``on_error``
+        "return" the error is the row's result, and the others run.  A row that gets no first token raises when the
+        others have ended.  The ``outputs`` of an error or interrupt are the finished ones.  After ``timeout_s`` rows
+        end with what they have, and finish reason ``abort``.
 
-        ``stream`` yields outputs as they end, with their ``row``.  Then, and for a generator of prompts, a window of
-        rows is in the engine at a time, so there may be any number; a bad prompt is found when its turn comes.
+        ``stream`` yields outputs as they end, with their ``row``.  Then, and for a generator of prompts, only a window
+        of rows is in the engine at a time, so there may be any number; a bad prompt is found when its turn comes.
         ``tokenization_kwargs`` are vLLM's: ``truncation`` with ``max_length``, ``add_special_tokens``.
         """
         if prompt_token_ids is not None:
@@ -260,7 +260,7 @@ class LLM(Closing):
         on_error: OnError = "raise",
         **template_options: Unpack[ChatTemplateOptions],
     ) -> list[RequestOutput]:
-        """Complete one conversation, or many, through the model's chat template; the rest is as for ``generate``."""
+        """Complete one conversation, or many, through the model's chat template; otherwise as ``generate``."""
         self._check_open()
         batch, is_one = as_conversations(messages)
 
@@ -271,7 +271,7 @@ class LLM(Closing):
             "conversations", batch, is_one, sampling_params, lora_request, priority, None, prompt_of=prompt_of
         )
         run = self._run_of(rows, on_error=on_error, timeout_s=timeout_s, use_tqdm=use_tqdm)
-        return run.results()  # errors are among them if they are asked for
+        return run.results()  # with errors among them if ``on_error`` asks for that
 
     @together
     def beam_search(
@@ -285,8 +285,8 @@ class LLM(Closing):
     ) -> list[BeamSearchOutput]:
         """Search every prompt for its ``beam_width`` best sequences; results come in the order of the prompts.
 
-        Beams share their blocks through the prefix cache: leave ``enable_prefix_caching`` on, or each token of each
-        beam costs a pass over all tokens before it.  At most ``concurrency_limit`` prompts are searched at a time, and
+        Beams share their blocks through the prefix cache: without ``enable_prefix_caching``, each token of each beam
+        costs a pass over all earlier tokens.  At most ``concurrency_limit`` prompts are searched at a time, and
         at most as many as the KV cache holds.  Raises ``RequestError`` for a bad prompt before any prompt runs.
         """
         if concurrency_limit is not None and concurrency_limit < 1:
@@ -328,7 +328,7 @@ class LLM(Closing):
     def reward(
         self, prompts: Prompts, pooling_params: PoolingLike = None, *, use_tqdm: Progress = True
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return what a reward model gives every prompt: its score, or, if it judges steps, those of each token."""
+        """Return a reward model's score of every prompt, or of each of its tokens if the model judges steps."""
         pooler = Pooler.of_rewards(self.input_processor, pooling_params)
         return self._run_pooled(pooler, pooler.pooled, prompts, use_tqdm)
 
@@ -341,8 +341,8 @@ class LLM(Closing):
         pooling_task: str | None = None,
         use_tqdm: Progress = True,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return what a task (``embed``, ``classify``, ``token_classify``; by default the model's own) gives every
-        prompt, as arrays."""
+        """Return every prompt's result of a task (``embed``, ``classify``, ``token_classify``; by default the model's
+        own), as arrays."""
         pooler = Pooler.of(self.input_processor, pooling_params, pooling_task)
         return self._run_pooled(pooler, pooler.pooled, prompts, use_tqdm)
 
@@ -377,19 +377,19 @@ class LLM(Closing):
     def load_lora_adapter(self, name: str, path: str, *, load_inplace: bool = False) -> None:
         """Load the PEFT adapter in the folder ``path`` under ``name``.
 
-        ``RequestError``, and nothing has changed, if it cannot be served, or if the name is taken and not
+        Raises ``RequestError``, and changes nothing, if it cannot be served, or if the name is taken and not
         ``load_inplace``.
         """
         self._ask(self._async.load_lora_adapter, name, path, load_inplace=load_inplace)
 
     @together
     def unload_lora_adapter(self, name: str) -> None:
-        """Forget an adapter; ``RequestError`` for an unknown name."""
+        """Unload an adapter; raises ``RequestError`` for an unknown name."""
         self._ask(self._async.unload_lora_adapter, name)
 
     @together
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; while requests run, change nothing and return False."""
+        """Forget all cached prefixes; while requests run, does nothing and returns False."""
         return self._ask(self._async.reset_prefix_cache)
 
     @together
@@ -403,8 +403,8 @@ class LLM(Closing):
         """Replace the weights by all tensors of a checkpoint of this model, by their names in it.
 
         All ranks take them or none: ``RequestError`` names a tensor that is missing, unexpected or misshapen, and
-        nothing has changed.  Returns the ``weight_version``, by default the number of the update; what the prefix cache
-        has of other weights is not found any more, and ``flush_cache`` frees it.
+        nothing has changed.  Returns the ``weight_version``, by default the number of the update.  Prefixes cached with
+        other weights are no longer found, and ``flush_cache`` frees them.
         """
         if self.team is None:
             return self._take_weights(tensors, weight_version, flush_cache)
@@ -419,7 +419,7 @@ class LLM(Closing):
         return version
 
     def _take_weights(self, tensors: NamedTensors, weight_version: str | None, flush_cache: bool) -> str:
-        from tp_engine.engine.staged_tensors import StagedTensors  # torch, which the caller has if it has tensors
+        from tp_engine.engine.staged_tensors import StagedTensors  # needs torch, as do the caller's tensors
         from tp_engine.worker.memory.host_memory import host_memory
 
         self._check_open()
@@ -435,8 +435,7 @@ class LLM(Closing):
     def update_weights_from_disk(
         self, path: str | Path, *, weight_version: str | None = None, flush_cache: bool = False
     ) -> str:
-        """Replace the weights by a checkpoint in a folder that all ranks can read; the rest is as for
-        ``update_weights``."""
+        """Replace the weights by a checkpoint in a folder that all ranks can read; otherwise as ``update_weights``."""
         return self._ask(
             self._async.update_weights_from_disk, path, weight_version=weight_version, flush_cache=flush_cache
         )
@@ -444,12 +443,12 @@ class LLM(Closing):
     @together
     def pause(self, mode: str = "keep") -> None:
         """Run no step until ``resume``: unfinished requests, of other threads, wait and are computed again (``keep``),
-        end (``abort``), or come to their ends before this returns (``wait``)."""
+        are aborted (``abort``), or finish before this returns (``wait``)."""
         self._ask(self._async.pause, mode)
 
     @together
     def resume(self) -> None:
-        """Go on after ``pause``."""
+        """Continue after ``pause``."""
         self._ask(self._async.resume)
 
     @together
@@ -459,17 +458,17 @@ class LLM(Closing):
 
     @together
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Go on after ``sleep``; ``RequestError``, and the engine still sleeps, if there is no memory for the cache.
+        """Continue after ``sleep``; raises ``RequestError``, and still sleeps, if there is no memory for the cache.
 
-        With ``tags`` only what they name is awake: ``weights``, which have not slept, or ``kv_cache``, with which the
-        engine goes on.
+        With ``tags`` only what they name wakes: ``weights``, which never sleep, or ``kv_cache``, with which the engine
+        continues.
         """
         self._ask(self._async.wake_up, tags)
 
     @property
     @together
     def weight_version(self) -> str:
-        """The version of the weights; ``default`` for those of the start."""
+        """The version of the weights; ``default`` until they are replaced."""
         version: str = self._ask(self._async.weight_info)["weight_version"]
         return version
 
@@ -488,7 +487,7 @@ class LLM(Closing):
         return Call(self._loop, self.outputs, self._sample, wants_all=wants_all)
 
     def _check_open(self) -> None:
-        """``EngineDeadError`` if the engine cannot be asked any more."""
+        """Raise ``EngineDeadError`` if the engine has ended."""
         self._ending.check()
         error = self._async.engine.error
         if error is not None:
@@ -563,8 +562,8 @@ class LLM(Closing):
         return run.results()
 
     def _adapter(self, lora: LoRARequest | None, chosen: dict[str, LoRARequest]) -> str:
-        """The name of a prompt's adapter, empty for none; one that is not loaded is loaded now.  ``chosen`` are those
-        of the call, by name."""
+        """The name of a prompt's adapter, empty for none; loads one that is not loaded.  ``chosen`` are those of the
+        call, by name."""
         if lora is None:
             return ""
         if not isinstance(lora, LoRARequest):
@@ -605,16 +604,16 @@ async def _nothing_to_close() -> None:
 
 
 def _launch_for(config: EngineConfig) -> Launch:
-    """What starts rank 0.  On another rank of a torchrun job this serves rank 0's engine, and ends the process."""
+    """The launch of rank 0.  On another rank of a torchrun job this serves rank 0's engine, and ends the process."""
     launched = env.launched_rank()
     if launched is None or launched.world_size == 1:
         return spawn_service
-    from tp_engine.engine import start  # torch, which the caller's process needs only if it is a rank
+    from tp_engine.engine import start  # imports torch, which the caller's process needs only if it is a rank
     from tp_engine.engine.service_thread import start_service_thread
 
     if launched.rank > 0:
         start.leave_after_engine()
-        started(start.serve_rank, config).result()  # as rank 0 in a thread, which meets no settings of this one
+        started(start.serve_rank, config).result()  # in a thread, as rank 0, without this thread's settings of torch
         raise SystemExit(0)
     start.check_ranks_stay()
     start.let_ranks_go()
@@ -626,7 +625,7 @@ def _end(ending: Ending, loop: LoopThread, llm: AsyncLLM) -> None:
     ending.close()
     if not ending.is_here:
         return
-    if loop.is_here:  # the loop's own thread has found an LLM that was forgotten
+    if loop.is_here:  # a forgotten LLM was collected in the loop's thread
         started(loop.finish, llm.close)
     else:
         loop.finish(llm.close)

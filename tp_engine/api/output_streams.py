@@ -89,7 +89,7 @@ class Outputs:
         return self._states.pop(request_id, None) is not None
 
     def so_far(self, request_id: str) -> RequestOutput | None:
-        """Return a copy of what the request has generated until now; None once it has ended."""
+        """A copy of what the request has generated until now; None once it has ended."""
         state = self._states.get(request_id)
         with self._lock:
             return None if state is None else self._output(state, time.monotonic())
@@ -363,7 +363,7 @@ class Mailbox(Receiver):
         self._wake()
 
     async def take(self) -> list[SequenceUpdate]:
-        """Return all updates that wait, at least one; raises the error once they have been taken."""
+        """All updates that wait, at least one; raises the error once they have been taken."""
         while not self._updates:
             if self._error is not None:
                 raise again(self._error)

@@ -103,7 +103,7 @@ class PoolingParams:
             raise RequestError(f"dimensions is {asked}; it must be {rule}", param="dimensions")
 
     def vector(self, pooled: FloatArray) -> FloatArray:
-        """Return the embedding (n,) float32 of a hidden state (hidden,)."""
+        """The embedding (n,) float32 of a hidden state (hidden,)."""
         kept = pooled[: self.dimensions].astype(np.float64)
         if self.use_activation is not False:
             kept /= max(float(np.linalg.norm(kept)), 1e-12)
@@ -125,7 +125,7 @@ class Pooler:
 
     @staticmethod
     def of(processor: InputProcessor, params: object = None, task: str | None = None) -> Pooler:
-        """Return the pooler of ``task``, by default the model's own; raises ``RequestError``."""
+        """The pooler of ``task``, by default the model's own; raises ``RequestError``."""
         found, model = PoolingParams.of(params), processor.model
         tasks = _tasks(model)
         chosen = task if task is not None else tasks[0] if tasks else "embed"
@@ -140,7 +140,7 @@ class Pooler:
 
     @staticmethod
     def of_rewards(processor: InputProcessor, params: object = None) -> Pooler:
-        """Return the pooler of a reward model: for each text or, if it judges steps, each token; a single score as it
+        """The pooler of a reward model: for each text or, if it judges steps, each token; a single score as it
         is."""
         found, classifier = PoolingParams.of(params), processor.model.classifier
         if classifier is None or not classifier.linears:
@@ -162,7 +162,7 @@ class Pooler:
     def request(
         self, prompt: Prompt, *, request_id: str, priority: int = 0, prompt_field: str = "prompt"
     ) -> EngineRequest:
-        """Return the request for what the model makes of a prompt; raises ``RequestError``, which names
+        """The request for what the model makes of a prompt; raises ``RequestError``, which names
         ``prompt_field``."""
         params, pads = self.params, None
         pooling = Pooling(per_token=self.task == "token_classify")
@@ -188,7 +188,7 @@ class Pooler:
         return replace(made, prompt_token_ids=ids[:length])
 
     def values(self, output: RequestOutput) -> FloatArray:
-        """Return the vector (n,), the scores (labels,), or those of each token (tokens, labels), of a finished request.
+        """The vector (n,), the scores (labels,), or those of each token (tokens, labels), of a finished request.
 
         ``RuntimeError`` for outputs that are not numbers, ``RequestError`` for a request that was aborted.
         """
@@ -205,15 +205,15 @@ class Pooler:
         return found
 
     def pooled(self, output: RequestOutput) -> PoolingRequestOutput[PoolingOutput]:
-        """Return the values of a finished request, with what was read for them."""
+        """The values of a finished request, with what was read for them."""
         return PoolingRequestOutput(outputs=PoolingOutput(data=self.values(output)), **_read(output))
 
     def embedding(self, output: RequestOutput) -> EmbeddingRequestOutput:
-        """Return the vector of a finished request."""
+        """The vector of a finished request."""
         return EmbeddingRequestOutput(outputs=EmbeddingOutput(embedding=self.values(output).tolist()), **_read(output))
 
     def classification(self, output: RequestOutput) -> ClassificationRequestOutput:
-        """Return the scores of a finished request."""
+        """The scores of a finished request."""
         probs = self.values(output).tolist()
         return ClassificationRequestOutput(outputs=ClassificationOutput(probs=probs), **_read(output))
 

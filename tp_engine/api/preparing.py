@@ -91,7 +91,7 @@ class PreparingThreads:
         return await self._bodies.run(size, partial(self._paused, partial(_call, partial(function, *arguments))))
 
     def busy_s(self) -> float:
-        """Return how long the small request that is prepared now has taken; 0 if none is."""
+        """How long the small request that is prepared now has taken; 0 if none is."""
         began_s = self._began_s
         return 0.0 if began_s is None else time.monotonic() - began_s
 

@@ -53,7 +53,7 @@ class SequenceUpdate(CompletionOutput):
         self.num_draft_tokens, self.num_accepted_tokens = later.num_draft_tokens, later.num_accepted_tokens
 
     def as_output(self, request: EngineRequest, prompt: str | None) -> RequestOutput:
-        """Return what is new, as an output of ``request`` that holds nothing else."""
+        """What is new, as an output of ``request`` that holds nothing else."""
         last = self.request_output
         new = CompletionOutput(
             index=self.index,
@@ -89,7 +89,7 @@ class _SequenceState:
             self.output.logprobs, self.output.cumulative_logprob = ScoredTokens(self._scored), 0.0
 
     def add(self, token_ids: list[int], delta: SequenceDelta | None) -> tuple[str, int]:
-        """Return the new text and the number of new tokens; further ``token_ids`` lie behind a stop string."""
+        """The new text and the number of new tokens; further ``token_ids`` lie behind a stop string."""
         text, num_tokens, output = "", len(token_ids), self.output
         reason = None if delta is None else delta.finish_reason
         if delta is not None and reason is not None:
@@ -120,7 +120,7 @@ class _SequenceState:
         return ScoredTokens(self._scored, new)
 
     def so_far(self) -> CompletionOutput:
-        """Return a copy with all text and tokens until now."""
+        """A copy with all text and tokens until now."""
         return replace(self.output, text="".join(self._pieces), token_ids=list(self.output.token_ids))
 
 
@@ -173,7 +173,7 @@ class RequestState:
         return self._num_running > 0
 
     def apply(self, delta: SequenceDelta, now_s: float) -> SequenceUpdate | None:
-        """Return what a delta adds; None if its sequence had ended before."""
+        """What a delta adds; None if its sequence had ended before."""
         if delta.finish_reason is not None:
             self._num_running -= 1
         update = self.add(delta.index, delta.new_token_ids, now_s, delta)
@@ -192,7 +192,7 @@ class RequestState:
     def add(
         self, index: int, token_ids: list[int], now_s: float, delta: SequenceDelta | None = None
     ) -> SequenceUpdate | None:
-        """Return what ``token_ids`` add to a sequence, which may be only a part of ``delta``; None if it had ended."""
+        """What ``token_ids`` add to a sequence, which may be only a part of ``delta``; None if it had ended."""
         sequence, times = self._sequence(index), self._times
         output = sequence.output
         if output.finish_reason is not None:
@@ -232,7 +232,7 @@ class RequestState:
         return self._prompt_logprobs
 
     def output(self, now_s: float) -> RequestOutput:
-        """Return the request as it stands."""
+        """The request as it stands."""
         completions = [self._sequence(index).so_far() for index in range(self.request.params.n)]
         return RequestOutput(
             request_id=self.request.request_id,

@@ -53,7 +53,7 @@ class RowRun:
         self._num_tokens, self._started_s = 0, time.monotonic()
 
     def results(self, made: Callable[[RequestOutput], Any] = lambda output: output) -> list[Any]:
-        """Return all results in the order of the rows, of each output what is ``made`` of it.  An error or interrupt
+        """All results in the order of the rows, of each output what is ``made`` of it.  An error or interrupt
         has those that are there as its ``outputs``."""
         found: list[tuple[int, Any]] = []
         try:

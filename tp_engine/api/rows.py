@@ -57,7 +57,7 @@ class Rows:
                 yield Row(number, error=self.naming(error, number))
 
     def naming(self, error: RequestError, number: int) -> RequestError:
-        """Return ``error`` with the row that it is about in its words and its ``param``."""
+        """``error`` with the row that it is about in its words and its ``param``."""
         if not self._is_one:
             place = f"{self.name}[{number}]"
             error.args = (f"{place}: {error}",)
@@ -113,7 +113,7 @@ def as_conversations(messages: Any) -> tuple[Iterable[Any], bool]:
 
 
 def with_lists(conversation: Any) -> Any:
-    """Return a conversation whose messages, and their parts and calls, are lists where they are arrays, as in what
+    """A conversation whose messages, and their parts and calls, are lists where they are arrays, as in what
     pandas reads of parquet, or iterators."""
     messages = _listed(conversation)
     if not isinstance(messages, (list, tuple)) or not all(isinstance(one, Mapping) for one in messages):
@@ -141,7 +141,7 @@ def for_each(name: str, given: Any, num_rows: int | None) -> Iterable[Any]:
 
 
 def tokenization_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return what ``tokenization_kwargs``, vLLM's name, mean as keywords of ``InputProcessor.process``; raises
+    """What ``tokenization_kwargs``, vLLM's name, mean as keywords of ``InputProcessor.process``; raises
     ``RequestError`` for what cannot be obeyed."""
     if given is None:
         return {}

@@ -82,10 +82,10 @@ class SamplingDefaultOptions:
     )
 
     def defaults(self, model: str, revision: str | None = None) -> dict[str, Any]:
-        """Return the fields of ``SamplingParams`` for requests that do not set them; raises ``ConfigError``."""
+        """The fields of ``SamplingParams`` for requests that do not set them; raises ``ConfigError``."""
         overrides = self.override_generation_config
         return load_generation_defaults(model, revision, source=self.generation_config, overrides=overrides)
 
     def params(self, model: str, revision: str | None = None) -> SamplingParams:
-        """Return the parameters of a request that sets none; raises ``ConfigError``."""
+        """The parameters of a request that sets none; raises ``ConfigError``."""
         return SamplingParams(**self.defaults(model, revision))

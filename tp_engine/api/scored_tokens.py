@@ -30,13 +30,13 @@ class Texts(Protocol):
     """The texts of the tokens of one position."""
 
     def of(self, token_id: int) -> tuple[str, bytes]:
-        """Return what a token adds to the text, and its own bytes."""
+        """What a token adds to the text, and its own bytes."""
 
     def texts(self, token_ids: Sequence[int]) -> Sequence[str | None]:
-        """Return what each adds to the text; None if it was not decoded."""
+        """What each adds to the text; None if it was not decoded."""
 
     def names(self, token_ids: Sequence[int]) -> list[str]:
-        """Return names that differ from those of most other tokens."""
+        """Names that differ from those of most other tokens."""
 
 
 class ScoredPosition(NamedTuple):
@@ -118,7 +118,7 @@ class ScoredRun:
         self._stopped = stop, positions
 
     def position(self, place: int) -> Position:
-        """Return one as a mapping, which is made once."""
+        """One as a mapping, which is made once."""
         if place >= len(self._made):
             with self._lock:
                 while len(self._made) <= place:
@@ -163,7 +163,7 @@ class ScoredTokens(_MadeWhenRead[Position]):
         self._texts = texts
 
     def texts(self) -> list[str]:
-        """Return what each of the actual tokens adds to the text; better after ``scored``, which finds them, too."""
+        """What each of the actual tokens adds to the text; better after ``scored``, which finds them, too."""
         if len(self._texts) < len(self):
             self._texts = [position.text for position in self.scored()]
         return self._texts
@@ -269,5 +269,5 @@ class _KnownTexts:
 
 
 def id_text(token_id: int) -> str:
-    """Return how a token is named whose text is not known, or not wanted."""
+    """How a token is named whose text is not known, or not wanted."""
     return f"token_id:{token_id}"

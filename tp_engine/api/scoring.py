@@ -101,14 +101,14 @@ class ScorePairs:
         return ScorePairs(pairs=tuple(pairs), requests=requests, pooler=pooler, _places=tuple(places))
 
     def scores(self, outputs: Sequence[RequestOutput]) -> list[float]:
-        """Return the score of each pair; ``outputs`` has one element per request."""
+        """The score of each pair; ``outputs`` has one element per request."""
         values = [self.pooler.values(output).astype(np.float64) for output in outputs]
         if self.pooler.task == "embed":
             return [float(values[query] @ values[document]) for query, document in self._places]
         return [float(values[place][0]) for (place,) in self._places]
 
     def outputs(self, outputs: Sequence[RequestOutput]) -> list[ScoringRequestOutput]:
-        """Return the score of each pair, with the tokens that were read for it."""
+        """The score of each pair, with the tokens that were read for it."""
         found = []
         for places, score in zip(self._places, self.scores(outputs), strict=True):
             read = [outputs[place] for place in places]
@@ -153,7 +153,7 @@ def _refuse(instruction: str | None, why: str) -> None:
 def fields_of(
     queries: str | Sequence[str], documents: str | Sequence[str], names: tuple[str, str] = ("queries", "documents")
 ) -> list[tuple[str, str]]:
-    """Return what a client calls the texts of each pair of ``paired``: ``documents[3]`` for one of a list."""
+    """What a client calls the texts of each pair of ``paired``: ``documents[3]`` for one of a list."""
     first, second = (
         [name] if isinstance(texts, str) else [f"{name}[{number}]" for number in range(len(texts))]
         for name, texts in zip(names, (queries, documents), strict=True)
@@ -162,7 +162,7 @@ def fields_of(
 
 
 def paired(queries: str | Sequence[str], documents: str | Sequence[str]) -> list[tuple[str, str]]:
-    """Return one query with each document, or as many queries as documents, pair by pair; raises ``RequestError``."""
+    """One query with each document, or as many queries as documents, pair by pair; raises ``RequestError``."""
     first = [queries] if isinstance(queries, str) else list(queries)
     second = [documents] if isinstance(documents, str) else list(documents)
     if not first or not second:

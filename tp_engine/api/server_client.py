@@ -89,7 +89,7 @@ class ServerClient:
         return wanted or names[0]
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer, a JSON object of at most 64 MiB."""
+        """The answer, a JSON object of at most 64 MiB."""
         with self._exchange("POST", path, json.dumps(body).encode()) as answer:
             return self._read(answer, path, dict[str, Any])
 

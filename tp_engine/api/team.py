@@ -33,7 +33,7 @@ class Team:
         self._is_doing = False
 
     def do(self, method: str, work: Callable[[], Any], meanwhile: Callable[[], object] = lambda: None) -> Any:
-        """Return what ``work`` returned on the first rank, or raise what it raised; on the others it does not run, but
+        """What ``work`` returned on the first rank, or raise what it raised; on the others it does not run, but
         ``meanwhile`` does.
 
         Work that is a part of other work is not told.
@@ -52,7 +52,7 @@ class Team:
 
 
 def join_team(model: Any, options: dict[str, Any]) -> tuple[Team | None, dict[str, Any]]:
-    """Return this process's team in the job that it belongs to, torch.distributed's or that of torchrun's variables,
+    """This process's team in the job that it belongs to, torch.distributed's or that of torchrun's variables,
     and the options of the team's engine.  None for a rank that is alone.  All ranks of the job call this in the same
     order.  ``ConfigError`` if the job cannot be divided so."""
     from tp_engine.distributed.neighbours import hear, own_gpu, place_in_job  # torch, which a trainer has

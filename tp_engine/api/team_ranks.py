@@ -59,7 +59,7 @@ class TeamRank(Closing):
 
     @abstractmethod
     def do(self, method: str, work: Callable[[], Any], meanwhile: Callable[[], object]) -> Any:
-        """Return what ``work`` returned on the first rank, or raise what it raised; on the others it does not run, but
+        """What ``work`` returned on the first rank, or raise what it raised; on the others it does not run, but
         ``meanwhile`` does."""
 
     @abstractmethod

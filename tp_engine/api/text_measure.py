@@ -32,7 +32,7 @@ class TextMeasure:
         self._tokenizer = tokenizer
 
     def least_tokens(self, text: str) -> int:
-        """Return a number of tokens that ``text`` does not fall below; 0 if nothing is known."""
+        """A number of tokens that ``text`` does not fall below; 0 if nothing is known."""
         longest, longest_word = self._longest_tokens
         if longest_word == 0:
             return 0

@@ -1,7 +1,7 @@
-"""Tools of the Messages API that Anthropic has described and the client runs: bash, the text editor, memory, computer.
+"""Tools of the Messages API that Anthropic defines and the client runs: bash, the text editor, memory, computer.
 
-The model sees a function with the published schema, under the tool's name; its calls are ``tool_use`` blocks as those
-of other functions.  A version is a date; what has changed between versions is in the fields.
+The model sees a function with the published schema, under the tool's name; its calls are ``tool_use`` blocks like those
+of other functions.  A version is a date; versions differ in their fields.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _DESCRIBED: Mapping[str, Callable[[str, Mapping[str, Any]], tuple[str, list[str]
 
 
 def client_function(tool: Tool) -> dict[str, Any] | None:
-    """Return the function that stands for a tool which the client runs; None for one that Anthropic's servers run."""
+    """The function that stands for a tool that the client runs; None for one that Anthropic's servers run."""
     kind = _KIND.fullmatch(tool.type or "")
     if kind is None:
         return None

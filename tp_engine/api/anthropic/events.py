@@ -21,7 +21,7 @@ from tp_engine.api.openai.reasoning_seal import ReasoningSeal
 from tp_engine.api.openai.requests import PreparedAnswer
 from tp_engine.api.openai.tools.events import unread_arguments
 
-# Each kind of item: its block as it begins, and the type of its deltas and the field of these that has the text.
+# By kind of item: its block as it begins, the type of its deltas, and their field that has the text.
 _BLOCKS: Mapping[str, tuple[JsonObject, str, str]] = {
     "reasoning": ({"type": "thinking", "thinking": "", "signature": ""}, "thinking_delta", "thinking"),
     "content": ({"type": "text", "text": ""}, "text_delta", "text"),
@@ -47,7 +47,7 @@ class MessageWriter(ChatEventWriter):
         self._ending: JsonObject = {"stop_reason": None, "stop_sequence": None}
         self._block: JsonObject = {}  # the open one, as it began
         self._pieces: list[str] = []
-        self._ends_in_call = False  # whose arguments are not an object
+        self._ends_in_call = False  # with arguments that are not an object
 
     def begin(self, usage: Mapping[str, Any]) -> list[JsonObject]:
         return [{"type": "message_start", "message": self._whole([], usage)}]
@@ -100,7 +100,7 @@ class MessageWriter(ChatEventWriter):
             name = "tool_use" if has_calls else _STOP_REASONS.get(reason or "", "end_turn")
             self._ending = {"stop_reason": name, "stop_sequence": None}
         ending = {"type": "message_delta", "delta": self._ending, "usage": _usage(usage)}
-        # an agent would take the half of an answer for the whole, whatever the stop reason
+        # whatever the stop reason, an agent would take half an answer for the whole
         last = anthropic_error(500, _ABORTED) if reason == "abort" else {"type": "message_stop"}
         return [ending, last]
 
@@ -109,7 +109,7 @@ class MessageWriter(ChatEventWriter):
 
 
 def _usage(usage: Mapping[str, Any]) -> JsonObject:
-    """The ``usage`` of a chat, under the names of the Messages API: cached tokens are counted apart."""
+    """The ``usage`` of a chat, under the names of the Messages API, which counts cached tokens apart."""
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     thought = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens")
     details = {} if thought is None else {"output_tokens_details": {"thinking_tokens": thought}}

@@ -3,22 +3,22 @@
 ::
 
     block                                     in the chat
-    text                                      text of its message
+    text                                      text of the message
     tool_result                               a message of the role tool; texts before it stay before it
     thinking, what this server sealed of it   the reasoning of the assistant's message
-    tool_use                                  a call of the assistant's message; what follows it begins another one
+    tool_use                                  a call of the assistant's message; what follows begins another message
     document of text                          its text
     image, also in OpenAI's form              an image of its message, or of a tool's answer
     document of blocks, search_result         its texts and images
     document of a PDF                         its pages, as images
     document of another kind, and an image
-    where the model takes none                refused; a note in a tool's answer, which would else end the conversation
+    where the model takes none                refused; in a tool's answer a note, lest it end the conversation
     what a server's own tool found, a summary
     of earlier turns                          its texts and images, as the assistant's
-    redacted_thinking of another server, what
-    else a server's own tool did              nothing; the log says so
+    redacted_thinking of another server, and
+    what else a server's own tool did         nothing; the log says so
     tool_addition, tool_removal               nothing; the list of tools changes
-    a system message behind the first turn    a message of the user in its place, so that the prompt before it stays
+    a system message after the first turn     a message of the user in its place, so that earlier prompts stay prefixes
 """
 
 import json
@@ -36,9 +36,9 @@ logger = get_logger(__name__)
 
 ChatMessages = list[dict[str, Any]]
 
-# Claude Code begins its system prompt with a block that changes with each request; no prefix could be cached behind it.
+# Claude Code begins its system prompt with a block that changes with each request; no prefix after it could be cached.
 _BILLING = "x-anthropic-billing-header"
-# What only Anthropic's servers write or read; some of it has texts.
+# Blocks that only Anthropic's servers write or read; some have texts.
 _UNTOLD = frozenset({
     "advisor_tool_result", "bash_code_execution_tool_result", "code_execution_tool_result", "compaction",
     "container_upload", "fallback", "mcp_tool_listing", "mcp_tool_result", "mcp_tool_use", "redacted_thinking",
@@ -46,7 +46,7 @@ _UNTOLD = frozenset({
     "web_search_tool_result",
 })  # fmt: skip
 _FILES = ("base64", "url")  # types of sources
-# What changes the list of tools (``requests.py``), and is not text.
+# Blocks that change the list of tools (``requests.py``) and are not text.
 TOOL_CHANGES = frozenset({"tool_addition", "tool_removal"})
 
 
@@ -57,7 +57,7 @@ def chat_messages(
     takes_images: bool = False,
     seal: ReasoningSeal | None = None,
 ) -> ChatMessages:
-    """Return the chat; raises ``RequestError`` that names the faulty block.  ``seal`` opens thinking that is sealed."""
+    """The chat; raises ``RequestError``, which names the faulty block.  ``seal`` opens sealed thinking."""
     chat: ChatMessages = []
     leading = [] if system is None else [*_texts("system", system, takes_images=takes_images)]
     last_user = max((number for number, one in enumerate(messages) if one.role == "user"), default=-1)
@@ -78,7 +78,7 @@ def chat_messages(
 
 
 def _add_user(chat: ChatMessages, where: str, content: str | Sequence[Block], *, takes_images: bool) -> None:
-    """A turn of the user: texts and images that follow each other are one message, as templates want it."""
+    """A turn of the user: consecutive texts and images become one message, as templates require."""
     for place, block in _blocks(where, content):
         if block["type"] == "tool_result":
             called, answer = _string(place, block, "tool_use_id"), _answer(place, block, takes_images=takes_images)
@@ -100,7 +100,7 @@ def _answer(where: str, block: Block, *, takes_images: bool) -> str | list[Any]:
 
 
 def _parts(where: str, block: Block, *, takes_images: bool, in_result: bool = False) -> list[Any]:
-    """The texts and images of a block; none of one that tells the model nothing."""
+    """The texts and images of a block; none if the model need not see it."""
     source = block.get("source")
     if takes_images and _is_image(block):
         return [_image(where, block)]
@@ -134,7 +134,7 @@ def _text_part(text: str) -> dict[str, str]:
 
 
 def _has_image(blocks: Sequence[object]) -> bool:
-    """Whether there is an image among ``blocks``, or in a document or a search result of them."""
+    """Whether ``blocks`` have an image, also in a document or a search result."""
     return any(_is_image(one) or _holds_image(one) for one in blocks)
 
 
@@ -204,7 +204,7 @@ def _add_assistant(
 
 
 def _thought(where: str, block: Block, seal: ReasoningSeal | None) -> str | None:
-    """The thinking of a block, which may be there only sealed; None for other blocks, and for what others sealed."""
+    """The thinking of a block, sealed or plain; None for other blocks, and for what others sealed."""
     kind = block["type"]
     text = _string(where, block, "thinking") if kind == "thinking" else None
     sealed = block.get({"thinking": "signature", "redacted_thinking": "data"}.get(kind, ""))
@@ -226,7 +226,7 @@ def _blocks(where: str, content: str | Sequence[Block]) -> Iterator[tuple[str, B
 
 
 def _texts(where: str, content: str | Sequence[Block], *, takes_images: bool) -> list[str]:
-    """The texts of a system prompt, without the one that is only for a bill."""
+    """The texts of a system prompt, without the one for billing."""
     texts = (_text(place, block, takes_images=takes_images) for place, block in _blocks(where, content))
     return [text for text in texts if text and not text.startswith(_BILLING)]
 
@@ -246,7 +246,7 @@ def _result(where: str, block: Block, *, in_result: bool = True) -> str:
 
 
 def _text(where: str, block: Block, *, in_result: bool = False, takes_images: bool = False) -> str | None:
-    """The text of a block; None for one that tells the model nothing."""
+    """The text of a block; None if the model need not see it."""
     kind = block["type"]
     if kind in TOOL_CHANGES:
         return None

@@ -13,15 +13,15 @@ from tp_engine.api.openai.protocol import PromptBody, RequestBody, ThinkingBody
 
 Block = dict[str, Any]
 
-# Where Anthropic's words for a status are not OpenAI's.
+# Statuses for which Anthropic's words are not OpenAI's.
 _ERROR_TYPES = {**ERROR_TYPES, 413: "request_too_large", 503: "overloaded_error"}
 
 
 class Message(RequestBody):
     """One turn; a text is one block.  ``messages.py`` reads the blocks.
 
-    ``clear_at``: a system message, which may have no content, is shown until the next message of the user only, or
-    always.
+    ``clear_at``: whether a system message, which may have no content, is shown only until the next message of the
+    user, or always.
     """
 
     role: Literal["user", "assistant", "system"]
@@ -30,7 +30,7 @@ class Message(RequestBody):
 
 
 class Tool(RequestBody):
-    """A function that the client runs, or by its ``type`` a tool that only Anthropic's servers could run.
+    """A function that the client runs, or, by its ``type``, a tool that only Anthropic's servers can run.
 
     Toolsets of those servers have no name.
     """
@@ -83,5 +83,5 @@ class MessagesBody(CountTokensBody):
 
 
 def anthropic_error(status: int, message: str) -> dict[str, Any]:
-    """Return the body of an answer with ``status``, in the form of the Messages API."""
+    """The body of an answer with ``status``, in the form of the Messages API."""
     return {"type": "error", "error": {"type": _ERROR_TYPES.get(status, "api_error"), "message": message}}

@@ -33,7 +33,7 @@ _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "
 def prepare_message(
     body: MessagesBody, processor: InputProcessor, model: str, defaults: Mapping[str, Any] | None = None
 ) -> PreparedFromChat:
-    """Return the engine requests of a message, and what makes answers of their outputs; ``RequestError`` names a field
+    """The engine requests of a message, with what turns their outputs into its answer; ``RequestError`` names a field
     of ``body``."""
     try:
         seal = processor.chat.seal
@@ -53,7 +53,7 @@ def prepare_message(
 
 
 def count_tokens(body: CountTokensBody, processor: InputProcessor) -> dict[str, Any]:
-    """Return the answer of ``count_tokens``: the length of the prompt that ``body`` has."""
+    """The answer of ``count_tokens``: the length of the prompt of ``body``."""
     try:
         takes_images = processor.images is not None
         chat = chat_prompt(chat_body(body, takes_images=takes_images, seal=processor.chat.seal), processor)
@@ -64,7 +64,7 @@ def count_tokens(body: CountTokensBody, processor: InputProcessor) -> dict[str, 
 
 
 def chat_body(body: CountTokensBody, *, takes_images: bool = False, seal: ReasoningSeal | None = None) -> ChatBody:
-    """Return the chat that answers ``body``, for a model that ``takes_images`` or not; raises ``RequestError``.
+    """The chat that answers ``body``, for a model that ``takes_images`` or not; raises ``RequestError``.
     ``seal`` opens reasoning; None: sealed reasoning is left out."""
     messages = chat_messages(body.system, body.messages, takes_images=takes_images, seal=seal)
     if not messages:
@@ -96,7 +96,7 @@ def chat_body(body: CountTokensBody, *, takes_images: bool = False, seal: Reason
 
 
 def _offered(body: CountTokensBody) -> list[Tool]:
-    """The tools of the body, and what its messages add and take away, in their order."""
+    """The tools of the body after the additions and removals of its messages, in order."""
     known = {tool.name: tool for tool in body.tools or ()}
     offered = dict(known)
     changes = [
@@ -158,7 +158,7 @@ def _tool_choice(choice: ToolChoice | None, tools: list[dict[str, Any]] | None) 
 
 
 def _effort(body: CountTokensBody) -> str | None:
-    """How much thinking is wanted, in the words of a chat."""
+    """How much thinking is wanted, in a chat's words."""
     asked = None if body.output_config is None else body.output_config.effort
     return body.reasoning_effort if asked is None else _EFFORTS[asked]
 
@@ -174,7 +174,7 @@ def _response_format(body: CountTokensBody) -> dict[str, Any] | None:
 
 
 def _too_long(error: ContextLengthError) -> RequestError:
-    """The words by which Claude Code knows that a conversation is too long, or that ``max_tokens`` must shrink."""
+    """The words by which Claude Code recognises that a conversation is too long, or ``max_tokens`` too large."""
     if error.num_asked is None or error.num_prompt >= error.longest:
         text = f"prompt is too long: {error.num_prompt} tokens > {error.longest - 1} maximum"
     else:

@@ -1,1 +1,1 @@
-"""Files of OpenAI batch requests: their lines, the endpoints these name, and the lines of results."""
+"""Files of OpenAI batch requests: their lines, the endpoints that they name, and the lines of results."""

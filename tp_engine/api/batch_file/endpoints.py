@@ -1,4 +1,4 @@
-"""What each ``url`` of a batch line means: its body, how that is checked, and the prompts that answer it."""
+"""The meaning of each ``url`` of a batch line: the body, its checks, and the prompts that answer it."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -28,7 +28,7 @@ _MAX_REMEMBERED = 256
 
 
 class GrammarTrials(Closing):
-    """Tries out the grammars of lines, each of the last ones once; ``timeout_s`` is the processor time of one."""
+    """Tries out the grammars of lines, recent ones once; ``timeout_s`` is the processor time of each."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s

@@ -3,7 +3,7 @@
 A request line is ``{"custom_id", "method", "url", "body"}``, a result line ``{"id", "custom_id", "response", "error"}``
 whose ``response`` is null for a line that is not a request.  Results belong to requests with the same ``custom_id``;
 ``id`` holds the number of the request's line, which identifies lines without a usable ``custom_id``, and random digits,
-so that results of several files can be put together.
+so that results of several files can be combined.
 """
 
 import gzip
@@ -60,7 +60,7 @@ class ResultLine(msgspec.Struct):
     error: dict[str, Any] | None
 
     def encode(self) -> bytes:
-        """Return the line with its line end; also in a thread beside others."""
+        """The line with its line end; may be called in any thread."""
         return b"".join((*json_parts(msgspec.structs.asdict(self)), b"\n"))
 
 
@@ -74,23 +74,23 @@ class BatchRequest:
     raw_body: bytes
 
     def result(self, status: int, body: dict[str, Any]) -> ResultLine:
-        """Return the line's result; if ``status`` is not 200, the error in ``body`` is also the line's error."""
+        """The line's result; if ``status`` is not 200, the error in ``body`` is also the line's error."""
         error = None if status == 200 else {key: body["error"][key] for key in ("code", "message", "param")}
         response = {"status_code": status, "request_id": self.line_id, "body": body}
         return ResultLine(self.line_id, self.custom_id, response, error)
 
     def failure(self, error: Exception) -> ResultLine:
-        """Return the result of a request that was refused or failed."""
+        """The result of a request that was refused or failed."""
         return self.result(*describe_error(error))
 
 
 def line_id(number: int) -> str:
-    """Return a fresh ``id`` for the result of line ``number``, counted from 1."""
+    """A fresh ``id`` for the result of line ``number``, counted from 1."""
     return f"{_LINE_ID}{number}_{secrets.token_hex(12)}"
 
 
 def line_number(result_id: str) -> int | None:
-    """Return the number that ``line_id`` has put into an id; None for any other text."""
+    """The line number in an id of ``line_id``; None for any other text."""
     match = _LINE_ID_NUMBER.fullmatch(result_id)
     return int(match[1]) if match else None
 
@@ -120,12 +120,12 @@ def read_line(number: int, text: bytes | None, urls: Collection[str]) -> BatchRe
 
 
 def repeated_line(number: int, first: int) -> LineError:
-    """Return the error of a line that has the ``custom_id`` of line ``first``."""
+    """The error of a line that has the ``custom_id`` of line ``first``."""
     return LineError(f"line {number} repeats the custom_id of line {first}; give each its own", "duplicate_custom_id")
 
 
 def bad_line(number: int, text: bytes | None, error: LineError) -> ResultLine:
-    """Return the result of a line that is not a request, with its ``custom_id`` if that can be read."""
+    """The result of a line that is not a request, with its ``custom_id`` if that can be read."""
     try:
         line = msgspec.json.decode(text or b"")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -164,7 +164,7 @@ class BatchInput(Closing):
         if input_file == STANDARD_STREAM:
             self.is_whole = _copy(sys.stdin.fileno(), self._file, stop_requested)
             return
-        pipe = os.open(input_file, os.O_RDONLY | os.O_NONBLOCK)  # else it waits here for a writer
+        pipe = os.open(input_file, os.O_RDONLY | os.O_NONBLOCK)  # without the flag it waits for a writer
         try:
             self.is_whole = _copy(pipe, self._file, stop_requested)
         finally:

@@ -45,7 +45,7 @@ class _WrittenLine(msgspec.Struct):
 
 
 def digest(custom_id: str) -> bytes:
-    """Return 16 bytes that stand for a ``custom_id``, of which there may be millions."""
+    """16 bytes that stand for a ``custom_id``, of which there may be millions."""
     return blake2b(custom_id.encode(), digest_size=16).digest()
 
 
@@ -110,19 +110,19 @@ class Results(Closing):
             file.write(line.encode())
 
     def sync_if_due(self) -> None:
-        """Bring written lines to the disk if the last time was seconds ago; call it often."""
+        """Sync written lines to the disk if the last time was seconds ago; call it often."""
         if (now_s := time.monotonic()) - self._synced_s > _SYNC_PERIOD_S:
             self._synced_s = now_s
             for file in self._files:
                 file.sync()
 
     def close(self) -> None:
-        """Bring all lines to the disk and close the files."""
+        """Sync all lines to the disk and close the files."""
         self._opened.close()
 
 
 class _ResultFile:
-    """One file of results, opened behind its last whole line, locked against a second job, and closed by ``opened``."""
+    """One file of results, opened after its last whole line, locked against a second job, and closed by ``opened``."""
 
     def __init__(self, path: Path, earlier: EarlierResults, opened: contextlib.ExitStack) -> None:
         self._path = path
@@ -149,7 +149,7 @@ class _ResultFile:
                 written += os.write(self._descriptor, data[written:])
 
     def sync(self) -> None:
-        """Bring written lines to the disk."""
+        """Sync written lines to the disk."""
         if not self._is_synced:
             with self._explained():
                 os.fdatasync(self._descriptor)

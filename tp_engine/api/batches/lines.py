@@ -1,4 +1,4 @@
-"""The lines of a batch: all are checked before any is run; what has a result is not run again."""
+"""The lines of a batch: all are checked before any is run; those with a result are not run again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GZIP = b"\x1f\x8b"
 
 
 def check_lines(path: Path, endpoint: str, max_line_bytes: int) -> tuple[int, list[dict[str, Any]]]:
-    """Return the number of requests in a file, and what is wrong with its lines; the first faults are enough."""
+    """The number of requests in a file, and what is wrong with its lines; only the first faults are listed."""
     seen: dict[str, int] = {}
     errors: list[dict[str, Any]] = []
     with path.open("rb") as stream:
@@ -46,7 +46,7 @@ def check_lines(path: Path, endpoint: str, max_line_bytes: int) -> tuple[int, li
 
 
 def open_requests(source: BatchInput, endpoint: str, earlier: EarlierResults) -> Iterator[BatchRequest]:
-    """Yield the requests of a file that ``check_lines`` has found right, but for those that ``earlier`` has."""
+    """Yield the requests of a file that ``check_lines`` has accepted, without those in ``earlier``."""
     for number, text in source.lines():
         request = read_line(number, text, (endpoint,))
         if digest(request.custom_id) not in earlier.answered:
@@ -54,7 +54,7 @@ def open_requests(source: BatchInput, endpoint: str, earlier: EarlierResults) ->
 
 
 def count_results(output: Path, errors: Path) -> tuple[int, int, str | None, dict[str, Any]]:
-    """Return the number of answers and of errors, the model that answered, and the answers' tokens as a ``usage``."""
+    """The number of answers and of errors, the model that answered, and the answers' tokens as a ``usage``."""
     model, num_answers, counts = None, 0, Counter[str]()
     with output.open("rb") as stream:
         for line in stream:

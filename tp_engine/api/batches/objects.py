@@ -17,7 +17,7 @@ from tp_engine.errors import RequestError, shown
 MAX_LINES = 50_000
 PURPOSES = ("batch", "batch_output", "assistants", "fine-tune", "vision", "user_data", "evals")
 SHORTEST_EXPIRY_S, LONGEST_EXPIRY_S = 3600, 30 * 24 * 3600
-# States that end by themselves, and those in which nothing changes any more.
+# States that end by themselves, and final ones.
 ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
 ENDED = ("completed", "failed", "expired", "cancelled")
 _KEPT_BACK = ("owner", "order", "retention_s")
@@ -28,7 +28,7 @@ _LONGEST_WINDOW_S = 30 * 24 * 3600
 
 
 def new_id(kind: str) -> str:
-    """Return a fresh id: ``file-...`` or ``batch_...``."""
+    """A fresh id: ``file-...`` or ``batch_...``."""
     return f"{kind}{secrets.token_hex(16)}"
 
 
@@ -45,7 +45,7 @@ class StoredEntry(msgspec.Struct, kw_only=True):
     order: int = 0
 
     def shown(self) -> dict[str, Any]:
-        """Return what clients see."""
+        """What clients see."""
         fields: dict[str, Any] = msgspec.to_builtins(self)
         return {name: value for name, value in fields.items() if name not in _KEPT_BACK}
 

@@ -1,11 +1,11 @@
-"""The folder of files and batches: what survives the end of the server.
+"""The folder of files and batches, which outlive the server.
 
 ::
 
     FOLDER/tp_engine.lock                  held by the server that uses the folder; without it, a folder must be empty
     FOLDER/files/FILE/meta.json, content
     FOLDER/batches/BATCH/batch.json        replaced as a whole whenever the state changes
-    FOLDER/batches/BATCH/input             a second name of the content of the input file, which may be deleted
+    FOLDER/batches/BATCH/input             a hard link to the content of the input file, which may be deleted
     FOLDER/batches/BATCH/output, errors    result lines, appended; at the end they get names among the files
 """
 
@@ -49,9 +49,9 @@ RESULTS = {"output": "output_file_id", "errors": "error_file_id"}
 class BatchStore(Closing):
     """Files and batches of one folder, which no other server may use.
 
-    ``folder`` None is a temporary one, which is made when the first file comes, and ends with the server.
-    ``retention_s``: how long files are kept whose sender says nothing else.  ``max_bytes`` bounds all files together.
-    Not safe to call from several threads at a time, but for ``add_file``.
+    ``folder`` None is a temporary one, made for the first file and deleted with the server's end.
+    ``retention_s``: how long files are kept by default.  ``max_bytes`` bounds all files together.
+    For one thread at a time, but for ``add_file``.
     """
 
     def __init__(self, folder: Path | None, *, retention_s: int, max_bytes: int) -> None:
@@ -95,7 +95,7 @@ class BatchStore(Closing):
         self._folder = folder
 
     def close(self) -> None:
-        """Let another server use the folder; one that is temporary is deleted."""
+        """Unlock the folder for other servers; delete a temporary one."""
         if self._lock is not None:
             if self._is_temporary:
                 shutil.rmtree(self._folder, ignore_errors=True)
@@ -103,17 +103,17 @@ class BatchStore(Closing):
 
     @property
     def free_bytes(self) -> int:
-        """How many bytes more may be stored, or arrive."""
+        """How many more bytes may be stored, or arrive."""
         return self._max_bytes - self.arriving_bytes - sum(file.bytes for file in self.files.values())
 
     def check_room(self) -> None:
-        """``HttpError`` 429 if no file or batch more may be stored."""
+        """Raise ``HttpError`` 429 if no further file or batch may be stored."""
         for name, entries in (("files", self.files), ("batches", self.batches)):
             if len(entries) >= MAX_ENTRIES:
                 raise HttpError(429, f"{MAX_ENTRIES} {name} are stored; delete files", code=f"too_many_{name}")
 
     def incoming(self) -> IO[bytes]:
-        """Return a new file in the folder, for ``add_file``; deleted when it is closed.  ``HttpError`` 503 if there is
+        """A new file in the folder, for ``add_file``; deleted when it is closed.  ``HttpError`` 503 if there is
         no folder, and none can be made."""
         with self._writing:
             if self._lock is None:
@@ -127,7 +127,7 @@ class BatchStore(Closing):
     def add_file(
         self, content: IO[bytes], filename: str, purpose: str, expires_s: int | None, owner: str | None = None
     ) -> StoredFile:
-        """Keep what ``incoming`` has given, and bring it to the disk; ``HttpError`` 413 if all files get too large."""
+        """Store a file of ``incoming``, synced to the disk; ``HttpError`` 413 if all files together get too large."""
         content.flush()
         if os.fstat(content.fileno()).st_size > self.free_bytes:
             raise HttpError(413, f"only {self.free_bytes} bytes are free for files; delete some", code="storage_full")
@@ -146,25 +146,25 @@ class BatchStore(Closing):
         return file
 
     def content(self, file: StoredFile) -> Path:
-        """Return the path of a file's content."""
+        """The path of a file's content."""
         return self._folder / "files" / file.id / _CONTENT
 
     def file(self, file_id: str, may_see: MaySee) -> StoredFile:
-        """Return a file; ``HttpError`` 404, with the same words for one that the caller may not see."""
+        """A file; raises ``HttpError`` 404, with the same words for one that the caller may not see."""
         return _found(self.files, file_id, "file", may_see)
 
     def batch(self, batch_id: str, may_see: MaySee) -> Batch:
-        """Return a batch; ``HttpError`` 404 as ``file``."""
+        """A batch; raises ``HttpError`` 404 as ``file`` does."""
         return _found(self.batches, batch_id, "batch", may_see)
 
     def delete_file(self, file: StoredFile) -> None:
-        """Forget a file.  Batches that read it keep their own name of the content."""
+        """Delete a file.  Batches that read it keep their link to the content."""
         with contextlib.suppress(FileNotFoundError):  # another request was faster
             shutil.rmtree(self.content(file).parent)
         self.files.pop(file.id, None)
 
     def add_batch(self, batch: Batch, source: StoredFile) -> None:
-        """Keep a new batch, whose lines ``source`` has."""
+        """Store a new batch, whose lines are those of ``source``."""
         batch.order, folder = self._next_order(), self.batch_folder(batch)
         folder.mkdir(mode=0o700)
         os.link(self.content(source), folder / "input")
@@ -172,16 +172,16 @@ class BatchStore(Closing):
         self.batches[batch.id] = batch
 
     def batch_folder(self, batch: Batch) -> Path:
-        """Return the folder of a batch's input and results."""
+        """The folder of a batch's input and results."""
         return self._folder / "batches" / batch.id
 
     def save(self, batch: Batch) -> None:
-        """Bring the batch as it is now to the disk; safe to call from several threads."""
+        """Sync the batch's present state to the disk; safe to call from several threads."""
         with self._writing:
             _write_json(self.batch_folder(batch) / _BATCH, batch)
 
     def keep_results(self, batch: Batch) -> None:
-        """Make files of a batch's results; calling it again, after a kill, changes nothing."""
+        """Turn a batch's results into files; repeating it, after a kill, changes nothing."""
         now = int(time.time())
         for name, field in RESULTS.items():
             path = self.batch_folder(batch) / name
@@ -201,7 +201,7 @@ class BatchStore(Closing):
             setattr(batch, field, file.id)
 
     def forget_expired(self) -> None:
-        """Delete files whose time is over, and batches that ended before the retention time."""
+        """Delete expired files, and batches that ended before the retention time."""
         now = time.time()
         for file in [one for one in self.files.values() if one.expires_at is not None and one.expires_at < now]:
             self.delete_file(file)
@@ -227,7 +227,7 @@ class BatchStore(Closing):
 
 
 def _new_temporary_folder() -> Path:
-    """Return a new private folder among the temporary files; deletes those of servers that were killed, whose locks
+    """A new private folder among the temporary files; deletes those of servers that were killed, whose locks
     nobody holds."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_TEMPORARY}*"):
         with contextlib.suppress(OSError):  # of another user, or in use
@@ -240,7 +240,7 @@ def _new_temporary_folder() -> Path:
 
 
 def page(entries: Iterable[Stored], *, after: str | None, limit: int, newest_first: bool = True) -> dict[str, object]:
-    """Return a list of ``limit`` entries behind the one with the id ``after``, as OpenAI's API has lists."""
+    """A list of ``limit`` entries after the one with the id ``after``, in the form of OpenAI's lists."""
     ordered = sorted(entries, key=_order, reverse=newest_first)
     ids = [one.id for one in ordered]
     if after is not None and after not in ids:
@@ -257,7 +257,7 @@ def page(entries: Iterable[Stored], *, after: str | None, limit: int, newest_fir
 
 
 def _order(entry: StoredEntry) -> int:
-    """The place in lists; earlier versions have stored seconds alone."""
+    """The place in lists; earlier versions stored only seconds."""
     return entry.order or entry.created_at * _NS
 
 
@@ -283,7 +283,7 @@ def _read(folder: Path, name: str, kind: type[Stored]) -> dict[str, Stored]:
 
 
 def _write_json(path: Path, value: object) -> None:
-    """Replace a file as a whole, and bring it to the disk."""
+    """Replace a file atomically, and sync it to the disk."""
     new = path.with_suffix(".new")
     with new.open("wb") as stream:
         stream.write(msgspec.json.encode(value))

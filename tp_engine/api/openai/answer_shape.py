@@ -64,7 +64,7 @@ class AnswerShape:
     """The form of one answer, fixed by the request and shared by all choices and chunks.
 
     ``num_top_logprobs`` is None if the request asks for no logprobs; ``num_per_prompt`` is the request's ``n``.
-    ``parsing`` tells what to find in a chat's texts; ``role`` is that of the answer.  ``echoes_logprobs``: the
+    ``parsing``: what to find in a chat's texts; ``role`` is that of the answer.  ``echoes_logprobs``: the
     log-probabilities of a completion begin with those of the echoed prompt, whose first token is in ``first_texts``.
     ``only_echo``: the answer is the echo alone, without the one token that the engine must generate.
     ``tokens_as_ids``: log-probabilities name tokens ``token_id:17``, because texts of tokens are not unique.
@@ -92,7 +92,7 @@ class AnswerShape:
 
     @classmethod
     def of(cls, body: CompletionBody | ChatBody, model: str) -> AnswerShape:
-        """Return the shape that ``body`` asks for, with its id or a fresh one, and the current time."""
+        """The shape that ``body`` asks for, with its id or a fresh one, and the current time."""
         is_chat = isinstance(body, ChatBody)
         echo = isinstance(body, CompletionBody) and bool(body.echo)
         num_top = num_top_logprobs(body)
@@ -112,7 +112,7 @@ class AnswerShape:
         )
 
     def envelope(self, choices: list[JsonObject], usage: Usage | None, *, chunk: bool) -> JsonObject:
-        """Return a body with these ``choices``; without ``usage`` it has no such field."""
+        """A body with these ``choices``; without ``usage`` it has no such field."""
         body: JsonObject = {
             "id": self.response_id,
             "object": _OBJECTS[self.kind, chunk],
@@ -125,16 +125,16 @@ class AnswerShape:
         return body
 
     def new_usage(self) -> Usage:
-        """Counts that are still zero, but for those of the prompt's images."""
+        """Counts that are zero, except for the prompt's images."""
         has_reasoning = self.parsing is not None and self.parsing.reasoning is not None
         return Usage(reasoning_tokens=0 if has_reasoning else None, image_tokens=self.num_image_tokens)
 
     def answer(
         self, outputs: Sequence[RequestOutput], echoes: Sequence[str] | None = None, *, in_order: bool = False
     ) -> JsonObject:
-        """Return the whole answer, one ``RequestOutput`` per prompt; ``echoes`` are texts to repeat before the answers.
+        """The whole answer, one ``RequestOutput`` per prompt; ``echoes`` are texts to repeat before the answers.
 
-        ``in_order``: a choice of a chat has ``deltas``, in the order of the model, instead of a message.
+        ``in_order``: a choice of a chat has ``deltas``, in the model's order, instead of a message.
         """
         choices = []
         usage = self.new_usage()
@@ -159,13 +159,13 @@ class AnswerShape:
         return body
 
     def chunk_choice(self, number: int, part: CompletionOutput, text_offset: int = 0) -> JsonObject:
-        """Return what one update adds to a sequence of prompt ``number``; ``part`` holds the new text and tokens
+        """What one update adds to a sequence of prompt ``number``; ``part`` holds the new text and tokens
         only."""
         content = {"delta": {"content": part.text}} if self.kind == "chat" else {"text": part.text}
         return self._choice(number, part, content, text_offset)
 
     def event_choices(self, number: int, part: CompletionOutput, events: Sequence[ChatEvent]) -> list[JsonObject]:
-        """Return a choice for each event of a parsed text; the last has the tokens of ``part``, and its end."""
+        """A choice for each event of a parsed text; the last has the tokens of ``part``, and its end."""
         shows_tokens = self.return_token_ids or (self.num_top_logprobs is not None and part.logprobs)
         deltas = [delta_json(event) for event in events]
         if not deltas and (part.finish_reason or shows_tokens):
@@ -176,7 +176,7 @@ class AnswerShape:
     def first_choice(
         self, number: int, index: int, echo: str = "", echoed_logprobs: JsonObject | None = None
     ) -> JsonObject | None:
-        """Return the choice before a sequence's first update: the role in a chat, the prompt in an echoed
+        """The choice before a sequence's first update: the role in a chat, the prompt in an echoed
         completion."""
         empty = emptied(index)
         if self.kind == "chat":
@@ -186,7 +186,7 @@ class AnswerShape:
         return self._choice(number, empty, {"text": echo}, 0) | {"logprobs": echoed_logprobs}
 
     def echoed_logprobs(self, number: int, token_ids: Sequence[int], positions: Positions, echo: str) -> JsonObject:
-        """Return the log-probabilities of a prompt repeated as ``echo``, which lacks the special tokens that the
+        """The log-probabilities of a prompt repeated as ``echo``, which lacks the special tokens that the
         tokenizer added."""
         return completion_logprobs(
             token_ids,
@@ -197,7 +197,7 @@ class AnswerShape:
         )
 
     def num_characters(self, part: CompletionOutput) -> int:
-        """Return how far the tokens of ``part``, whose choice has been made, move the offset of the next one."""
+        """By how much the tokens of ``part``, whose choice has been made, move the offset of the next one."""
         if self.kind == "chat" or not isinstance(part.logprobs, ScoredTokens):
             return 0
         return sum(
@@ -272,14 +272,14 @@ class AnswerShape:
 
 
 def emptied(index: int, finish_reason: str | None = None) -> CompletionOutput:
-    """Return a sequence without tokens."""
+    """A sequence without tokens."""
     return CompletionOutput(index=index, text="", token_ids=[], finish_reason=finish_reason)
 
 
 def message_json(parsing: ChatParsing, parsed: ParsedMessage, role: str, echo: str = "") -> dict[str, Any]:
-    """Return the message of a whole answer; ``echo`` is a text to repeat before its content.
+    """The message of a whole answer; ``echo`` is a text to repeat before its content.
 
-    Content is null if there are only calls.  Reasoning has its newer name too; it is null if there is none.
+    Content is null if there are only calls.  Reasoning also has its newer name; it is null if there is none.
     """
     content = echo + parsed.content
     is_null = not content and bool(parsed.calls or parsed.reasoning)
@@ -292,7 +292,7 @@ def message_json(parsing: ChatParsing, parsed: ParsedMessage, role: str, echo: s
 
 
 def delta_json(event: ChatEvent) -> dict[str, Any]:
-    """Return what one event adds to a message that is streamed."""
+    """What one event adds to a message that is streamed."""
     match event:
         case ReasoningText(text):
             return {"reasoning_content": text, "reasoning": text}

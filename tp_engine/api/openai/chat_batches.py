@@ -26,7 +26,7 @@ class ChatBatchBody(ChatBody):
 def prepare_chats(
     body: ChatBatchBody, processor: InputProcessor, model: str, defaults: Mapping[str, Any] | None = None
 ) -> PreparedBody:
-    """Return the engine requests of several conversations; errors name the conversation."""
+    """The engine requests of several conversations; errors name the conversation."""
     for name in _NOT_HERE:
         if getattr(body, name):
             raise RequestError(f"{name} is not taken with several conversations; send each on its own", param=name)

@@ -1,4 +1,4 @@
-"""What the streams of other APIs share: the choices of a chat, whole or in chunks, become items and their events."""
+"""The common part of other APIs' streams: the choices of a chat, whole or in chunks, become items and events."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class ChatEventWriter(ABC):
 
     @abstractmethod
     def begin(self, usage: Mapping[str, Any]) -> list[JsonObject]:
-        """Return the events before the first choice; ``usage`` counts the prompt."""
+        """The events before the first choice; ``usage`` counts the prompt."""
 
     def take(self, choice: Mapping[str, Any]) -> list[JsonObject]:
-        """Return the events of a choice of a chunk; its ``delta`` may have reasoning, content and tool calls."""
+        """The events of a choice of a chunk; its ``delta`` may have reasoning, content and tool calls."""
         delta = choice["delta"]
         events: list[JsonObject] = []
         if thought := delta.get("reasoning_content") or delta.get("reasoning"):
@@ -52,21 +52,21 @@ class ChatEventWriter(ABC):
         return events
 
     def finish(self, usage: Mapping[str, Any]) -> list[JsonObject]:
-        """Return the last events, with the chat's ``usage``; an empty answer gets an empty text."""
+        """The last events, with the chat's ``usage``; an empty answer gets an empty text."""
         events = [] if self.items or self.kind is not None else self._switch("content")
         return events + self._close(is_last=True) + self._end(usage)
 
     @abstractmethod
     def ping(self) -> list[JsonObject]:
-        """Return an event that says only that the answer is still being made, after ``begin``."""
+        """Events that only say that the answer is still being made, after ``begin``."""
 
     @abstractmethod
     def fail(self, status: int, message: str) -> list[JsonObject]:
-        """Return the last events after an error that came after ``begin``; ``status`` is what HTTP would have said."""
+        """The last events after an error that came after ``begin``; ``status`` is what HTTP would have said."""
 
     def whole(self, chat: Mapping[str, Any]) -> JsonObject:
-        """Return the whole answer for that of the chat, whose choice has a message, or ``deltas`` in their order; for a
-        new writer."""
+        """The whole answer, from that of the chat, whose choice has a message, or ``deltas`` in order; for a new
+        writer."""
         choice = chat["choices"][0]
         first, *others = choice.get("deltas") or [choice["message"]]
         self.take(choice | {"delta": first})
@@ -84,15 +84,15 @@ class ChatEventWriter(ABC):
 
     @abstractmethod
     def _done(self, *, is_last: bool) -> tuple[JsonObject, list[JsonObject]]:
-        """Return the open item, which is complete, and the events of its end."""
+        """The open item, which is complete, and the events of its end."""
 
     @abstractmethod
     def _end(self, usage: Mapping[str, Any]) -> list[JsonObject]:
-        """Return the events behind all items."""
+        """The events after all items."""
 
     @abstractmethod
     def _whole(self, events: list[JsonObject], usage: Mapping[str, Any]) -> JsonObject:
-        """Return the whole answer, after the last ``events``."""
+        """The whole answer, after the last ``events``."""
 
     def _grow(self, kind: str, text: str) -> list[JsonObject]:
         events = [] if self.kind == kind else self._switch(kind)

@@ -24,7 +24,7 @@ from tp_engine.system.log import get_logger, warn_once
 
 logger = get_logger(__name__)
 
-# Where what is too long is cut: the field of an embedding.
+# Where long texts are cut: the value of ``truncation_side``.
 _SIDES: Mapping[str, Literal["left", "right"]] = {"START": "left", "END": "right"}
 _NAMES = {"input": "texts", "dimensions": "output_dimension", "truncate_prompt_tokens": "max_tokens"}
 
@@ -44,7 +44,7 @@ class CohereEmbedBody(PromptBody):
     truncate: Literal["NONE", "START", "END"] | None = None
 
     def listed(self) -> list[str]:
-        """Return the texts; raises ``RequestError``."""
+        """The texts; raises ``RequestError``."""
         if self.images:
             raise RequestError("images are not embedded here; send texts", param="images")
         if (self.texts is None) == (self.inputs is None):
@@ -55,7 +55,7 @@ class CohereEmbedBody(PromptBody):
 
 
 def prepare_cohere(body: CohereEmbedBody, processor: InputProcessor, model: str) -> PreparedBody:
-    """Return the engine requests of texts to embed; ``RequestError`` names a field of ``body``."""
+    """The engine requests of texts to embed; ``RequestError`` names a field of ``body``."""
     kinds, texts = body.embedding_types or ["float"], body.listed()
     if {"int8", "uint8"} & {*kinds}:
         raise RequestError(
@@ -94,7 +94,7 @@ def prepare_cohere(body: CohereEmbedBody, processor: InputProcessor, model: str)
 
 
 def _written(kind: str, vector: Any) -> Any:
-    """A vector as ``kind`` has it."""
+    """A vector in the form of ``kind``."""
     if kind.endswith("binary"):
         return packed_signs(vector, signed=kind == "binary")
     return (

@@ -1,7 +1,7 @@
 """Vectors as bytes, in the types that vLLM's ``embed_dtype`` names and those of Cohere's ``embedding_types``.
 
-numpy has no bfloat16 and no eight-bit floats.  Both are made as PyTorch makes them: the nearest value, of two equally
-near ones the one with an even code; beyond the largest value it is infinity, or that value where there is none.
+numpy has no bfloat16 and no eight-bit floats.  Both are rounded as in PyTorch: to the nearest value, of two equally
+near ones to the one with an even code; beyond the largest value to infinity, or to that value where there is none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NOT_A_NUMBER = 0x7F
 
 
 def encoded_vector(values: FloatArray, dtype: EmbedDtype, endianness: Endianness) -> bytes:
-    """Return the numbers of ``values`` as bytes."""
+    """The numbers of ``values`` as bytes."""
     codes = _CODES[dtype](np.ascontiguousarray(values, dtype=np.float32))
     order = sys.byteorder if endianness == "native" else endianness
     encoded: bytes = codes.astype(codes.dtype.newbyteorder("<" if order == "little" else ">")).tobytes()
@@ -31,8 +31,8 @@ def encoded_vector(values: FloatArray, dtype: EmbedDtype, endianness: Endianness
 
 
 def packed_signs(values: FloatArray, *, signed: bool) -> list[int]:
-    """Return a bit for each number, 1 unless it is negative, eight in a byte with the first one highest; ``signed``:
-    less 128, as Cohere's ``binary``.  Raises ``RequestError``."""
+    """One bit per number, 1 unless it is negative, eight to a byte with the first one highest; ``signed``: minus 128,
+    like Cohere's ``binary``.  Raises ``RequestError``."""
     if len(values) % 8:
         raise RequestError(
             f"the vectors have {len(values)} numbers, which do not fill whole bytes; leave binary and ubinary out of "
@@ -56,7 +56,7 @@ def _bfloat16(values: FloatArray) -> Any:
 
 
 def _eight_bits(values: FloatArray, num_exponent_bits: int) -> Any:
-    """The codes of the nearest values of a format of eight bits."""
+    """The codes of the nearest values of an eight-bit format."""
     middles = _middles(num_exponent_bits)
     below = np.searchsorted(middles, np.abs(values), side="left")
     above = np.searchsorted(middles, np.abs(values), side="right")

@@ -24,7 +24,7 @@ _STATUS_OF_CODE = {"model_not_found": 404, CODE_UNAVAILABLE: 503}
 
 
 class HttpError(Exception):
-    """An answer other than 200 whose cause is not a request's content; ``retry_after_s`` becomes a header."""
+    """An answer other than 200 that is not due to a request's content; ``retry_after_s`` becomes a header."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None, retry_after_s: int | None = None) -> None:
         super().__init__(message)
@@ -34,8 +34,8 @@ class HttpError(Exception):
 
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """``error`` with the name that its field, or the list with its field, has in the client's body, if ``names`` has
-    another one for it."""
+    """``error`` with its field, or the list with its field, named as in the client's body, if ``names`` has another
+    name for it."""
     ours, text = error.param or "", str(error)
     name, bracket, place = ours.partition("[")
     theirs = names.get(name)
@@ -48,14 +48,14 @@ def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
 
 
 def sequence_error(error: str, code: str | None) -> RequestError | HttpError:
-    """Return the exception for a sequence that ended with ``error``; with a ``code``, its own fields are the cause."""
+    """The exception for a sequence that ended with ``error``; with a ``code``, its own fields are the cause."""
     if code is None:
         return HttpError(500, error, code="generation_failed")
     return RequestError(error, param=None if code == NO_TOKEN_LEFT else PARAM, code=code)
 
 
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Return the body of an answer with ``status``; a message that is too long is cut."""
+    """The body of an answer with ``status``; a message that is too long is cut."""
     if len(message) > LONGEST_MESSAGE:
         message = message[:LONGEST_MESSAGE] + "..."
     return {

@@ -2,10 +2,10 @@
 
 ::
 
-    a field that a body declares     is obeyed, or refused where it is read
+    a field that a body declares     is used, or refused where it is read
     one of a table below             is refused, unless its value asks for nothing
     one of ``HARMLESS``              changes no result: it is ignored, and the log says so once
-    any other                        is unknown: the same
+    any other                        is unknown, and treated likewise
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ INPUTS: Mapping[str, Refused] = {
     "truncate": Refused(_CUT, (None, False, "NONE")),
     "truncation": Refused(_CUT),
 }
-POOLING: Mapping[str, Refused] = {name: row for name, row in INPUTS.items() if name != "task"}  # which is its own
+POOLING: Mapping[str, Refused] = {name: row for name, row in INPUTS.items() if name != "task"}  # it has a ``task``
 PAIRS: Mapping[str, Refused] = {
     **TEXTS,
     "max_chunks_per_doc": Refused("a document is read once; cut it with max_tokens_per_doc"),
@@ -168,7 +168,7 @@ PAIRS: Mapping[str, Refused] = {
 }
 TOKENS: Mapping[str, Refused] = {"chat_template": Refused(_TEMPLATE), "media_io_kwargs": Refused(_IMAGES)}
 
-# They name, bill, store, route or hasten a request, or shape its chunks.
+# These name, bill, store, route or speed up a request, or shape its chunks.
 HARMLESS = frozenset({
     "betas", "cache_control", "context_management", "ec_transfer_params", "inference_geo", "metadata", "moderation",
     "prediction", "prompt_cache_options", "prompt_cache_retention", "return_mm_kwargs", "return_token_offsets",

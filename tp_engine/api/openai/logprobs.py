@@ -27,9 +27,9 @@ def completion_logprobs(
     as_ids: bool = False,
     first_text: str = "",
 ) -> dict[str, list[Any]]:
-    """Return the shape of ``/v1/completions``; ``text_offset`` is the number of characters before the first token.
+    """The shape of ``/v1/completions``; ``text_offset`` is the number of characters before the first token.
 
-    The first token of an echoed prompt has no log-probability, only ``first_text``.
+    The first token of an echoed prompt has no log-probability, just ``first_text``.
     """
     tokens: list[str] = []
     chosen: list[float | None] = []
@@ -54,7 +54,7 @@ def completion_logprobs(
 def chat_logprobs(
     token_ids: Sequence[int], positions: Positions, num_top: int, *, as_ids: bool = False
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return the shape of ``/v1/chat/completions`` with ``num_top`` alternatives per token; -1 for all."""
+    """The shape of ``/v1/chat/completions`` with ``num_top`` alternatives per token; -1 for all."""
     content = []
     for position in scored_positions(token_ids, positions):
         assert position is not None, "generated tokens have log-probabilities"
@@ -110,5 +110,5 @@ def _chat_entry(position: ScoredPosition, values: Sequence[float], place: int, a
 
 
 def _finite(logprobs: list[float]) -> list[float]:
-    """``logprobs``, which fall."""
+    """``logprobs``, in descending order, but none below ``IMPOSSIBLE``."""
     return logprobs if logprobs[-1] >= IMPOSSIBLE else [max(one, IMPOSSIBLE) for one in logprobs]

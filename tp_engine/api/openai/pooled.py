@@ -1,4 +1,4 @@
-"""Embeddings, classes, scores, ranks and token ids: the bodies and the answers of OpenAI and vLLM without a new token.
+"""Embeddings, classes, scores, ranks and token ids: the requests of OpenAI and vLLM that generate no token.
 
 ``/v1/embeddings`` is OpenAI's.  The others are vLLM's; ``/rerank`` is also that of Jina and Cohere.
 """
@@ -30,10 +30,10 @@ from tp_engine.requests.outputs import RequestOutput
 
 
 class InputBody(PromptBody):
-    """What all bodies have that are about texts: ``input``, or ``messages`` that the chat template writes as one text,
-    as in vLLM.
+    """The fields of all bodies about texts: ``input``, or ``messages`` that the chat template writes as one text, as in
+    vLLM.
 
-    A kind of body has a task (None: the model's own), a prefix of its answers' ids, and what they tell of each input.
+    A kind of body has a task (None: the model's own), a prefix for its answers' ids, and an ``entry`` for each input.
     """
 
     foreign = foreign_fields.INPUTS
@@ -49,13 +49,13 @@ class InputBody(PromptBody):
     use_activation: bool | None = None
 
     def entry(self, values: FloatArray, model: ModelInfo) -> JsonObject:
-        """Return what the answer tells of one input, of which the model made ``values``."""
+        """The part of the answer about one input, for which the model gave ``values``."""
         raise NotImplementedError  # each kind of body has its own
 
 
 class VectorBody(InputBody):
-    """A body whose answers are arrays: lists of numbers, or base64 of ``embed_dtype`` in ``endianness``, of float32 and
-    little by default, which OpenAI's clients read."""
+    """A body whose answers are arrays: lists of numbers, or base64 of ``embed_dtype`` in ``endianness``, by default
+    float32 and little, as OpenAI's clients expect."""
 
     encoding_format: Literal["float", "base64"] | None = None
     embed_dtype: EmbedDtype | None = None
@@ -63,7 +63,7 @@ class VectorBody(InputBody):
     dimensions: int | None = None
 
     def shown(self, values: FloatArray) -> Any:
-        """Return an array as it is asked for."""
+        """An array in the requested form."""
         if self.encoding_format == "base64":
             encoded = encoded_vector(values, self.embed_dtype or "float32", self.endianness or "little")
             return base64.b64encode(encoded).decode()
@@ -83,7 +83,7 @@ class EmbeddingBody(VectorBody):
 
 
 class PoolingBody(VectorBody):
-    """``POST /pooling``: what a ``task`` makes of inputs, by default the model's own."""
+    """``POST /pooling``: the results of a ``task``, by default the model's own."""
 
     foreign = foreign_fields.POOLING
     id_prefix = "pool"
@@ -109,8 +109,8 @@ class ClassifyBody(InputBody):
 
 
 class PairsBody(PromptBody):
-    """What bodies about pairs of a query and a document have; ``use_activation`` False leaves a classifier's scores as
-    they are."""
+    """The fields of bodies about pairs of a query and a document; ``use_activation`` False leaves a classifier's scores
+    as they are."""
 
     foreign = foreign_fields.PAIRS
 
@@ -294,7 +294,7 @@ def _text(number: int, document: str | dict[str, Any]) -> str:
 
 
 def _ranked(body: RerankBody, scores: Sequence[float]) -> list[JsonObject]:
-    """The best documents first; equal ones in the order in which they came."""
+    """The best documents first; equal ones in the order of the request."""
     order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
     results: list[JsonObject] = [{"index": index, "relevance_score": scores[index]} for index in order]
     if body.return_documents is not False:
@@ -337,7 +337,7 @@ class DetokenizeBody(RequestBody):
 
 
 def tokenize(body: TokenizeBody, processor: InputProcessor) -> dict[str, Any]:
-    """Return the answer: the prompt's token ids of a generation request with the same fields."""
+    """The answer: the prompt's token ids of a generation request with the same fields."""
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", param="prompt" if body.prompt is None else "messages")
     if body.prompt is not None:
@@ -353,7 +353,7 @@ def tokenize(body: TokenizeBody, processor: InputProcessor) -> dict[str, Any]:
 
 
 def detokenize(body: DetokenizeBody, processor: InputProcessor) -> dict[str, Any]:
-    """Return the answer: the text of ``tokens``, special tokens included."""
+    """The answer: the text of ``tokens``, special tokens included."""
     if processor.tokenizer is None:
         raise RequestError("the model has no tokenizer", param="tokens")
     processor.check_size("tokens", len(body.tokens), "tokens")

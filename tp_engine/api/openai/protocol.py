@@ -48,7 +48,7 @@ def _failing_fast(part: Any) -> Any:
 
 
 class RequestBody(BaseModel):
-    """Base of all bodies and of objects in them.  ``foreign`` are fields of others that a body refuses.
+    """Base of all bodies and of objects in them.  ``foreign`` are other servers' fields that a body refuses.
 
     Checking stops at the first fault in a list or an object: a stranger may send millions.
     """
@@ -91,7 +91,7 @@ def _with_bounds(schema: dict[str, Any]) -> None:
 
 class GenerationBody(PromptBody):
     """Fields of all bodies that generate.  This class checks types, ``SamplingParams`` checks ranges, which the schema
-    tells too."""
+    also has."""
 
     model_config = ConfigDict(json_schema_extra=_with_bounds)
     foreign = foreign_fields.GENERATION
@@ -202,7 +202,7 @@ class ThinkingBody(RequestBody):
 
     @property
     def thinks(self) -> bool | None:
-        """Whether thinking is switched on or off; None if it is not.  Off counts before on."""
+        """Whether thinking is switched on or off; None for neither.  Off takes precedence over on."""
         kind = self.thinking.type if isinstance(self.thinking, Thinking) else self.thinking
         wishes = {
             {"enabled": True, "adaptive": True, "disabled": False}.get(kind) if isinstance(kind, str) else kind,
@@ -251,7 +251,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def parse_body(kind: type[Body], raw: bytes | bytearray | str) -> Body:
-    """Parse and check JSON text; raises ``RequestError`` that names the field."""
+    """Parse and check JSON text; raises ``RequestError``, which names the field."""
     is_large = len(raw) > LARGE
     if is_large:
         _check_size(raw.encode() if isinstance(raw, str) else raw)
@@ -279,7 +279,7 @@ def _with_plain_values(kind: type[Body], raw: bytes | bytearray | str, error: Va
     complaints = error.errors(include_url=False, include_context=False, include_input=False)
     if not {"int_type", "float_type", "bool_type"} & {one["type"] for one in complaints}:
         return None
-    texts = {one["loc"][0] for one in complaints if one["type"] == "string_type"}  # of these, texts stay texts
+    texts = {one["loc"][0] for one in complaints if one["type"] == "string_type"}  # texts in these stay texts
     fields = json.loads(raw)
     for name in {one["loc"][0] for one in complaints}:
         fields[name] = _plain_number(fields.get(name), reads_texts=name not in texts)
@@ -293,7 +293,7 @@ def _with_plain_values(kind: type[Body], raw: bytes | bytearray | str, error: Va
 
 
 def _switch(fields: dict[str, Any], place: tuple[int | str, ...]) -> None:
-    """Put a switch at a place of a body that has a text or a number there: a field, or one of an object."""
+    """Replace a text or a number at ``place``, a field of a body or of an object in it, by a switch."""
     *path, name = place
     for step in path:
         inner = fields.get(step) if isinstance(step, str) else None
@@ -315,7 +315,7 @@ def _plain_number(value: Any, *, reads_texts: bool) -> Any:
 
 
 def request_error(error: ValidationError, *, shows_value: bool = True) -> RequestError:
-    """Return the first complaint in one line; for a union of types, the complaints of all its members."""
+    """The first complaint in one line; for a union of types, the complaints of all its members."""
     complaints = error.errors(include_url=False, include_context=False, include_input=shows_value)
     first = complaints[0]
     if first["type"] == "json_invalid":
@@ -333,10 +333,10 @@ def request_error(error: ValidationError, *, shows_value: bool = True) -> Reques
 
 
 def _check_size(raw: bytes | bytearray) -> None:
-    """Refuse JSON text of so many parts that reading it would take long; it stops all other threads meanwhile."""
+    """Refuse JSON text with so many parts that reading it would take long, as it stops all other threads."""
     if sum(map(raw.count, _PART_MARKS)) <= _MOST_PARTS and raw.count(b",") <= _MOST_ELEMENTS:
         return
-    # Exactly, without what stands in texts: a text begins and ends with a quotation mark that is not escaped.
+    # Count exactly, outside of texts: a text begins and ends with a quotation mark that is not escaped.
     plain = np.frombuffer(raw.replace(b"\\\\", b"").replace(b'\\"', b""), dtype=np.uint8)
     outside = np.bitwise_xor.accumulate((plain == ord('"')).view(np.uint8)) == 0
     num_parts = sum(int(np.count_nonzero(outside & (plain == ord(mark)))) for mark in _PART_MARKS)

@@ -1,7 +1,7 @@
 """Reasoning in generated text, such as ``<think>...</think>``, before the answer.
 
-White space around the reasoning is layout: neither part shows it.  The opening mark counts at the beginning of the text
-only, and the closing mark up to the beginning of the answer, so that an answer may contain them.  A model that calls a
+White space around the reasoning is layout that neither part shows.  The opening mark counts only at the start of the
+text, and the closing mark up to the beginning of the answer, so that an answer may contain them.  A model that calls a
 tool may forget the closing mark, so the opening mark of a call ends the reasoning, if a call follows it: reasoning may
 speak about such marks.
 """
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 
 class Beginning(enum.Enum):
-    """What a text begins with, as far as its prompt tells.
+    """What a text begins with, according to its prompt.
 
-    ``REASONING``: it goes on with reasoning that the prompt has opened.  ``EITHER``: the model opens reasoning itself,
+    ``REASONING``: it continues reasoning that the prompt has opened.  ``EITHER``: the model opens reasoning itself,
     or answers.  ``ANSWER``: thinking is switched off, or the prompt has closed it.
     """
 
@@ -56,11 +56,11 @@ class ReasoningFormat:
     ``help`` describes it in ``--help``.  ``always``: where the prompt has no mark at its end, the text begins with
     reasoning, without an opening mark; otherwise the model writes that mark itself.  ``opens`` and ``closes`` are the
     marks, each in all its spellings, longer ones first; a text may also begin with one of ``bare_opens``, which are
-    looked for first.  One of ``heads``, longer ones first, may stand in front of the answer.  ``unwrap`` makes what
+    looked for first.  One of ``heads``, longer ones first, may precede the answer.  ``unwrap`` makes a reader that
     drops further marks around the answer; the answer never shows ``drops``, unless it follows a grammar.  ``aliases``
-    are other names of vLLM and SGLang.  A chat template that one of ``template`` fits is of such a model.  ``message``:
-    the reasoning is part of a format of whole messages, and ``closes`` only tells where it ends.  ``of_tokens`` makes
-    the format of the version that a tokenizer's own tokens tell.
+    are other names in vLLM and SGLang.  A chat template that matches one of ``template`` is of such a model.
+    ``message``: the reasoning is part of a format of whole messages, and ``closes`` only says where it ends.
+    ``of_tokens`` makes the format of the version that a tokenizer's own tokens indicate.
     """
 
     help: str
@@ -77,11 +77,11 @@ class ReasoningFormat:
     of_tokens: Callable[[Iterable[str]], ReasoningFormat] | None = None
 
     def for_tokens(self, tokens: Iterable[str]) -> ReasoningFormat:
-        """Return this format, as a model writes it whose tokenizer has these tokens in angle brackets."""
+        """This format, as written by a model whose tokenizer has these tokens in angle brackets."""
         return self if self.of_tokens is None else self.of_tokens(tokens)
 
     def beginning(self, prompt: str, *, continued: str | None = None, thinking_disabled: bool = False) -> Beginning:
-        """Return what a text that follows ``prompt`` begins with.
+        """What a text that follows ``prompt`` begins with.
 
         Templates write the opening mark at the prompt's end, or both marks if thinking is off.  ``continued`` is the
         message that the model continues, if any.
@@ -101,10 +101,10 @@ class ReasoningFormat:
     def preamble(
         self, writing: TokenWriting, begins: Beginning, budget: int | None = None, answer: str = "@answer"
     ) -> str | None:
-        """Return what comes before an ``answer`` that must follow a grammar (``StructuredOutputsParams.preamble``), if
+        """What comes before an ``answer`` that must follow a grammar (``StructuredOutputsParams.preamble``), if
         anything; the reasoning has at most ``budget`` tokens, for a format that ``limits`` it.
 
-        White space comes behind reasoning only: in front of it, it would leave the model no choice but to think.
+        White space comes only after reasoning: before it, it would leave the model no choice but to think.
         """
         if begins is Beginning.ANSWER:
             return None
@@ -117,12 +117,12 @@ class ReasoningFormat:
         return f"start: {start}\n{rule}\n"
 
     def limits(self, writing: TokenWriting) -> bool:
-        """Return whether a grammar can end the reasoning after some tokens: its marks must be one token each."""
+        """Whether a grammar can end the reasoning after some tokens: its marks must be one token each."""
         is_one = len(self.closes) == 1 and writing.token_id(self.closes[0]) is not None
         return is_one and self.message is None and self._open_id(writing) is not None
 
     def limited(self, writing: TokenWriting, begins: Beginning, budget: int) -> str | None:
-        """Return the grammar of any answer behind at most ``budget`` tokens of reasoning; None if there is none."""
+        """The grammar of any answer after at most ``budget`` tokens of reasoning; None if there is none."""
         if begins is Beginning.ANSWER:
             return None
         close, opens = writing.token_id(self.closes[0]), self._open_id(writing)
@@ -134,7 +134,7 @@ class ReasoningFormat:
         return next((found for mark in self.opens if (found := writing.token_id(mark)) is not None), None)
 
     def tokens(self, tokenizer: Any) -> ReasoningTokens:
-        """Return a counter of reasoning tokens, by the tokenizer's own vocabulary."""
+        """A counter of reasoning tokens, by the tokenizer's own vocabulary."""
         token_ids = tokenizer.encode(self.closes[0], add_special_tokens=False)
         is_token = len(token_ids) == len(self.closes) == 1
         return ReasoningTokens(self.closes, token_ids[0] if is_token else None, tokenizer.decode)
@@ -249,11 +249,11 @@ REASONING_ALIASES = {alias: name for name, reasoning in REASONING_FORMATS.items(
 
 
 class ReasoningParser(MessageParser):
-    """Divides one sequence's text by ``marks``, and gives the answer to another parser.
+    """Divides one sequence's text by ``marks``, and passes the answer to another parser.
 
     ``marks`` None: all text is the answer.  ``new_answer`` makes the parser of the answer; None: all of it is content.
     An opening mark is read also where the prompt has opened the reasoning, or has closed it, and a closing mark also
-    in front of an answer: models repeat them.  One of ``calls`` begins what may be a call inside of reasoning.  A call
+    before an answer: models repeat them.  One of ``calls`` begins what may be a call within reasoning.  A call
     ends the reasoning; then the closing mark may come late, in the content, which does not show it.
     """
 
@@ -274,7 +274,7 @@ class ReasoningParser(MessageParser):
         self._inside = begins is Beginning.REASONING
         self._num_fed = 0
         self._is_late = False  # a closing mark may come in the content
-        self._held = ""  # the beginning of one
+        self._held = ""  # the beginning of such a mark
         self.in_answer = marks is None
 
     def feed(self, text: str) -> list[ChatEvent]:
@@ -307,7 +307,7 @@ class ReasoningParser(MessageParser):
             yield
 
     def _read_beginning(self) -> Reading[str]:
-        """Read up to the first reasoning, or answer; returns the mark that is there."""
+        """Read up to the first reasoning or answer; returns the mark there."""
         self._is_unsure = True
         try:
             behind = () if self._inside else (*self._closes, *self._heads)
@@ -321,7 +321,7 @@ class ReasoningParser(MessageParser):
         return mark
 
     def _read_reasoning(self) -> Reading[bool]:
-        """Read the reasoning; whether a closing mark has ended it, and not a call."""
+        """Read the reasoning; returns whether a closing mark has ended it, not a call."""
         mark = yield from self._read_text()
         if mark in self._closes:
             self._take(len(mark))
@@ -393,7 +393,7 @@ def _content(events: Sequence[ChatEvent]) -> str:
     return "".join(event.text for event in events if isinstance(event, ContentText))
 
 
-# Tokens in which a mark is looked for at once, and those that a mark has at most.
+# Tokens searched for a mark at once, and the most tokens of a mark.
 _WINDOW, _LONGEST_MARK = 512, 64
 
 

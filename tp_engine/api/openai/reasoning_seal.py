@@ -1,6 +1,6 @@
 """Reasoning that a client keeps and sends back without reading it: the text, and a code that shows any change.
 
-It is not secret, as answers have the same text in plain: the code proves that this server wrote it.
+It is not secret, as answers also have the plain text: the code proves that this server wrote it.
 
 ::
 
@@ -20,23 +20,23 @@ _CODE_BYTES = 16
 
 
 class ReasoningSeal:
-    """Seals texts with a ``key``, and opens what was sealed with the same; None: a new key, of this process alone."""
+    """Seals texts with a ``key``, and opens those sealed with the same key; None: a new key for this process."""
 
     def __init__(self, key: str | None = None) -> None:
         own = secrets.token_bytes(32) if key is None else key.encode(errors="surrogatepass")
         self._key = blake2b(own, digest_size=32).digest()
 
     def sealed(self, text: str) -> str:
-        """Return ``text``, sealed."""
+        """``text``, sealed."""
         raw = text.encode(errors="replace")
         return _MARK + base64.urlsafe_b64encode(self._code(raw) + raw).decode()
 
     def signature(self, text: str) -> str:
-        """Return the code of ``text`` alone."""
+        """The code of ``text`` alone."""
         return _MARK + base64.urlsafe_b64encode(self._code(text.encode(errors="replace"))).decode()
 
     def opened(self, sealed: str) -> str | None:
-        """Return the text of ``sealed``; None if it was sealed with another key, or has been changed."""
+        """The text of ``sealed``; None if it was sealed with another key, or has been changed."""
         try:
             both = base64.b64decode(sealed.removeprefix(_MARK), altchars=b"-_", validate=True)
         except (binascii.Error, ValueError):

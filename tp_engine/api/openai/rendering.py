@@ -1,4 +1,4 @@
-"""What the engine would get of a body, without running it, and how the tokenizer is configured; in vLLM's forms."""
+"""What the engine would get for a body, without running it, and the tokenizer's configuration; in vLLM's forms."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tp_engine.images.sources import has_image_part
 from tp_engine.requests.request import EngineRequest
 from tp_engine.requests.sampling_params import SamplingParams
 
-# Where a tokenizer was found on this host.
+# Fields with the place of a tokenizer on this host.
 _PLACES = ("name_or_path", "_file")
 
 
 def rendered(
     body: ChatBody | CompletionBody, processor: InputProcessor, model: str, defaults: Mapping[str, Any]
 ) -> JsonObject | list[JsonObject]:
-    """Return the prompt of a chat, or those of a completion: token ids, their text, and the sampling parameters that
+    """The prompt of a chat, or those of a completion: token ids, their text, and the sampling parameters that
     are not the default ones.  Raises ``RequestError`` as a request does."""
     if body.use_beam_search:
         raise RequestError("a beam search is not rendered; leave use_beam_search out", param="use_beam_search")
@@ -63,12 +63,12 @@ def _described(
 
 
 def input_tokens(body: ResponsesBody, processor: InputProcessor) -> JsonObject:
-    """Return the answer of ``POST /v1/responses/input_tokens``."""
+    """The answer of ``POST /v1/responses/input_tokens``."""
     return {"object": "response.input_tokens", "input_tokens": count_tokens(body, processor)}
 
 
 def tokenizer_info(processor: InputProcessor) -> JsonObject:
-    """Return what tokenizer_config.json says, without places on this host; raises ``RequestError``."""
+    """The content of tokenizer_config.json, without places on this host; raises ``RequestError``."""
     tokenizer = processor.tokenizer
     if tokenizer is None:
         raise RequestError("the model has no tokenizer", param="model")
@@ -79,6 +79,6 @@ def tokenizer_info(processor: InputProcessor) -> JsonObject:
 
 
 def _plain(value: Any) -> Any:
-    """A token that was added, as its file has it; the text of anything else that JSON cannot hold."""
+    """An added token, as in its file; the text of anything else that JSON cannot hold."""
     state: Any = getattr(value, "__getstate__", dict)()
     return state if isinstance(state, dict) and "content" in state else str(value)

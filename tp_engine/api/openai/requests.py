@@ -29,18 +29,18 @@ from tp_engine.requests.outputs import RequestOutput
 from tp_engine.requests.request import EngineRequest
 from tp_engine.requests.sampling_params import SamplingParams
 
-# Log-probabilities of prompts that one answer may have; one takes some 70 bytes in it, and 150 while it is made.
+# Log-probabilities of prompts in one answer; each takes about 70 bytes in it, and 150 while it is made.
 MAX_PROMPT_LOGPROBS = 1 << 20
-# In an answer, about: of a log-probability, of a number in a vector, of a token's text or id.
+# Rough sizes in an answer: of a log-probability, of a number in a vector, of a token's text or id.
 _BYTES_PER_LOGPROB, _BYTES_PER_NUMBER, _BYTES_PER_TOKEN = 64, 20, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedBody:
-    """The prompts of one body, checked, and the function that makes its whole answer of their outputs.
+    """The prompts of one body, checked, and the function that turns their outputs into the whole answer.
 
-    Each of ``requests`` is a prompt; a body with ``use_beam_search`` has ``searches`` instead.  ``named`` gives an
-    error of the engine the name of the body's field that caused it.
+    Each of ``requests`` is a prompt; a body with ``use_beam_search`` has ``searches`` instead.  ``named`` adds to an
+    engine's error the name of the body's field that caused it.
     """
 
     requests: list[EngineRequest] = field(default_factory=list)
@@ -49,7 +49,7 @@ class PreparedBody:
     named: Callable[[RequestError], RequestError] = lambda error: error
 
     def answer_bytes(self, outputs: Sequence[RequestOutput]) -> int:
-        """Return about how long the answer will be, without making it."""
+        """The rough size of the answer, without making it."""
         size = 0
         requests = self.requests or [search.request for search in self.searches]
         for request, output in zip(requests, outputs, strict=True):
@@ -77,14 +77,14 @@ class PreparedAnswer(PreparedBody):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedFromChat(PreparedBody):
-    """The chat that answers a body of another API, checked, and what makes that API's events of its choices."""
+    """The checked chat that answers a body of another API, and what turns its choices into that API's events."""
 
     chat: PreparedAnswer
     new_writer: Callable[[], ChatEventWriter]
 
 
 def default_model_name(model: str) -> str:
-    """Return the default name of ``model`` for clients: the folder's own name, or the hub name."""
+    """The default name of ``model`` for clients: the folder's own name, or the hub name."""
     folder = Path(model)
     return folder.name if folder.is_dir() else model
 
@@ -101,7 +101,7 @@ def prepare(
         raise RequestError("stream_options needs stream to be true", param="stream_options")
     if body.stream and body.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs are not available in streams; leave stream out", param="prompt_logprobs")
-    if body.use_beam_search:  # the model's own sampling parameters do not matter
+    if body.use_beam_search:  # the model's sampling parameters do not matter
         return _prepare_searches(body, processor, model, arrival_s)
     params = chat_params(body, defaults) if isinstance(body, ChatBody) else completion_params(body, defaults)
     shape, prompts, echoes = _inputs(body, processor, model, constrained=params.structured_outputs is not None)
@@ -136,7 +136,7 @@ def prepare(
 
 
 def _check_prompt_logprobs(body: ChatBody | CompletionBody, requests: Sequence[EngineRequest]) -> None:
-    """Refuse an answer that would be hundreds of megabytes, whose making takes gigabytes."""
+    """Refuse an answer of hundreds of megabytes, which would take gigabytes to make."""
     num_all = sum(
         one.params.n * len(one.prompt_token_ids) * _num_per_token(one.params.prompt_logprobs) for one in requests
     )
@@ -166,7 +166,7 @@ def _prepare_searches(
 
 
 def _named(body: ChatBody | CompletionBody, prompts: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Each prompt, with what the client calls it: ``prompt[3]`` for one of several."""
+    """Each prompt, with the client's name for it: ``prompt[3]`` for one of several."""
     name = "messages" if isinstance(body, ChatBody) else "prompt"
     return [(f"{name}[{number}]" if len(prompts) > 1 else name, one) for number, one in enumerate(prompts)]
 

@@ -96,7 +96,7 @@ def fields_of(body: CompletionBody | ChatBody) -> Iterator[None]:
 
 
 def beam_search_params(body: CompletionBody | ChatBody, context_tokens: int) -> BeamSearchParams:
-    """Return the search of a body with ``use_beam_search``; a chat without a limit may use ``context_tokens``.
+    """The search of a body with ``use_beam_search``; a chat without a limit may use ``context_tokens``.
 
     Its width is ``best_of``, or ``n`` if that is not set; the ``n`` best beams are the answer.
     """
@@ -121,7 +121,7 @@ def beam_search_params(body: CompletionBody | ChatBody, context_tokens: int) -> 
 
 
 def max_output_tokens(body: CompletionBody | ChatBody) -> int | None:
-    """Return the limit on the answer that the body itself sets."""
+    """The limit on the answer that the body itself sets."""
     newer = body.max_completion_tokens if isinstance(body, ChatBody) else None
     return body.max_tokens if newer is None else newer
 
@@ -136,7 +136,7 @@ def num_top_logprobs(body: CompletionBody | ChatBody) -> int | None:
 
 
 def listed_prompts(param: str, given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
-    """Return each prompt of the field ``param``, text or token ids; raises ``RequestError`` for an empty list."""
+    """Each prompt of the field ``param``, text or token ids; raises ``RequestError`` for an empty list."""
     if isinstance(given, str):
         return [given]
     if not given:

@@ -35,7 +35,7 @@ _GUIDED = {
 
 
 def structured_outputs_of(body: GenerationBody) -> StructuredOutputsParams | None:
-    """Return the constraint that a body asks for; None for free text.  Raises ``RequestError`` if it asks for two.
+    """The constraint that a body asks for; None for free text.  Raises ``RequestError`` if it asks for two.
 
     Of structured_outputs and its former names, which guidance sends for older servers, the newer one counts.
     """
@@ -55,7 +55,7 @@ def structured_outputs_of(body: GenerationBody) -> StructuredOutputsParams | Non
 
 
 def constraining_field(body: GenerationBody) -> str | None:
-    """Return the name of the field of ``body`` that asks for a constraint."""
+    """The name of the field of ``body`` that asks for a constraint."""
     fields = ("response_format", PARAM, *_GUIDED)
     return next((name for name in fields if getattr(body, name) is not None), None)
 

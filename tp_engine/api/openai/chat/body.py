@@ -29,8 +29,8 @@ _NOT_IN_KWARGS = ("messages", "tools", *_TEMPLATE_FIELDS)
 
 
 def chat_prompt(body: ChatBody, processor: InputProcessor) -> ChatPrompt:
-    """Return the prompt of a chat as text; raises ``RequestError``."""
-    if len(body.messages) > processor.max_model_len:  # rendering so many would take long
+    """The prompt of a chat as text; raises ``RequestError``."""
+    if len(body.messages) > processor.max_model_len:  # too many to render
         raise RequestError(
             f"there are {len(body.messages)} messages; the model's context has {processor.max_model_len} tokens",
             param="messages",
@@ -56,8 +56,8 @@ def chat_prompt(body: ChatBody, processor: InputProcessor) -> ChatPrompt:
 def _template_options(body: ChatBody) -> dict[str, Any]:
     """The template's variables that the body sets, without the conversation and its tools.
 
-    The switches of thinking in ``chat_template_kwargs`` count before the fields that ask for the same, and those before
-    the effort.
+    Of several ways to ask for thinking, ``chat_template_kwargs`` take precedence over switches among the fields, and
+    these over the effort.
     """
     options = dict(body.chat_template_kwargs or {})
     options |= {name: value for name in _TEMPLATE_FIELDS if (value := getattr(body, name)) is not None}
@@ -74,7 +74,7 @@ def _template_options(body: ChatBody) -> dict[str, Any]:
 def chat_parsing(
     body: ChatBody, prompt: ChatPrompt, processor: InputProcessor, *, constrained: bool = False
 ) -> ChatParsing | None:
-    """Return what to find in the answer's text; None for a plain answer.  Raises ``RequestError``.
+    """What to find in the answer's text; None for a plain answer.  Raises ``RequestError``.
 
     ``constrained``: a grammar decides what the answer is.
     """
@@ -111,7 +111,7 @@ def chat_parsing(
 
 
 def _budget(body: ChatBody, processor: InputProcessor) -> int | None:
-    """How many tokens of reasoning the body allows, where that is less than its answer may have."""
+    """The number of tokens of reasoning that the body allows, if less than its answer may have."""
     asked, reasoning, most = body.budget, processor.chat.reasoning_format, max_output_tokens(body)
     if asked is None or asked >= min(processor.max_model_len, most or processor.max_model_len):
         return None
@@ -123,7 +123,7 @@ def _budget(body: ChatBody, processor: InputProcessor) -> int | None:
         try:
             check_tokenizer(processor.tokenizer)
             return asked
-        except RequestError as error:  # a grammar keeps it
+        except RequestError as error:  # a grammar enforces it
             why = str(error)
     if body.thinking_token_budget == asked:
         raise RequestError(
@@ -136,13 +136,13 @@ def _budget(body: ChatBody, processor: InputProcessor) -> int | None:
 
 
 def parsed_params(params: SamplingParams, parsing: ChatParsing | None, processor: InputProcessor) -> SamplingParams:
-    """``params`` for a text that will be parsed: it shows marks, and a constraint begins behind reasoning."""
+    """``params`` for a text that will be parsed: it shows marks, and a constraint begins after reasoning."""
     if parsing is None:
         return params
     writing = writing_of(processor.tokenizer)
     if any(map(writing.is_special, _marks(parsing))):
         params = replace(params, skip_special_tokens=False)
-    if parsing.message is not None and not params.ignore_eos:  # not all models name them as their ends
+    if parsing.message is not None and not params.ignore_eos:  # not all models list them among their EOS tokens
         stops = [token_id for mark in parsing.message.stops if (token_id := writing.special_id(mark)) is not None]
         params = replace(params, stop_token_ids=(*params.stop_token_ids, *stops))
     if params.structured_outputs is not None:

@@ -1,4 +1,4 @@
-"""What one chat template takes, found out once by rendering short conversations that have a sentinel in one place.
+"""What one chat template takes, found out once by rendering short conversations with a sentinel in one place.
 
 | question | answered by |
 | --- | --- |
@@ -7,15 +7,15 @@
 | role developer | its sentinel shows where the template has the word, or that of the system does not show either |
 | arguments of calls as an object | the sentinel in an object: the template shows it, and no Python object |
 | null beside calls | calls that show beside null only |
-| system messages behind the first, two messages of a role | they show where the conversation without them does |
+| system messages after the first, two messages of a role | they show where the conversation without them does |
 | one call in a message only | two in a row show, with their answers, and two in a message do not |
-| answers right behind their calls | another message between them hides one, or is refused |
+| answers right after their calls | another message between them hides one, or is refused |
 | answers without calls | they show |
 | ids of nine letters and digits | the template refuses other ids |
 | thinking, effort | the values of a variable make different prompts (`thinking_form.py`) |
 
 Contents are probed in several places, since templates treat the first message, the last one and those beside tools or
-calls on their own; places where neither form shows do not count.  A template that needs parts (it shows nothing of a
+calls differently; places where neither form shows do not count.  A template that needs parts (it shows nothing of a
 text, or refuses it) gets texts as a part.  One that shows the first part only, or takes parts in some places only, gets
 parts as one text.  Tools' answers are always text.
 """
@@ -38,7 +38,7 @@ logger = get_logger(__name__)
 
 MAX_PROBES_S = 5.0
 _FIRST, _SECOND, _THIRD, _FOURTH, _KEY = "qzxfirst", "qzxsecond", "qzxthird", "qzxfourth", "qzxkey"
-# In front of a sentinel: the template has printed the list of parts itself.
+# Before a sentinel: the template has printed the list of parts itself.
 _PRINTED_PART = re.compile(r"""["']text["']\s*:\s*["']$""")
 _PRINTED_OBJECT = re.compile(rf"'{_KEY}'\s*:\s*'{_FIRST}'")
 _ROLES = ("user", "assistant", "system", "developer")
@@ -52,7 +52,7 @@ _LONG_ID = "call_0123456789abcdef"
 Part = dict[str, str]
 Content: TypeAlias = str | list[Part]
 Message: TypeAlias = dict[str, Any]
-# The messages before, other fields of the message itself, and the messages behind it.
+# The messages before, other fields of the message itself, and the messages after it.
 _Place: TypeAlias = tuple[list[Message], Message, list[Message]]
 
 
@@ -64,7 +64,7 @@ class ContentForm:
     takes_parts: bool = False
 
     def content(self, given: str | Sequence[str | ImageSource]) -> Content:
-        """Return the content for the template; ``given`` is a text, or several parts, of which images stay parts."""
+        """The content for the template; ``given`` is a text, or several parts, of which images stay parts."""
         has_images = not isinstance(given, str) and any(isinstance(one, ImageSource) for one in given)
         if (self.takes_parts or has_images) and given and not isinstance(given, str):
             return [_IMAGE if isinstance(one, ImageSource) else _part(one) for one in given]
@@ -118,8 +118,7 @@ class TemplateCapabilities:
     def of(
         cls, template: ChatTemplate, variables: Mapping[str, Any], content_format: str = "auto"
     ) -> TemplateCapabilities:
-        """Probe ``template``, which gets ``variables`` too; never raises, and takes at most ``MAX_PROBES_S`` of
-        processor time.
+        """Probe ``template`` with ``variables``; never raises, and takes at most ``MAX_PROBES_S`` of processor time.
 
         ``content_format`` is a value of ``--chat-template-content-format``.
         """
@@ -127,7 +126,7 @@ class TemplateCapabilities:
         if content_format in _FORCED:
             probes.forms |= dict.fromkeys(_ROLES, _FORCED[content_format])
         else:
-            for role in _ROLES:  # the user first: the other probes have a user's message too
+            for role in _ROLES:  # the user first: the other probes contain a user's message
                 probes.forms[role] = probes.form(role)
         calls = probes.call_form()
         answers_first = probes.answers_first(calls)
@@ -154,7 +153,7 @@ class TemplateCapabilities:
         return found
 
     def form(self, role: str) -> ContentForm:
-        """Return how contents of ``role`` are given."""
+        """How contents of ``role`` are given."""
         return self.contents.get(role, self.contents.get("user", ContentForm()))
 
 
@@ -173,7 +172,7 @@ class _Probes:
         return self._left_s <= 0
 
     def form(self, role: str) -> ContentForm:
-        """Return the form of ``role``'s contents: text if the template shows the sentinel in neither form."""
+        """The form of ``role``'s contents: text if the template shows the sentinel in neither form."""
         takes_text, takes_parts = False, []
         for place, tools in itertools.product(self._places(role), (None, [_TOOL])):
             text, one = (self._shown(role, content, place, tools) for content in (_FIRST, [_part(_FIRST)]))
@@ -188,13 +187,13 @@ class _Probes:
         return ContentForm(takes_text or not takes_parts, bool(takes_parts) and all(takes_parts))
 
     def shows(self, role: str) -> bool:
-        """Return whether the template shows contents of ``role`` anywhere."""
+        """Whether the template shows contents of ``role`` anywhere."""
         content = self.forms[role].content(_FIRST)
         places = itertools.product(self._places(role), (None, [_TOOL]))
         return any(_FIRST in self._shown(role, content, place, tools) for place, tools in places)
 
     def call_form(self) -> CallForm:
-        """Return how calls are given: an object and a text beside it, unless the template shows another form only."""
+        """How calls are given: an object and a text beside it, unless the template shows another form only."""
         written = f'{{"{_KEY}": "{_FIRST}"}}'
         for null_content in (False, True):
             for tools in ([_TOOL], None):
@@ -206,7 +205,7 @@ class _Probes:
         return CallForm(are_shown=self.is_late)
 
     def one_call(self, calls: CallForm) -> bool:
-        """Return whether the template takes, or shows, one call of a message only, but several in a row."""
+        """Whether the template takes, or shows, one call of a message only, but several in a row."""
         (first, answer), (second, other) = (
             (self._calling(calls, text, call_id), self._answer(call_id, answer))
             for text, call_id, answer in ((_FIRST, _CALL_ID, _THIRD), (_SECOND, _OTHER_ID, _FOURTH))
@@ -216,7 +215,7 @@ class _Probes:
         return not apart and self._hides([both, answer, other], _FIRST, _SECOND, _THIRD, _FOURTH)
 
     def answers_first(self, calls: CallForm) -> bool:
-        """Return whether a message between a call and its answer hides one of these, or is refused."""
+        """Whether a message between a call and its answer hides one of these, or is refused."""
         calling, answer = self._calling(calls, _FIRST), self._answer(_CALL_ID, _THIRD)
         others = (self._message(role, _SECOND) for role in ("user", "assistant"))
         return not self._hides([calling, answer], _FIRST, _THIRD) and any(
@@ -224,11 +223,11 @@ class _Probes:
         )
 
     def hides_answers(self) -> bool:
-        """Return whether the template does not show an answer whose call is not there."""
+        """Whether the template does not show an answer whose call is not there."""
         return self._hides([self._answer(_CALL_ID, _THIRD), self._said()], _THIRD)
 
     def short_ids(self, calls: CallForm) -> bool:
-        """Return whether the template refuses an id that is not of nine letters and digits."""
+        """Whether the template refuses an id that is not of nine letters and digits."""
         found = (
             self._hides([self._calling(calls, _FIRST, one), self._answer(one, _THIRD)], _FIRST, _THIRD)
             for one in (_CALL_ID, _LONG_ID)
@@ -246,25 +245,25 @@ class _Probes:
         return self._message("assistant", "") | content | {"tool_calls": [_call(arguments, call_id)]}
 
     def shows_tools(self) -> bool:
-        """Return whether the template tells of tools; True if it refuses the probes."""
+        """Whether the template tells of tools; True if it refuses the probes."""
         messages = [self._message("system", "be brief"), self._message("user", "hi")]
         probes = [(self._render(some, [_TOOL]), self._render(some, None)) for some in (messages, messages[1:])]
         return self.is_late or any(shown != plain for shown, plain in probes) or not any(shown for shown, _ in probes)
 
     def prompts_with(self, options: Mapping[str, Any]) -> list[str]:
-        """Return the prompts of a question, with a system message and tools or without, for these variables."""
+        """The prompts of a question, with a system message and tools or without, for these variables."""
         question = self._message("user", "hi")
         conversations = ([question], None), ([self._message("system", "be brief"), question], [_TOOL])
         return [self._render(messages, tools, options) for messages, tools in conversations]
 
     def one_system(self) -> bool:
-        """Return whether the template shows no system message but the first."""
+        """Whether the template shows no system message but the first."""
         system, question, said = self._message("system", _SECOND), self._message("user", "hi"), self._said()
         conversations = ([system], [question]), ([system, question, said], [question])
         return any(self._loses("system", before, behind) for before, behind in conversations)
 
     def joins(self) -> frozenset[tuple[str, str]]:
-        """Return the pairs of roles whose messages do not both show if one follows the other."""
+        """The pairs of roles whose messages do not both show if one follows the other."""
         question = self._message("user", _SECOND)
         answered = [question, *self._call({}, False)[1:]]
         before = {"user": [question], "assistant": [question, self._said()], "tool": answered}
@@ -282,7 +281,7 @@ class _Probes:
         return False
 
     def _places(self, role: str) -> list[_Place]:
-        """The places of a content of ``role`` that templates treat on their own."""
+        """The places of a content of ``role`` that templates treat differently."""
         question, said = self._message("user", "hi"), self._said()
         match role:
             case "user":

@@ -3,9 +3,9 @@
 Not every template shows images in all roles.  Each of these conversations is tried until one has all images::
 
     as it is            [tool: text, image]
-    behind the turn     [tool: text]  [user: image]             images of tools and of the assistant
-    in a tool's text    [tool: text + what stands for an image] templates whose users must alternate: Mistral's
-    a note              [tool: text + "[image omitted]"]        which would else end the conversation
+    after the turn      [tool: text]  [user: image]             images of tools and of the assistant
+    in a tool's text    [tool: text + what stands for an image] templates whose roles must alternate: Mistral's
+    a note              [tool: text + "[image omitted]"]        lest an error end the conversation
 
 An image of another role that no conversation shows is refused by name.
 """
@@ -32,7 +32,7 @@ _NOTE = "[image omitted]"
 def render_images(
     render: Render, variables: Mapping[str, Any], marker: str, images: Sequence[ImageSource]
 ) -> tuple[Pieces, tuple[ImageSource, ...]]:
-    """Return the pieces of the prompt around its images, and these: all, or all but those of tools.
+    """The pieces of the prompt around its images, and these: all, or all but those of tools.
 
     ``variables`` have normal messages, in which ``images`` are parts in the same order; ``marker`` is what the template
     writes for one.  Raises ``RequestError`` if it shows fewer.
@@ -74,14 +74,14 @@ def _conversations(render: Render, variables: Mapping[str, Any], marker: str) ->
 
 
 def _behind(messages: Messages) -> list[dict[str, Any]]:
-    """The messages, with the images of tools and of the assistant in a message of the user behind their turn."""
+    """The messages, with the images of tools and of the assistant in a message of the user after their turn."""
     moved: list[dict[str, Any]] = []
     content: Any
     images: list[Mapping[str, Any]] = []
     for message in [*map(dict, messages), {}]:
         role, content = message.get("role", ""), message.get("content")
         goes_on = role == "tool" or (moved and moved[-1]["role"] == role == "assistant")
-        if images and role == "user":  # templates want no two of the user in a row
+        if images and role == "user":  # templates refuse two of the user in a row
             own_parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
             message["content"] = [*images, *own_parts]
         elif images and not goes_on:
@@ -107,7 +107,7 @@ def _in_texts(messages: Messages, written: str) -> list[dict[str, Any]]:
 
 
 def _one_text(parts: Sequence[Mapping[str, Any]], written: str) -> str:
-    """The texts of ``parts``, a line end between two, and ``written`` in the place of each image."""
+    """The texts of ``parts``, separated by line ends, with ``written`` for each image."""
     text, behind_text = "", False
     for part in parts:
         is_text = part["type"] == "text"
@@ -117,7 +117,7 @@ def _one_text(parts: Sequence[Mapping[str, Any]], written: str) -> str:
 
 
 def _written(render: Render, variables: Mapping[str, Any], marker: str) -> str:
-    """What the template writes for an image between two texts of the user: the marker, and what it has around it."""
+    """What the template writes for an image between two texts of the user: the marker and what surrounds it."""
     begin, end = (f"{name}{uuid.uuid4().hex}" for name in ("begin", "end"))
     content = [{"type": "text", "text": begin}, {"type": "image"}, {"type": "text", "text": end}]
     try:

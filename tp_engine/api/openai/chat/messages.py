@@ -16,7 +16,7 @@
 | calls, answers of tools, and their ids | turns and ids that the template takes (``turns.py``) |
 | calls that the template does not show | their text in the content, as the model writes it |
 | role developer | system, if the template does not know developer |
-| a system message behind others | one of the user, or a part of the first, where the template shows no other |
+| a system message after others | one of the user, or a part of the first, if the template shows no other |
 | two messages in a row that the template does not take, such as two of the user | one |
 """
 
@@ -37,11 +37,11 @@ from tp_engine.system.log import get_logger, warn_once
 
 logger = get_logger(__name__)
 
-FAILED = "[the tool failed]"  # what stands for the answer of one that says nothing else
+FAILED = "[the tool failed]"  # the answer of a tool that gives no other
 _MAX_SHOWN = 80
 _MOST_ARGUMENT_PARTS = 1_000_000
 _PART_MARKS = ",[{"
-# The kind of a part -> its field that has the text.
+# By kind of part: the field with its text.
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -54,7 +54,7 @@ def normal_messages(
     *,
     adapts_calls: bool = False,
 ) -> list[dict[str, Any]]:
-    """Checked copies, for a template that takes ``takes``; raises ``RequestError`` that names the faulty message.
+    """Checked copies, for a template that takes ``takes``; raises ``RequestError``, which names the faulty message.
 
     ``adapts_calls``: calls and answers of tools come in turns, and with ids, that the template takes (``turns.py``);
     the template gets calls that it does not show as texts in ``calls_format``.  ``images`` gets those of all messages,
@@ -133,7 +133,7 @@ def _write_calls(messages: Sequence[dict[str, Any]], takes: TemplateCapabilities
 
 
 def _check_size(calls: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse arguments of so many parts in all that reading them would take long: it stops all other threads."""
+    """Refuse arguments with so many parts that reading them would take long: it stops all other threads."""
     given = (call["function"].get("arguments") for call in calls)
     num_parts = sum(text.count(mark) for text in given if isinstance(text, str) for mark in _PART_MARKS)
     if num_parts > _MOST_ARGUMENT_PARTS:
@@ -145,7 +145,7 @@ def _check_size(calls: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _give_texts(calls: Sequence[Mapping[str, Any]]) -> None:
-    """Give the arguments of ``calls`` as JSON text, a text as it was sent."""
+    """Turn the arguments of ``calls`` into JSON text; a text stays as it was sent."""
     for call in calls:
         given = call["function"].get("arguments")
         is_text = isinstance(given, str) and given.strip()
@@ -153,7 +153,7 @@ def _give_texts(calls: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _give_objects(calls: Sequence[Mapping[str, Any]]) -> None:
-    """Give the arguments of ``calls`` as objects: templates write them in their model's own spelling.
+    """Turn the arguments of ``calls`` into objects: templates write them in their model's own spelling.
 
     A model may have written anything, or a limit may have cut it off; refusing that would end the conversation.
     """
@@ -178,7 +178,7 @@ def _give_objects(calls: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _object(given: object) -> dict[str, Any] | None:
-    """The object that arguments stand for; null and an empty text are empty, other values None."""
+    """The object that arguments stand for: empty for null and an empty text, None for other values."""
     try:
         value = json.loads(given) if isinstance(given, str) and given.strip() else given
         if isinstance(given, str) and _SURROGATE.search(given):
@@ -231,10 +231,10 @@ def _content(where: str, role: str, content: object, takes_images: bool) -> str 
 
 
 def _part_text(where: str, role: str, part: object, takes_images: bool) -> str:
-    """The text of a part.  In a tool's answer a note stands for a picture, which would else end the conversation."""
+    """The text of a part.  In a tool's answer a note stands for a picture, lest an error end the conversation."""
     if isinstance(part, str):
         return part
-    if isinstance(part, ImageSource):  # of another API, for a model that takes none
+    if isinstance(part, ImageSource):  # from another API, for a model that takes none
         part = {"type": "file" if isinstance(part, DocumentSource) else "image"}
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     key = _TEXTS.get(str(kind))
@@ -249,7 +249,7 @@ def _part_text(where: str, role: str, part: object, takes_images: bool) -> str:
 
 
 def omitted(kind: str) -> str:
-    """Return what stands for a part of a tool's answer that is not text; the log says so once for each kind."""
+    """What stands for a part of a tool's answer that is not text; the log says so once for each kind."""
     warn_once(
         logger, "parts of the type %s in tools' answers are left out: a note stands there", shown(kind, _MAX_SHOWN)
     )

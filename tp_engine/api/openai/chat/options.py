@@ -1,4 +1,4 @@
-"""Options on chats, which the server and the batch job share, named as in ``vllm serve``, and the formats they name."""
+"""Options for chats, shared by the server and the batch job and named as in ``vllm serve``, and the formats named."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ class ChatOptions(TemplateOptions):
     )
 
     def tool_format(self, template: str) -> ToolFormat | None:
-        """Return the format of ``tool_call_parser``, which the source of the chat template chooses for ``auto``."""
+        """The format of ``tool_call_parser``, which the source of the chat template chooses for ``auto``."""
         name = self.tool_call_parser
         return TOOL_FORMATS.get(_fitting(TOOL_FORMATS, template) if name == AUTO else TOOL_ALIASES.get(name, name))
 
     def reasoning_format(self, template: str) -> ReasoningFormat | None:
-        """Return the format of ``reasoning_parser``; as ``tool_format``."""
+        """The format of ``reasoning_parser``; as ``tool_format``."""
         name, formats = self.reasoning_parser, REASONING_FORMATS
         return formats.get(_fitting(formats, template) if name == AUTO else REASONING_ALIASES.get(name, name))
 

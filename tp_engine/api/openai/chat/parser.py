@@ -1,6 +1,6 @@
 """From the generated text of a chat to reasoning, content and tool calls.
 
-Two parsers do it, one behind the other (``ReasoningParser``), or one that reads whole messages (``MessageFormat``).
+Two parsers do it, one after the other (``ReasoningParser``), or one that reads whole messages (``MessageFormat``).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ChatParsing:
     budget: int | None = None
 
     def new_parser(self) -> ChatParser:
-        """Return a parser for one sequence."""
+        """A parser for one sequence."""
         return ChatParser(self)
 
     def parse(self, text: str, token_ids: Sequence[int], finish_reason: str | None) -> ParsedMessage:
@@ -92,7 +92,7 @@ class ChatParsing:
         return message
 
     def message_parser(self) -> MessageParser:
-        """Return the parser for the text of one sequence."""
+        """The parser for the text of one sequence."""
         if self.message is not None:
             return self.message.new_parser(self.tools, self.prompt)
         if self.reasoning is None or (self.constrained and self.begins is Beginning.ANSWER):

@@ -29,7 +29,7 @@ logger = get_logger(__name__)
 _RESERVED_OPTIONS = frozenset({"messages", "tokenize", "return_tensors", "return_dict", "tokenizer_kwargs"})
 
 _MAX_TEMPLATES = 16
-# Every template shows these, or an earlier module turns them into some that it does.
+# Every template shows these, or an earlier module replaces them by roles that it shows.
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _MAX_OTHER_ROLES = 8
 
@@ -40,8 +40,7 @@ class ChatPrompt:
 
     ``role`` is that of the answer; ``last_text`` is the text of the last message if that has the same role.
     ``continued`` is the text that the model continues; None for a new message.  ``images`` stand between the
-    ``pieces`` of the text, one between each two.  ``thinking_disabled``: the template is told to let the model not
-    think.
+    ``pieces`` of the text, one between each two.  ``thinking_disabled``: the template is told to switch thinking off.
     """
 
     text: str
@@ -54,10 +53,10 @@ class ChatPrompt:
 
 
 class ChatFormat:
-    """How one model's chats become prompts: by a template, which gets contents as it takes them.  ``seal`` is for the
-    reasoning that clients send back.
+    """Turns one model's chats into prompts, by a template, which gets contents in the form that it takes.  ``seal`` is
+    for the reasoning that clients send back.
 
-    Refuses every chat if there is no tokenizer or no template.  Safe to call from several threads.
+    Refuses every chat without a tokenizer or a template.  Safe to call from several threads.
     """
 
     def __init__(self, tokenizer: Any | None, options: ChatOptions | None = None) -> None:
@@ -79,7 +78,7 @@ class ChatFormat:
         adapts_calls: bool = False,
         image_marker: str | None = None,
     ) -> ChatPrompt:
-        """Return the prompt, up to the assistant's answer.  Raises ``RequestError``.
+        """The prompt, up to the assistant's answer.  Raises ``RequestError``.
 
         ``adapts_calls``: calls and answers of tools come in turns, and with ids, that the template takes; calls that it
         does not show are written into the message's content, as the model writes them; the template gets the switches
@@ -164,13 +163,13 @@ class ChatFormat:
         return all(f"'{role}'" in source or f'"{role}"' in source for role in ("query", "document"))
 
     def prepare(self) -> None:
-        """Compile and probe the templates that chats without one of their own get, so that no chat waits for it.
+        """Compile and probe the default templates, so that no chat waits for it.
 
         The log says in which formats answers are read.
         """
         self.options.log_formats(self._source(with_tools=True) or "")
         for with_tools in (False, True):
-            with contextlib.suppress(RequestError):  # said to each chat
+            with contextlib.suppress(RequestError):  # each chat is told
                 self._template(None, with_tools=with_tools)
 
     def _template(self, given: str | None, *, with_tools: bool) -> tuple[ChatTemplate, TemplateCapabilities]:
@@ -189,7 +188,7 @@ class ChatFormat:
         return self._probed(text)
 
     def _source(self, *, with_tools: bool) -> str | None:
-        """The text of the template of chats that bring none."""
+        """The text of the template for chats without one."""
         own = getattr(self._tokenizer, "chat_template", None)
         if isinstance(own, Mapping):  # the one named for tools, or the default
             own = (own.get("tool_use") if with_tools else None) or own.get("default")
@@ -208,7 +207,8 @@ class ChatFormat:
 
 
 def _begins_or_continues(given: dict[str, Any]) -> tuple[bool, bool]:
-    """Remove two options from ``given``: does the prompt open a new message, does it leave the last one open?"""
+    """Remove two options from ``given``: whether the prompt begins a new message, and whether it leaves the last one
+    open."""
     continues, begins = bool(given.pop("continue_final_message", False)), given.pop("add_generation_prompt", None)
     if continues and begins:
         raise RequestError(
@@ -220,7 +220,7 @@ def _begins_or_continues(given: dict[str, Any]) -> tuple[bool, bool]:
 
 
 def _check_roles(messages: Sequence[Mapping[str, Any]], template: ChatTemplate, prompt: str) -> None:
-    """Refuse a role that is not in the ``prompt``: most templates pass over a message whose role they do not know."""
+    """Refuse a role that is not in the ``prompt``: most templates skip a message whose role they do not know."""
     first = {message["role"]: message for message in reversed(messages) if message["role"] not in _ROLES}
     if len(first) > _MAX_OTHER_ROLES:
         raise RequestError(f"messages have {len(first)} other roles than {_names()}", param="messages")
@@ -252,7 +252,7 @@ def _text(content: str | Sequence[Mapping[str, Any]] | None) -> str:
 
 
 def _render_continued(template: ChatTemplate, variables: Mapping[str, Any]) -> str:
-    """The prompt up to the end of the last message's text; a mark behind that text finds the place.
+    """The prompt up to the end of the last message's text; a mark after that text finds the place.
 
     The mark ends with a space: if the template strips contents, the space is gone.
     """

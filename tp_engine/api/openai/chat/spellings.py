@@ -1,16 +1,16 @@
-"""One spelling for what clients write into messages in several: a conversation may have begun with another server.
+"""One spelling for what clients spell in several ways: a conversation may have begun with another server.
 
 | in a message | becomes |
 | --- | --- |
 | ``reasoning``, ``thinking``, ``reasoning_text`` (Copilot), ``tool_plan`` (Cohere) | ``reasoning_content`` |
 | ``thinking_blocks`` (LiteLLM), ``reasoning_details`` (OpenRouter) | the same |
 | parts of the content with the type thinking or reasoning | the same |
-| reasoning that only the server that made it can read | nothing; the log says so |
-| fields of ``provider_specific_fields`` (LiteLLM) that it lacks itself | its own |
+| reasoning that only the server that wrote it can read | nothing; the log says so |
+| fields of ``provider_specific_fields`` (LiteLLM) that the message itself lacks | its own |
 | ``refusal``, or an audio's transcript, without a content | the content |
 | ``function_call``, and an answer with the role function | ``tool_calls``, and an answer with the role tool |
 | null as the content of an answer of a tool, which had nothing to say | an empty text |
-| an audio of this API's servers, which none is kept of here; ``prefix``, ``partial`` of the last message | 400 |
+| an audio stored by OpenAI's servers; ``prefix``, ``partial`` of the last message | 400 |
 | ``UNTOLD``: notes for the client, or about the text | nothing |
 
 Other fields reach the template, which may know them; the log names them.
@@ -26,7 +26,7 @@ logger = get_logger(__name__)
 
 _FIELDS = ("reasoning_content", "reasoning", "thinking", "reasoning_text", "tool_plan")
 _LISTS = ("thinking_blocks", "reasoning_details")
-# The type of a part -> its fields that may have the text; none: no other server can read it.
+# By type of part: the fields that may have its text; none: no other server can read it.
 _THOUGHTS: Mapping[object, tuple[str, ...]] = {
     "thinking": ("thinking",),
     "reasoning": ("text", "reasoning", "summary"),
@@ -38,7 +38,7 @@ _THOUGHTS: Mapping[object, tuple[str, ...]] = {
 
 
 _OF_PROVIDERS = "provider_specific_fields"
-# Fields that tell the model nothing: sources of a search, what the client or a gateway keeps for itself.
+# Fields that the model need not see: sources of a search, notes of the client or a gateway.
 UNTOLD = frozenset(
     {
         "annotations", "cache_control", "citations", "created", "created_at", "finish_reason", "id", "logprobs",
@@ -64,12 +64,12 @@ _TOLD = frozenset(
 
 
 def is_thought(part: object) -> bool:
-    """Return whether a part of a content is reasoning."""
+    """Whether a part of a content is reasoning."""
     return isinstance(part, Mapping) and isinstance(part.get("type"), str) and part["type"] in _THOUGHTS
 
 
 def in_one_spelling(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a message without null fields; raises ``RequestError`` for reasoning that is not text."""
+    """A copy of a message without null fields; raises ``RequestError`` for reasoning that is not text."""
     others = message.get(_OF_PROVIDERS)
     whole = {**others, **message} if isinstance(others, Mapping) else message
     given = {name: value for name, value in whole.items() if value is not None and name != _OF_PROVIDERS}
@@ -127,7 +127,7 @@ def _reasoning(where: str, message: Mapping[str, Any]) -> str:
         text = message.get(field)
         if isinstance(text, str) and text:
             return text
-        if text and field != "thinking":  # which is a switch elsewhere
+        if text and field != "thinking":  # a switch in other APIs
             raise RequestError(f"{where}.{field} is {shown(text, 60)}; it must be text", param="messages")
     for parts in (*map(message.get, _LISTS), message.get("content")):
         if text := _texts(parts):

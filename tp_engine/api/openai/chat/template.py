@@ -1,4 +1,4 @@
-"""Chat templates: Jinja programs of a model or of the operator, run in a sandbox, in processes that may die.
+"""Chat templates: Jinja programs of a model or of the operator, run in a sandbox, in processes that may be killed.
 
 A template may use what transformers' ``apply_chat_template`` offers: filters, ``raise_exception``, ``strftime_now``,
 ``generation`` blocks and loop controls.  ::
@@ -8,7 +8,7 @@ A template may use what transformers' ``apply_chat_template`` offers: filters, `
                <--- the prompt ----
                <--- its end -------  too much time or memory: a refusal; the next rendering has a new one
 
-A fork for each rendering would cost milliseconds; one that stays costs some tenths of one.
+A fork for each rendering would cost milliseconds; a lasting one costs tenths of one.
 """
 
 import json
@@ -34,7 +34,7 @@ MAX_RENDER_S = 10.0
 MAX_PROMPT_CHARACTERS = 64 << 20
 # Of the process, until it has compiled the template; then ``template_process.py`` limits each rendering.
 _LIMITS = Limits(cpu_s=MAX_RENDER_S, memory_bytes=512 * MIB, wall_s=15 * 86400.0)
-_DIES_LATER_S = 1.0  # than a loop of the template is stopped with words
+_DIES_LATER_S = 1.0  # after the time at which a loop of the template is stopped with a message
 _WALL_PER_CPU, _GRACE_S = 10.0, 20.0
 _MAX_RENDERING = 4  # of one template at a time, as many as there are kinds of threads that prepare requests
 _END_S = 60.0
@@ -47,7 +47,7 @@ class ChatTemplate:
     def __init__(self, text: str) -> None:
         parse_template(text)
         self._text = text
-        # Not a semaphore of threading's: a thread that an exception strikes in it may leave its lock taken.
+        # Not ``threading.Semaphore``: an exception set by another thread may leave its lock taken.
         self._places: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(_MAX_RENDERING):
             self._places.put(None)
@@ -55,11 +55,11 @@ class ChatTemplate:
         weakref.finalize(self, _close_all, self._idle)
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """Return the text; raises ``TemplateRefusal`` if the template raises, takes too long or writes too much."""
+        """The text; raises ``TemplateRefusal`` if the template raises, takes too long or writes too much."""
         return self.timed(variables, MAX_RENDER_S)[0]
 
     def timed(self, variables: Mapping[str, Any], cpu_s: float, now: str | None = None) -> tuple[str, float]:
-        """Return the text and the seconds of processor time that it took, at most ``cpu_s``; a refusal has them as its
+        """The text and the seconds of processor time that it took, at most ``cpu_s``; a refusal has them as its
         ``cpu_s``.  ``now`` is an ISO time for templates that ask for it."""
         limits = {"cpu_s": cpu_s, "dies_s": cpu_s + _DIES_LATER_S, "max_characters": MAX_PROMPT_CHARACTERS}
         try:
@@ -76,7 +76,7 @@ class ChatTemplate:
         return text, took_s
 
     def _rendered(self, data: bytes, cpu_s: float) -> tuple[float, bool, str]:
-        """What a process answers to a job: its time, and the prompt or what is wrong."""
+        """A process's answer to a job: its time, and the prompt or the reason why not."""
         fork = self._idle.pop() if self._idle else _Fork(self._text)
         try:
             wall_s = cpu_s * _WALL_PER_CPU + _GRACE_S
@@ -86,14 +86,14 @@ class ChatTemplate:
             took_s, is_prompt, text = json.loads(answer)
         except CallError as error:
             raise TemplateRefusal(f"the template {error}", cpu_s=cpu_s) from error
-        except BaseException:  # the waiting thread was struck, and the next job would get this one's answer
+        except BaseException:  # after an exception in the wait, the next job would get this one's answer
             fork.close()
             raise
         self._idle.append(fork)
         return took_s, is_prompt, text
 
     def mentions(self, word: str) -> bool:
-        """Return whether the template's source has the word, not as a part of a longer one."""
+        """Whether the template's source has the word, not just within a longer one."""
         return re.search(rf"\b{re.escape(word)}\b", self._text) is not None
 
 
@@ -109,12 +109,12 @@ class _Fork:
         self._thread.start()
 
     def ask(self, data: bytes, timeout_s: float) -> bytes:
-        """Return the answer to a job; nothing if the process has ended in peace, else raises how it ended."""
+        """The answer to a job; empty if the process has ended normally; raises for any other end."""
         try:
             self._link.send_bytes(data)
             if self._link.poll(timeout_s):
                 return self._link.recv_bytes()
-        except TimeoutError:  # no error of the link: something struck the waiting thread
+        except TimeoutError:  # set by another thread: the link itself raises none
             raise
         except (EOFError, OSError):
             pass
@@ -126,11 +126,11 @@ class _Fork:
         return b""
 
     def close(self) -> None:
-        """Let the process end."""
+        """Have the process end."""
         self._link.close()
 
     def _run(self, text: str, theirs: socket.socket) -> None:
-        """Wait for the end of the process, which the other end of the link then tells."""
+        """Wait for the end of the process, and report it through the other end of the link."""
         with theirs, cancelled_by(self._cancellation):
             files = [theirs.fileno()]
             try:

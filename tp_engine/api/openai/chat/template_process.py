@@ -1,6 +1,6 @@
-"""The process of one chat template: it compiles the template, and renders as long as its other end is open.
+"""The process of one chat template: it compiles the template, and renders until its link is closed.
 
-It is a fork that may die (``template.py``): what a template makes of a few letters has no bound but its own.
+It is a fork that may be killed (``template.py``): a template may turn a few letters into a text of any size.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ from tp_engine.errors import ConfigError
 
 _MOST_CHARACTERS = 1 << 20  # of a template: reading one takes microseconds for each, and those of models have 1 to 40 k
 _LONGEST_REFUSAL = 4096  # characters
-# The process ends when it is old, or has had nothing to do for long: another one takes its place.
+# The process ends when it is old or has long been idle; another one takes its place.
 _LIFE_S, _IDLE_S = 43_200.0, 3600.0
-# A variable and a filter that the compiled template has in its loops.
+# A variable and a filter in the loops of compiled templates.
 _LATEST, _CHECK = "tp_engine_latest_s", "tp_engine_check_time"
 
 
@@ -40,8 +40,8 @@ class TemplateRefusal(Exception):  # noqa: N818 - the template's decision, or a 
 
 
 def parse_template(text: str) -> nodes.Template:
-    """Return the template's tree.  ``ConfigError`` for a text that is no template, is too long, or uses what none
-    needs: the power operator is a way to any size, and ``lipsum`` writes noise."""
+    """The template's tree.  Raises ``ConfigError`` for a text that is no template, is too long, or uses what none
+    needs: the power operator makes numbers of any size, and ``lipsum`` writes noise."""
     if len(text) > _MOST_CHARACTERS:
         raise ConfigError(f"the chat template has {len(text):,} characters; at most {_MOST_CHARACTERS:,} are read")
     environment = new_environment()
@@ -56,13 +56,13 @@ def parse_template(text: str) -> nodes.Template:
         raise ConfigError("the chat template is nested too deeply") from error
     except ConfigError:
         raise
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # a number with thousands of digits
         raise ConfigError(f"the chat template has an error: {error}") from error
     return tree
 
 
 def _refused(node: nodes.Node, environment: jinja2.Environment) -> str:
-    """What is wrong with a part of a template; nothing if it may be there."""
+    """What is wrong with a part of a template; empty if it is allowed."""
     match node:
         case nodes.Pow():
             return "** is not allowed in chat templates"
@@ -76,19 +76,19 @@ def _refused(node: nodes.Node, environment: jinja2.Environment) -> str:
 
 
 def prepare(_text: str = "") -> None:
-    """Make what compiles templates, before the forks that use it."""
+    """Make the environment that compiles templates, before the forks that use it."""
     new_environment()
 
 
 def serve(data: bytes, descriptor: int) -> bytes:
-    """Render the template ``data`` for each job that comes through ``descriptor``, until the other end is closed, or
+    """Render the template ``data`` for each job that comes through ``descriptor``, until the other end is closed or
     this process is old.
 
     A job is a JSON object: ``variables``, ``max_characters``, the time ``now`` if it is not the clock's, and seconds of
     processor time: after ``cpu_s`` a loop refuses the messages, after ``dies_s`` this process ends wherever it is.
     The answer is JSON: processor time, whether it is a prompt, and that or the words of a refusal.
     """
-    signal.setitimer(signal.ITIMER_REAL, 0.0)  # those who wait have limits of their own
+    signal.setitimer(signal.ITIMER_REAL, 0.0)  # those who wait have their own limits
     template = _Template(data.decode())
     signal.setitimer(signal.ITIMER_PROF, 0.0)
     latest_s = time.monotonic() + _LIFE_S
@@ -115,7 +115,7 @@ class _Template:
         self._template = new_environment().from_string(tree)
 
     def render(self, variables: Mapping[str, Any], cpu_s: float, max_characters: int, now: str | None) -> str:
-        """Return the text; raises ``TemplateRefusal`` if the template raises, takes too long or writes too much."""
+        """The text; raises ``TemplateRefusal`` if the template raises, takes too long or writes too much."""
         latest_s = time.thread_time() + cpu_s
         clock = {} if now is None else {"strftime_now": datetime.fromisoformat(now).strftime}
         pieces, num_characters = [], 0
@@ -130,7 +130,7 @@ class _Template:
             raise
         except _OutOfTimeError:
             raise TemplateRefusal(f"the template takes longer than {cpu_s:g} s") from None
-        except Exception as error:  # a template is a program, and raises whatever it likes
+        except Exception as error:  # a template is a program and may raise anything
             raise TemplateRefusal(str(error) or type(error).__name__) from error
         return "".join(pieces)
 
@@ -140,7 +140,7 @@ class _OutOfTimeError(Exception):
 
 
 def _watch(tree: nodes.Template) -> None:
-    """Let every turn of a loop and every call of a macro check the time, also where they write nothing."""
+    """Have every iteration of a loop and every call of a macro check the time, also where they write nothing."""
     blocks: list[nodes.For | nodes.Macro | nodes.CallBlock]
     blocks = [*tree.find_all(nodes.For), *tree.find_all(nodes.Macro), *tree.find_all(nodes.CallBlock)]
     for block in blocks:
@@ -154,7 +154,7 @@ def _check_time(latest_s: float) -> None:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """``{% generation %}`` marks the assistant's words for training; here it only renders its content."""
+    """``{% generation %}`` marks the assistant's words for training; here it just renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
 
@@ -184,7 +184,7 @@ def _check_attribute(name: object) -> None:
 
 @cache
 def new_environment() -> ImmutableSandboxedEnvironment:
-    """Return what compiles templates: Jinja's sandbox, with what ``apply_chat_template`` adds to it."""
+    """The environment that compiles templates: Jinja's sandbox, with the additions of ``apply_chat_template``."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
     )
@@ -201,7 +201,7 @@ def new_environment() -> ImmutableSandboxedEnvironment:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """JSON as models saw it in training; Jinja's own filter would escape it for HTML."""
+    """JSON as models saw it in training; Jinja's filter would escape it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,4 @@
-"""How one chat template is told to think, or not to: found out once, by rendering short conversations.
+"""How one chat template is told to think or not to think, found out once by rendering short conversations.
 
 | variable of the template | on, off |
 | --- | --- |
@@ -8,7 +8,7 @@
 | `reasoning_effort`, `thinking_effort` | -; `none` or `no_think`, if the template has such a word |
 
 Each variable that a request leaves out follows those that it sets, so that one template's name works with another
-template.  A word of effort that the template refuses becomes the nearest that it takes.
+template.  A word of effort that the template refuses is replaced by the nearest one that it takes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 Pair: TypeAlias = tuple[Any, Any]
 Prompts: TypeAlias = Callable[[Mapping[str, Any]], Sequence[str]]
 
-# Every template gets these; the others only if the template writes other prompts for the two values of a pair.
+# Every template gets these; the others only if the template writes different prompts for the two values of a pair.
 _COMMON: Mapping[str, Pair] = {"enable_thinking": (True, False), "thinking": (True, False)}
 _OTHERS: Mapping[str, tuple[Pair, ...]] = {
     "reasoning": ((True, False),),
@@ -74,7 +74,7 @@ class ThinkingForm:
         )
 
     def variables(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-        """Return the variables ``given`` and those that follow from them, and whether they switch thinking off."""
+        """The variables ``given`` and those that follow from them, and whether they switch thinking off."""
         thinks = self._thinks(given)
         found = dict(given)
         if thinks is not None:
@@ -89,27 +89,27 @@ class ThinkingForm:
         return found, thinks is False
 
     def _thinks(self, given: Mapping[str, Any]) -> bool | None:
-        """Whether the switches that are ``given`` ask for thinking; None if they leave that open.  Off counts first."""
+        """Whether the switches that are ``given`` ask for thinking; None if they leave it open.  Off has priority."""
         pairs = [(given[name], pair) for name, pair in self.switches.items() if name in given]
         chosen = [value == on for value, (on, off) in pairs if value in (on, off)]
         return all(chosen) if chosen else None
 
 
 def switched_by(effort: object) -> bool | None:
-    """Return whether a word of effort asks for thinking or for none; None if it leaves that to the model."""
-    if not isinstance(effort, str) or effort == _EFFORTS[0]:  # minimal: as little as the model likes
+    """Whether a word of effort asks for thinking or for none; None if it leaves that to the model."""
+    if not isinstance(effort, str) or effort == _EFFORTS[0]:  # minimal: the model decides
         return None
     return effort not in _OFF_WORDS
 
 
 def _differ(first: Sequence[str], second: Sequence[str]) -> bool:
-    """Whether a template takes both values, and writes other prompts for them, not just the values themselves."""
+    """Whether a template takes both values, and its prompts differ in more than the values themselves."""
     pairs = [(one, other) for one, other in zip(first, second, strict=True) if one and other]
     return any(one != other for one, other in pairs) and not any("True" in one for one, _ in pairs)
 
 
 def _nearest(word: str, taken: Iterable[str]) -> str | None:
-    """The word of effort of those ``taken`` that is nearest to ``word``, the greater one of two."""
+    """The word of effort among those ``taken`` that is nearest to ``word``; of two, the greater one."""
     known = [one for one in taken if one in _EFFORTS]
     if word not in _EFFORTS or not known:
         return None
@@ -120,8 +120,8 @@ def _nearest(word: str, taken: Iterable[str]) -> str | None:
 def _off_word(written: Mapping[str, tuple[str, ...]], taken: Sequence[str]) -> str | None:
     """The word by which the template switches thinking off.
 
-    A template that refuses unknown words means what it takes.  One that takes any may just print it, or write the same
-    for all words that it does not know.
+    A template that refuses unknown words knows those that it takes.  One that takes any word may just print it, or
+    treat all unknown words alike.
     """
     for word in _OFF_WORDS:
         others = [one for one in _EFFORTS[2:] if one in taken]

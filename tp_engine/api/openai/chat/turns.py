@@ -5,7 +5,7 @@
 | several calls in one message | takes, or shows, only one | call, answer, call, answer |
 | a message of another role between a call and its answer | loses one of these | the answer first |
 | a text of the assistant between them | loses one of these | the text beside the call |
-| ids of other models | refuses them | nine letters and digits, made of each id |
+| ids of other models | refuses them | nine letters and digits, derived from each id |
 | ids of other models | belongs to one that knows ids of one form only | ids of that form |
 | no ids | prints them | ids, the same for a call and the next answer without one; a number as text |
 | an answer whose call is not there | hides it | a message of the user |
@@ -27,9 +27,9 @@ _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
 def complete_ids(messages: Sequence[Message]) -> None:
-    """Give calls without an id one, and answers without one that of the first such call, of their tool if they name
-    it."""
-    waiting: dict[str | None, deque[str]] = {}  # ids that are made here, of all and of each tool
+    """Give calls without an id a new one, and answers without an id that of the first such call, of their tool if they
+    name it."""
+    waiting: dict[str | None, deque[str]] = {}  # ids that are made here, for all and for each tool
     answered: set[str] = set()
     number = 0
     for message in messages:
@@ -74,8 +74,8 @@ def shorten_ids(messages: Sequence[Message]) -> None:
 def _rename(
     messages: Sequence[Message], new_id: Callable[[Mapping[str, Any], int], str], unknown: Callable[[Any], Any] = str
 ) -> None:
-    """Give calls a ``new_id``, which gets the call's number, and answers that of their call, or what ``unknown`` makes
-    of theirs."""
+    """Give calls a ``new_id``, which gets the call's number, and answers that of their call, or ``unknown`` of their
+    own."""
     ids: dict[str, str] = {}
     number = 0
     for message in messages:
@@ -96,9 +96,9 @@ def _short_id(given: object) -> str:
 def with_answers(
     messages: Sequence[Message], *, one_call: bool, answers_first: bool, hides_answers: bool = False
 ) -> list[Message]:
-    """Return the messages with tools' answers behind their calls: of calls that are one message, which become one each
-    with ``one_call``, and with ``answers_first`` of all calls.  ``hides_answers``: one without its call becomes a
-    message of the user."""
+    """The messages with tools' answers after their calls: with ``one_call`` after each of the calls of one message,
+    which become one message each; with ``answers_first`` after all calls.  ``hides_answers``: an answer without its
+    call becomes a message of the user."""
     answers: dict[str, deque[int]] = {}
     for place, message in enumerate(messages):
         if message["role"] == "tool":
@@ -147,7 +147,7 @@ def _found(answers: Mapping[str, deque[int]], calls: Sequence[Mapping[str, Any]]
 
 
 def merged(group: Sequence[Message]) -> Message:
-    """Return several messages as one, with the first one's fields."""
+    """Several messages as one, with the first one's fields."""
     if len(group) == 1:
         return group[0]
     both: Message = {}

@@ -90,7 +90,7 @@ class ClientTool:
         return f"{self.name}_call"
 
     def fields(self, arguments: str) -> dict[str, Any] | None:
-        """Return what the item of a call has of its ``arguments``; None if they do not fit this tool."""
+        """What the item of a call has of its ``arguments``; None if they do not fit this tool."""
         try:
             given = json.loads(arguments)
         except (ValueError, RecursionError):
@@ -152,14 +152,14 @@ CLIENT_TOOLS: Mapping[str, ClientTool] = {
 
 
 def client_tool(tool: Mapping[str, Any]) -> ClientTool | None:
-    """Return the tool that ``tool`` of a body asks for; None for one that OpenAI's servers would run."""
+    """The tool that ``tool`` of a body asks for; None for one that OpenAI's servers would run."""
     environment = tool.get("environment")
     kind = environment.get("type") if isinstance(environment, Mapping) and tool.get("type") == "shell" else None
     return None if kind not in (None, "local") else CLIENT_TOOLS.get(str(tool.get("type")))
 
 
 def described(found: ClientTool, tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the function that the model sees, with the size of the screen that ``tool`` names."""
+    """The function that the model sees, with the size of the screen that ``tool`` names."""
     size = [tool.get(f"display_{side}") for side in ("width", "height")]
     screen = "  The screen has {} x {} pixels.".format(*size) if all(isinstance(one, int) for one in size) else ""
     return {"name": found.name, "description": found.description + screen, "parameters": dict(found.parameters)}

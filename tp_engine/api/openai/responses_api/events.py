@@ -171,7 +171,7 @@ class _OutputItem:
         return [*deltas, self._named("done", {"input": text})]
 
     def json(self, status: str, seal: ReasoningSeal | None = None) -> JsonObject:
-        """Return the item as it stands; ``seal`` seals reasoning too."""
+        """The item as it stands; ``seal`` seals reasoning too."""
         text = "".join(self._pieces)
         item: JsonObject = {"id": self._id["item_id"], "type": self._kind}
         if self._tool is not None:

@@ -72,7 +72,7 @@ def input_messages(items: str | Sequence[Item], instructions: str | None, *, tak
 
 
 def additional_tools(items: str | Sequence[Item]) -> list[Item]:
-    """Return the tools that items of an ``input`` bring, beside those of the body."""
+    """The tools that items of an ``input`` bring, beside those of the body."""
     found: list[Item] = []
     for item in () if isinstance(items, str) else items:
         tools = item.get("tools") if item.get("type") == "additional_tools" else None

@@ -30,7 +30,7 @@ NAMES = {
 
 
 def chat_body(body: ResponsesBody, *, takes_images: bool = False, seal: ReasoningSeal | None = None) -> ChatBody:
-    """Return the chat that answers ``body``, for a model that ``takes_images`` or not; raises ``RequestError`` that
+    """The chat that answers ``body``, for a model that ``takes_images`` or not; raises ``RequestError`` that
     names a field of ``body``.  ``seal`` opens reasoning; None: sealed reasoning is left out."""
     check_responses_body(body)
     shared = (GenerationBody.model_fields.keys() | ThinkingBody.model_fields.keys()) - {"n", "stream_options"}
@@ -58,7 +58,7 @@ def chat_body(body: ResponsesBody, *, takes_images: bool = False, seal: Reasonin
 
 
 def count_tokens(body: ResponsesBody, processor: InputProcessor) -> int:
-    """Return the length of the prompt that ``body`` has; raises ``RequestError``."""
+    """The length of the prompt that ``body`` has; raises ``RequestError``."""
     asked = chat_body(body, takes_images=processor.images is not None, seal=processor.chat.seal)
     try:
         chat = chat_prompt(asked, processor)
@@ -105,7 +105,7 @@ def _response_format(body: ResponsesBody) -> dict[str, Any] | None:
 def prepare_response(
     body: ResponsesBody, processor: InputProcessor, model: str, defaults: Mapping[str, Any] | None = None
 ) -> PreparedFromChat:
-    """Return the engine requests of a response, and what makes answers of their outputs; ``RequestError`` names a field
+    """The engine requests of a response, and what makes answers of their outputs; ``RequestError`` names a field
     of ``body``."""
     seal = processor.chat.seal
     chat = chat_body(body, takes_images=processor.images is not None, seal=seal)

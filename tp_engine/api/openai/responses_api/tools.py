@@ -48,7 +48,7 @@ class CallableTool:
     client: ClientTool | None = None
 
     def within(self, namespace: str | None) -> CallableTool:
-        """Return the tool as one of ``namespace``; as it is for None."""
+        """The tool as one of ``namespace``; as it is for None."""
         if namespace is None:
             return self
         return replace(self, function={**self.function, "name": flat_name(namespace, self.name)}, namespace=namespace)
@@ -63,7 +63,7 @@ class ResponseTools:
 
     @classmethod
     def of(cls, tools: Iterable[Mapping[str, Any]]) -> ResponseTools:
-        """Return the tools of a body.  Raises ``RequestError``."""
+        """The tools of a body.  Raises ``RequestError``."""
         found: list[CallableTool] = []
         left_out: dict[str, None] = {}
         for number, tool in enumerate(tools):
@@ -90,7 +90,7 @@ class ResponseTools:
         return {tool.function["name"]: tool for tool in reversed(self.tools)}
 
     def called(self, name: str) -> CallableTool:
-        """Return the tool that the model calls by ``name``; one that the body lacks is a function of that name."""
+        """The tool that the model calls by ``name``; one that the body lacks is a function of that name."""
         return self._by_name.get(name) or CallableTool(function={"name": name}, name=name)
 
     def for_chat(self, choice: str | Mapping[str, Any] | None) -> tuple[list[dict[str, Any]] | None, Any]:
@@ -151,17 +151,17 @@ class ResponseTools:
 
 
 def flat_name(namespace: object, name: object) -> str:
-    """Return what the model sees as the name of a function of a namespace, as in vLLM."""
+    """What the model sees as the name of a function of a namespace, as in vLLM."""
     return f"{namespace}__{name}"
 
 
 def custom_arguments(text: str) -> str:
-    """Return the arguments of the function that stands for a custom tool which is called with ``text``."""
+    """The arguments of the function that stands for a custom tool which is called with ``text``."""
     return json.dumps({_INPUT: text}, ensure_ascii=False)
 
 
 def custom_input(arguments: str) -> str:
-    """Return the text that a custom tool was called with, as far as it has come; arguments of another form are the
+    """The text that a custom tool was called with, as far as it has come; arguments of another form are the
     text."""
     try:
         text = from_json(arguments, allow_partial="trailing-strings")[_INPUT]

@@ -23,11 +23,11 @@ class ArgumentTypes:
         self.names = tuple(self._properties)  # in the order in which they may come without a key
 
     def of(self, key: str) -> Types | None:
-        """Return the JSON types that argument ``key`` may have; None if the schema does not say."""
+        """The JSON types that argument ``key`` may have; None if the schema does not say."""
         return self._root.allowed_types(self._properties.get(key)) or None
 
     def lacks(self, key: str) -> bool:
-        """Return whether the schema names arguments, and ``key`` is none of them."""
+        """Whether the schema names arguments, and ``key`` is none of them."""
         return bool(self._properties) and key not in self._properties
 
 
@@ -35,12 +35,12 @@ NO_TYPES = ArgumentTypes({})
 
 
 def is_text(types: Types | None) -> bool:
-    """Return whether a value of ``types`` is text, however it looks."""
+    """Whether a value of ``types`` is text, however it looks."""
     return types == _STRING
 
 
 def json_value(text: str, types: Types | None) -> str:
-    """Return the JSON text of a value that the model wrote as ``text``; what does not fit ``types`` is a string."""
+    """The JSON text of a value that the model wrote as ``text``; what does not fit ``types`` is a string."""
     as_string = json.dumps(text, ensure_ascii=False)
     if is_text(types):
         return as_string

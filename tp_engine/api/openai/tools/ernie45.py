@@ -26,7 +26,7 @@ class ResponseMarks:
         return next(self._reading)
 
     def finish(self, *, cut_off: bool) -> str:
-        """Return the text that was held back.  ``cut_off``: a limit ended the text; drop half a mark."""
+        """The text that was held back.  ``cut_off``: a limit ended the text; drop half a mark."""
         return "" if cut_off or self._is_behind else self._pending
 
     def _read(self, opening: str, closing: str) -> Iterator[str]:

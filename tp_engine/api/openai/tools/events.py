@@ -48,7 +48,7 @@ ChatEvent: TypeAlias = ReasoningText | ContentText | CallStarted | CallArguments
 
 
 def unread_arguments(text: object) -> dict[str, object]:
-    """Return the object that stands for text that is not arguments, as Anthropic's documentation advises.
+    """The object that stands for text that is not arguments, as Anthropic's documentation advises.
 
     An empty one would be a call with defaults, which clients run.
     """
@@ -56,5 +56,5 @@ def unread_arguments(text: object) -> dict[str, object]:
 
 
 def openai_call_id(name: str) -> str:
-    """Return a fresh id of a call of ``name``, as OpenAI's API writes it."""
+    """A fresh id of a call of ``name``, as OpenAI's API writes it."""
     return f"call_{uuid.uuid4().hex[:24]}"

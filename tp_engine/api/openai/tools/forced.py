@@ -25,7 +25,7 @@ _SEPARATORS = re.compile(f"[{re.escape(SEPARATORS)}]*")
 def forced_calls(
     form: ForcedForm, marks: tuple[str, ...], tools: ToolRequest, tokens: TokenWriting, like: StructuredOutputsParams
 ) -> str:
-    """Return the grammar, in Lark, of the calls that ``tools`` force, in a model's own ``form``.
+    """The grammar, in Lark, of the calls that ``tools`` force, in a model's own ``form``.
 
     ``marks`` may be special tokens; arguments have white space as in the constraint ``like``.
     """

@@ -46,7 +46,7 @@ class ArgumentForm(ABC):
     """One way to write arguments."""
 
     def fits(self, schema: _Schema) -> bool:
-        """Return whether this form can keep ``schema``, which is one of objects."""
+        """Whether this form can keep ``schema``, which is one of objects."""
         try:
             self.write("arguments", schema, FormWriting((), None, StructuredOutputsParams(json_object=True)))
         except UnfitError:
@@ -60,7 +60,7 @@ class ArgumentForm(ABC):
 
     @abstractmethod
     def written(self, arguments: Mapping[str, Any]) -> str:
-        """Return arguments as a model writes them."""
+        """Arguments as a model writes them."""
 
 
 class PlacedRoot(SchemaRoot):
@@ -72,7 +72,7 @@ class PlacedRoot(SchemaRoot):
         self.number = number
 
     def key(self, text: str) -> str:
-        """Return what tells rules for the schema ``text`` from those of other tools, whose definitions are others."""
+        """What tells rules for the schema ``text`` from those of other tools, whose definitions are others."""
         return str(self.number) if '"$ref"' in text else ""
 
 
@@ -92,7 +92,7 @@ class FormWriting:
     _num_characters: int = 0
 
     def root(self, schema: _Schema) -> PlacedRoot:
-        """Return ``schema`` as that of the next tool."""
+        """``schema`` as that of the next tool."""
         self._num_roots += 1
         return PlacedRoot(schema, self._num_roots)
 
@@ -107,7 +107,7 @@ class FormWriting:
             raise UnfitError
 
     def text(self, text: str, name: str = "") -> str:
-        """Return ``text``, in which NAME is ``name``, and each of ``WORDS`` a terminal."""
+        """``text``, in which NAME is ``name``, and each of ``WORDS`` a terminal."""
         if self.tokens is None:
             return _NOTHING
         pieces = "|".join(map(re.escape, (*sorted(self.marks, key=len, reverse=True), *WORDS)))
@@ -116,7 +116,7 @@ class FormWriting:
         return " ".join(written) or _NOTHING
 
     def json(self, schema: Any, root: PlacedRoot) -> str:
-        """Return the name of a rule: JSON that follows ``schema``, a part of ``root``."""
+        """The name of a rule: JSON that follows ``schema``, a part of ``root``."""
         found = {"enum": []} if schema is False else {} if schema is True else without_notes(schema)
         key = json.dumps(found)
         whole = {**root.definitions, **found} if '"$ref"' in key else found
@@ -125,14 +125,14 @@ class FormWriting:
         )
 
     def until(self, text: str, end: str, stops: Sequence[str] = ()) -> str:
-        """Return the name of a rule: a text that matches the expression ``text``, and ``end`` behind it.
+        """The name of a rule: a text that matches the expression ``text``, and ``end`` behind it.
 
         The text has none of ``stops``.
         """
         return self.shared(("text", text, end, *stops), lambda name: self._add_until(name, text, end, stops))
 
     def shared(self, key: tuple[str, ...], add: Callable[[str], None]) -> str:
-        """Return the name of the rule that ``key`` stands for; ``add`` adds the rule of a new name."""
+        """The name of the rule that ``key`` stands for; ``add`` adds the rule of a new name."""
         if key not in self._names:
             name = self._names[key] = f"value_{len(self._names)}"
             add(name)
@@ -260,7 +260,7 @@ class LiteralArguments(ArgumentForm):
         return f"{rule}_s0"
 
     def _value(self, schema: Any, root: PlacedRoot, writing: FormWriting, depth: int) -> str:
-        """Return the name of the rule of a value; values that are alike share it, unless they refer to other parts."""
+        """The name of the rule of a value; values that are alike share it, unless they refer to other parts."""
         key = json.dumps(schema) if not isinstance(schema, Mapping) else json.dumps(without_notes(schema))
         if depth > _MAX_DEPTH or (not self.quote and _REFERENCE.search(key)):
             raise UnfitError

@@ -33,7 +33,7 @@ _PROCESS = IsolatedProcess()
 
 
 def forced_schema(tools: ToolRequest) -> StructuredOutputsParams | None:
-    """Return the constraint of an answer whose calls are JSON without marks, as in ``ToolRequest.schema``; None if no
+    """The constraint of an answer whose calls are JSON without marks, as in ``ToolRequest.schema``; None if no
     call is forced.  Raises ``RequestError``."""
     if tools.choice == "auto":
         return None
@@ -52,7 +52,7 @@ def forced_grammar(
     *,
     thinks: bool,
 ) -> str | None:
-    """Return the grammar, in Lark, of the calls that ``tools`` force, in a model's own ``form``.
+    """The grammar, in Lark, of the calls that ``tools`` force, in a model's own ``form``.
 
     None if that form cannot keep a schema, or is not known: then calls are JSON without marks.  In messages they
     stand behind reasoning if the model ``thinks``.  White space is as in ``like``.  Raises ``RequestError``.

@@ -18,13 +18,13 @@ _VERSION = re.compile(r"<tool_sep(:[^<>\s]+)?>")
 
 
 def version_of(tokens: Iterable[str]) -> str:
-    """Return what the marks among a tokenizer's tokens end in; that of the published models if there are none."""
+    """What the marks among a tokenizer's tokens end in; that of the published models if there are none."""
     found = {match[1] or "" for token in tokens if (match := _VERSION.fullmatch(token))}
     return max(found, key=lambda version: (version == _PUBLISHED, version), default=_PUBLISHED)
 
 
 def tool_format(tokens: Iterable[str] = ()) -> ToolFormat:
-    """Return the format of the version that a tokenizer has."""
+    """The format of the version that a tokenizer has."""
     return _of_version(version_of(tokens))
 
 

@@ -65,7 +65,7 @@ class CallBlock:
     drops: tuple[str, ...] = ()
 
     def format(self, models: str, *, call_ids: CallIds = lambda tools: openai_call_id, **fields: Any) -> ToolFormat:
-        """Return the format of ``models`` that write calls so; ``fields`` are others of ``ToolFormat``."""
+        """The format of ``models`` that write calls so; ``fields`` are others of ``ToolFormat``."""
         marks = (*self.opens, self.close, *self.between, self.arguments, *self.in_head, *self.drops)
         return ToolFormat(
             models=models,

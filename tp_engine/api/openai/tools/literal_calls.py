@@ -58,7 +58,7 @@ class LiteralMarks:
     drops: tuple[str, ...] = ()
 
     def format(self, models: str, **fields: Any) -> ToolFormat:
-        """Return the format of ``models`` that write calls so; ``fields`` are others of ``ToolFormat``."""
+        """The format of ``models`` that write calls so; ``fields`` are others of ``ToolFormat``."""
         quotes = () if self.language.escapes else self.language.quotes
         return ToolFormat(
             models=models,

@@ -41,17 +41,17 @@ class Language:
     bare_texts: bool = False
 
     def pattern(self, quote: str) -> re.Pattern[str]:
-        """Return what to look for in a string of ``quote``, or, if that is empty, outside of strings."""
+        """What to look for in a string of ``quote``, or, if that is empty, outside of strings."""
         return _pattern(self, quote)
 
     def quote_of(self, text: str) -> str | None:
-        """Return the quote with which ``text`` begins, empty if with none; None if that is not known yet."""
+        """The quote with which ``text`` begins, empty if with none; None if that is not known yet."""
         if any(len(text) < len(quote) and quote.startswith(text) for quote in self.quotes):
             return None
         return next((quote for quote in self.quotes if text.startswith(quote)), "")
 
     def begun_string(self, text: str) -> tuple[str, int, str] | None:
-        """Return the key, the beginning and the quote of a string that has one, at the beginning of an argument.
+        """The key, the beginning and the quote of a string that has one, at the beginning of an argument.
 
         The quote is empty if it is another argument; None if that is not known yet.
         """
@@ -66,7 +66,7 @@ class Language:
         return key, start + len(quote), quote
 
     def divided(self, text: str) -> tuple[str | None, str]:
-        """Return the key of an argument, None if it has none, and the text behind it."""
+        """The key of an argument, None if it has none, and the text behind it."""
         found = _WORD.match(text)
         assert found is not None
         key, end = found.group().strip(), found.end()
@@ -75,17 +75,17 @@ class Language:
         return key, text[end + len(self.equals) :].lstrip()
 
     def settled(self, text: str, quote: str) -> int:
-        """Return how many characters of ``text``, in a string of ``quote``, mean the same whatever follows."""
+        """How many characters of ``text``, in a string of ``quote``, mean the same whatever follows."""
         length = len(text) - partial_suffix(text, quote)
         found = _SETTLED.match(text, 0, length)
         return found.end() if found is not None and self.escapes else length
 
     def unescaped(self, text: str) -> str:
-        """Return what ``text`` in a string means."""
+        """What ``text`` in a string means."""
         return valid_unicode(_ESCAPE.sub(_unescaped, text)) if self.escapes else text
 
     def string_end(self, text: str, start: int, quote: str) -> int | None:
-        """Return the place behind the quote that ends a string whose text begins at ``start``; None if none does."""
+        """The place behind the quote that ends a string whose text begins at ``start``; None if none does."""
         while (found := self.pattern(quote).search(text, start)) is not None:
             if found.group() == quote:
                 return found.end()
@@ -112,7 +112,7 @@ class LiteralReader:
         self._depth = 0
 
     def argument(self, name: str, types: ArgumentTypes) -> tuple[str | None, str]:
-        """Return the key of the argument, None if it has none, and its value as JSON text.
+        """The key of the argument, None if it has none, and its value as JSON text.
 
         ``name`` is its name in the tool's schema if it has no key.
         """

@@ -86,7 +86,7 @@ class CallMarks:
         return tuple(mark for mark in marks if mark)
 
     def behind(self, mark: str) -> tuple[str, ...]:
-        """Return what must follow ``mark``, which closes a call or a block, if a value in front of it has ended."""
+        """What must follow ``mark``, which closes a call or a block, if a value in front of it has ended."""
         return tuple(one for one in (self.close if mark == self.call_end else "", self.open, self.call) if one)
 
     @property
@@ -95,7 +95,7 @@ class CallMarks:
         return (self.open, self.call) if self.bare else (self.open,)
 
     def format(self, models: str, **fields: Any) -> ToolFormat:
-        """Return the format of ``models`` that write their calls between these marks; ``fields`` are others of
+        """The format of ``models`` that write their calls between these marks; ``fields`` are others of
         ``ToolFormat``.
         """
         return ToolFormat(

@@ -74,7 +74,7 @@ class ToolRequest:
         return {name: ArgumentTypes(schema if isinstance(schema, Mapping) else {}) for name, schema in given.items()}
 
     def argument_schemas(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the schemas that forced arguments follow, with the names of the tools that the choice allows.
+        """The schemas that forced arguments follow, with the names of the tools that the choice allows.
 
         All are for objects.  Those of tools that are not ``strict`` leave out what a grammar cannot keep; others raise
         ``RequestError``.
@@ -86,7 +86,7 @@ class ToolRequest:
         ]
 
     def schema(self) -> dict[str, Any] | None:
-        """Return the JSON schema of the whole output if the choice forces a call, else None.
+        """The JSON schema of the whole output if the choice forces a call, else None.
 
         ``named``: the function's arguments; ``required``: a list of ``{"name": ..., "parameters": ...}``.
         """

@@ -83,7 +83,7 @@ class EventSink:
             self._pieces.append(event.text)
 
     def take(self) -> list[ChatEvent]:
-        """Return the events since the last time."""
+        """The events since the last time."""
         self._join()
         given, self._events = self._events, []
         return given
@@ -252,7 +252,7 @@ class MessageParser(TextParser):
 
 
 def first_mark(text: str, marks: Iterable[str], start: int = 0) -> tuple[int, str] | None:
-    """Return the place and the mark of the first of ``marks`` in ``text`` from ``start`` on; None if there is none."""
+    """The place and the mark of the first of ``marks`` in ``text`` from ``start`` on; None if there is none."""
     found = [(place, mark) for mark in marks if (place := text.find(mark, start)) >= 0]
     return min(found, default=None)
 
@@ -267,7 +267,7 @@ def partial_suffix(text: str, *marks: str) -> int:
 
 
 def num_settled(text: str, marks: Sequence[str]) -> int:
-    """Return how many characters of ``text``, which has none of ``marks``, surely belong to none."""
+    """How many characters of ``text``, which has none of ``marks``, surely belong to none."""
     return len(text) - partial_suffix(text, *marks)
 
 

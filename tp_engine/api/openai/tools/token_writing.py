@@ -20,31 +20,31 @@ class TokenWriting:
 
     @classmethod
     def of(cls, tokenizer: Any | None) -> TokenWriting:
-        """Return how a tokenizer writes marks; without one, they are text."""
+        """How a tokenizer writes marks; without one, they are text."""
         if tokenizer is None:
             return cls({}, {})
         special = _special_ids(tokenizer)
         return cls(special, _grammar_tokens(tokenizer, special), tokenizer)
 
     def special_id(self, mark: str) -> int | None:
-        """Return the special token that is ``mark``, None if there is none."""
+        """The special token that is ``mark``, None if there is none."""
         return self.special.get(mark)
 
     def is_special(self, mark: str) -> bool:
-        """Return whether ``mark`` is a special token, which texts leave out by default."""
+        """Whether ``mark`` is a special token, which texts leave out by default."""
         return mark in self.special
 
     def is_one_token(self, mark: str) -> bool:
-        """Return whether ``mark`` is a token that no text of a grammar can hold."""
+        """Whether ``mark`` is a token that no text of a grammar can hold."""
         return mark in self.apart
 
     def token_id(self, mark: str) -> int | None:
-        """Return the one token that is ``mark``, special or not; None if it has several."""
+        """The one token that is ``mark``, special or not; None if it has several."""
         token_ids = [] if self._tokenizer is None else self._tokenizer.encode(mark, add_special_tokens=False)
         return token_ids[0] if len(token_ids) == 1 else None
 
     def mark(self, mark: str) -> str:
-        """Return what stands for ``mark``: its own token, which may begin it, or its text."""
+        """What stands for ``mark``: its own token, which may begin it, or its text."""
         if mark not in self._written:
             first = max((token for token in self.apart if token and mark.startswith(token)), key=len, default="")
             rest = json.dumps(mark[len(first) :], ensure_ascii=False) if first != mark else ""
@@ -52,12 +52,12 @@ class TokenWriting:
         return self._written[mark]
 
     def any_text(self, rule: str, *marks: str) -> str:
-        """Return the rule of a name for any text, in which those of ``marks`` that are tokens may stand."""
+        """The rule of a name for any text, in which those of ``marks`` that are tokens may stand."""
         special = (self.mark(mark) for mark in marks if self.is_one_token(mark))
         return f"{rule}: ({' | '.join(('/(?s:.+)/', *special))})*"
 
     def text_until(self, rule: str, *marks: str) -> str:
-        """Return the rule of a name for any text up to the first of ``marks``, and that mark.
+        """The rule of a name for any text up to the first of ``marks``, and that mark.
 
         A suffix ends the shortest text that has it; text cannot hold a token of its own.
         """
@@ -72,7 +72,7 @@ class TokenWriting:
 
 @lru_cache(maxsize=4)
 def writing_of(tokenizer: Any | None) -> TokenWriting:
-    """Return ``TokenWriting.of`` a tokenizer that serves many requests."""
+    """``TokenWriting.of`` a tokenizer that serves many requests."""
     return TokenWriting.of(tokenizer)
 
 

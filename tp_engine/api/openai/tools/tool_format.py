@@ -49,7 +49,7 @@ class TemplateMarks:
     lacks: tuple[str, ...] = ()
 
     def fit(self, source: str) -> bool:
-        """Return whether ``source`` is such a template."""
+        """Whether ``source`` is such a template."""
         return all(mark in source for mark in self.has) and not any(mark in source for mark in self.lacks)
 
 
@@ -103,11 +103,11 @@ class ToolFormat:
     of_tokens: Callable[[Iterable[str]], ToolFormat] | None = None
 
     def for_tokens(self, tokens: Iterable[str]) -> ToolFormat:
-        """Return this format, as a model writes it whose tokenizer has these tokens in angle brackets."""
+        """This format, as a model writes it whose tokenizer has these tokens in angle brackets."""
         return self if self.of_tokens is None else self.of_tokens(tokens)
 
     def forced_form(self, tools: ToolRequest) -> ForcedForm | None:
-        """Return the form of the calls that ``tools`` force; None: JSON without marks."""
+        """The form of the calls that ``tools`` force; None: JSON without marks."""
         if self.forced is None or tools.choice == "auto":
             return None
         ways = {version.arguments for version in self.forced.versions}
@@ -115,7 +115,7 @@ class ToolFormat:
         return self.forced if all(fit) else None
 
     def written(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-        """Return calls, pairs of a name and its arguments, as the model writes them; empty if that is not known."""
+        """Calls, pairs of a name and its arguments, as the model writes them; empty if that is not known."""
         form = self.forced
         if form is None:
             return ""
