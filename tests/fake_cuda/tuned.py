@@ -20,7 +20,7 @@ from tp_engine.worker.tuning.tuner import Tuner, WantedShape
 
 SHAPE: dict[str, int | str] = {
     "in": 64, "out": 32, "type": "float32", "codes": "int8", "scales": "none", "group": 0, "row_block": 1, "zeros": 0,
-    "factors": 1, "parts": 0,
+    "factors": 1, "parts": 0, "rows": "whole",
 }  # fmt: skip
 
 

@@ -33,6 +33,7 @@ _BLOCK = 1_000_003  # random numbers that are drawn; a host would need seconds f
 # By operation: the module below ``tp_engine.kernels``, or a whole name with a colon in front, and behind # what it is
 # called there, unless it is ``OPERATION``.
 CANDIDATES: dict[str, str] = {
+    "experts": "experts.experts_candidates",
     "int8_linear": "quantization.int8_products",
     "quantised_linear": "quantization.linear_candidates",
     "gated_delta_net_prefill": "recurrent_candidates#GATED_DELTA_NET",
@@ -75,7 +76,8 @@ class Candidate:
     """One implementation.  ``build`` makes it from weights and their shape; what it returns is called with ``Inputs``.
 
     ``why_not`` says why a shape or a device cannot have it, None if it can.  It takes ``least_rows`` to ``most_rows``
-    rows.  One that is not ``is_quick`` is only for a full search, or a pinned file.
+    rows.  One that is not ``is_quick`` is only for a full search, or a pinned file.  One that rounds what others do not
+    has a ``twin`` of its own, which rounds alike.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Candidate:
     least_rows: int = 1
     most_rows: int = MANY
     is_quick: bool = True
+    twin: "Twin | None" = None
 
     def takes(self, num_rows: int) -> bool:
         """Whether it takes ``num_rows``."""

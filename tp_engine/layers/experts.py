@@ -9,20 +9,21 @@ Either way each rank makes a part of the block's output, and the all-reduce at t
 All ranks route alike, because they start from the same bits.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import nn
 
+from tp_engine.kernels.candidates import Wanted
 from tp_engine.kernels.experts.routing import ExpertLoad
 from tp_engine.layers.attention import current_metadata
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.linear import LocalLinear
 from tp_engine.layers.lora_experts import ExpertAdapters
 from tp_engine.layers.norm import Norm
-from tp_engine.layers.quantization.base import ExpertsProduct, SeparateExperts
+from tp_engine.layers.quantization.base import ExpertsProduct, SeparateExperts, TunedExperts
 from tp_engine.layers.quantization.dense import Dense
 from tp_engine.layers.quantization.experts import share_experts
 from tp_engine.layers.quantization.stored import LinearShape, Part
@@ -100,14 +101,20 @@ class Experts(Layer):
         if context.adapters is not None and context.adapters.of_experts:
             self.adapters = ExpertAdapters(self.shape, context)
 
+    def kernels(self, device_type: str) -> Iterable[Wanted]:
+        if not isinstance(self.format, TunedExperts):
+            return ()
+        found = self.format.tuned_experts(self._weights(), self.shape, self._dtype, device_type)
+        return () if found is None else (found,)
+
+    def _weights(self) -> Mapping[str, nn.Parameter]:
+        others = ("correction", "expert_scale")
+        return {name: weight for name, weight in self.named_parameters(recurse=False) if name not in others}
+
     def finish_loading(self) -> None:
         """Make the product of the loaded weights, then drop the parameters."""
         assert self._product is None, "finish_loading was called twice"
-        weights: Mapping[str, nn.Parameter] = {
-            name: weight
-            for name, weight in self.named_parameters(recurse=False)
-            if name not in ("correction", "expert_scale")
-        }
+        weights = self._weights()
         self._product = self.format.finish_experts(weights, self.shape, self._dtype)
         if self.adapters is not None:
             assert isinstance(self._product, SeparateExperts), "check_expert_adapters refuses other formats"

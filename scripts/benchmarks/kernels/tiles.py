@@ -78,12 +78,13 @@ EXPERTS = {
 def expert_tiles(name: str, shape: Experts, weights: str, num_tokens: int, device: str) -> Iterator[TileCase]:
     """The experts of random routing, beside PyTorch's grouped product of the same pairs."""
     from tp_engine.kernels.experts.experts_triton import TritonExperts
-    from tp_engine.kernels.experts.products_triton import Tiles, tiles_for
+    from tp_engine.kernels.experts.tiles import Tiles, tiles_for
 
     x = torch.randn(num_tokens, shape.hidden, device=device, dtype=torch.bfloat16)
     rule = RoutingRule(top_k=shape.top_k, renormalises=True)
     ids, shares = routing.route(torch.randn(num_tokens, shape.num_experts, device=device), rule, None)
-    current = tiles_for(num_tokens * shape.top_k, shape.num_experts)
+    is_quantised = weights != "none"
+    current = tiles_for(num_tokens * shape.top_k, shape.num_experts, is_quantised=is_quantised)
     block_k = (64, 128) if weights == "none" else (current.block_k,)  # one for all sizes of a batch
     candidates = itertools.product((16, 32, 64, 128), (32, 64, 128), block_k, (4, 8), (3, 4))
     parameters = 3 * shape.hidden * shape.inner

@@ -4,19 +4,29 @@ CUDA (``CASES``), and those that only a full search tries are compiled (``launch
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from tests.unit.kernels.kernel_cases_layer_ops import Case
-from tp_engine.kernels.candidates import MANY, Shape, operation
+from tp_engine.kernels.candidates import MANY, Shape, Twin, operation, why_no_triton
+from tp_engine.kernels.quantization.scaled_products import has_fp8_units
 from tp_engine.worker.tuning.proof import ProofQuestions, largest_error
 
 _QUANTISED: Shape = {
     "in": 128, "out": 64, "type": "bfloat16", "codes": "int4", "scales": "uint8", "group": 32, "row_block": 1,
-    "zeros": 1, "factors": 1, "parts": 0,
+    "zeros": 1, "factors": 1, "parts": 0, "rows": "whole",
 }  # fmt: skip
+_FORMAT = ("codes", "scales", "group", "row_block", "zeros", "factors")
 _WHOLE: Shape = {**_QUANTISED, "scales": "none", "group": 0, "zeros": 0}
+_BLOCKS: Shape = {
+    **_WHOLE, "codes": "e4m3", "scales": "float32", "group": 32, "row_block": 32, "factors": 0, "rows": "e4m3",
+}  # fmt: skip
+_EXPERTS: Shape = {
+    "experts": 3, "of": 4, "top_k": 2, "hidden": 64, "inner": 64, "type": "bfloat16", "parts": 2, "bias": 1,
+    "codes": "none", "rows": "whole",
+}  # fmt: skip
 _RECURRENT: Shape = {"key_heads": 1, "value_heads": 2, "key": 16, "value": 8, "taps": 4, "type": "bfloat16"}
 # Operation, shape, numbers of rows; None: the fewest of each candidate, and one more than a tile has.
 SHAPES: dict[str, tuple[str, Shape, tuple[int, ...] | None]] = {
@@ -29,12 +39,33 @@ SHAPES: dict[str, tuple[str, Shape, tuple[int, ...] | None]] = {
         None,
     ),
     "int8, relu2": ("quantised_linear", {**_WHOLE, "codes": "int8", "parts": 1}, None),
+    "e4m3, rows as well": ("quantised_linear", {**_WHOLE, "codes": "e4m3", "parts": 2, "rows": "e4m3"}, None),
+    "e4m3, blocks, rows as well": ("quantised_linear", _BLOCKS, None),
     "mxfp4": (
         "quantised_linear",
         {**_WHOLE, "codes": "e2m1", "scales": "float8_e8m0fnu", "group": 32, "factors": 0},
         None,
     ),
     "nvfp4": ("quantised_linear", {**_WHOLE, "codes": "e2m1", "scales": "float8_e4m3fn", "group": 16}, None),
+    "experts": ("experts", _EXPERTS, (17,)),
+    "experts, e4m3, rows as well": (
+        "experts",
+        {**_EXPERTS, **{name: _BLOCKS[name] for name in (*_FORMAT, "rows")}},
+        (17,),
+    ),
+    "experts, nvfp4, relu2": (
+        "experts",
+        {
+            **_EXPERTS,
+            **{name: _WHOLE[name] for name in _FORMAT},
+            "codes": "e2m1",
+            "scales": "float8_e4m3fn",
+            "group": 16,
+            "parts": 1,
+            "bias": 0,
+        },
+        (17,),
+    ),
     "gated_delta_net": ("gated_delta_net_prefill", _RECURRENT, (1, 40)),
     "mamba2": ("mamba2_prefill", _RECURRENT, (1, 40)),
     "short_conv": (
@@ -48,17 +79,25 @@ SHAPES: dict[str, tuple[str, Shape, tuple[int, ...] | None]] = {
 
 
 def check_candidates(device: str, name: str) -> None:
-    """Every candidate is within its bound; the code's own choice names candidates of the table."""
+    """Every candidate for such weights is within its bound, but a library's, which GPUs have; the code's own choice
+    names candidates of the table.  Products of codes are for rows that may be rounded."""
     table, shape, where = operation(SHAPES[name][0]), SHAPES[name][1], torch.device(device)
     weights = table.weights(shape, where, torch.Generator().manual_seed(0))
-    questions = ProofQuestions(table, weights, shape, where)
+    asked: dict[Twin | None, ProofQuestions] = {None: ProofQuestions(table, weights, shape, where)}
     default = table.default(shape, where)
     assert default[-1][0] == MANY and all(table.named(one) for _, one in default)
     for candidate in table.candidates:
+        reason = candidate.why_not(shape, where)
+        if reason not in (None, why_no_triton(shape, where)) or (where.type == "cpu" and "library" in candidate.name):
+            continue
+        if candidate.twin is not None and candidate.twin not in asked:
+            asked[candidate.twin] = ProofQuestions(replace(table, twin=candidate.twin), weights, shape, where)
         rows = SHAPES[name][2] or sorted({candidate.least_rows, min(candidate.most_rows, 17)} - {0})
         run = candidate.build(weights, shape)
-        error, at = largest_error(run, questions, filter(candidate.takes, rows), where)
+        error, at = largest_error(run, asked[candidate.twin], filter(candidate.takes, rows), where)
         assert error <= 1, (candidate.name, error, at)
+    has_codes = len(asked) == 2
+    assert has_codes == (shape.get("rows") == "e4m3") or (where.type == "cuda" and not has_fp8_units(where))
 
 
 CASES: dict[str, Case] = {f"candidates-{name}": partial(check_candidates, name=name) for name in SHAPES}

@@ -131,13 +131,13 @@ def _widened(weights: ExpertWeights[torch.Tensor]) -> ExpertWeights[torch.Tensor
 
 def check_grouped_mm(device: str, first: int) -> None:
     """Oracle: the twin in float64; large prompts through PyTorch's grouped product, here of few pairs."""
-    from tp_engine.kernels.experts.experts_triton import TritonExperts
+    from tp_engine.kernels.experts.experts_triton import LibraryExperts
 
     weights = make_weights(4, 64, 32, torch.bfloat16, device, bias=False, first=first)
     x, ids = random((30, 64), torch.bfloat16, device), make_ids("spread", 30, 3, 4 + 2 * first, device)
     shares = random((30, 3), torch.float32, device, 5).sigmoid()
     exact = mix_experts(x.double(), ids, shares, _widened(weights))
-    product = TritonExperts(weights, grouped=dense_grouped_experts(weights), grouped_mm_from=0)
+    product = LibraryExperts(weights, dense_grouped_experts(weights))
     found, twin = product(x, ids, shares), mix_experts(x, ids, shares, weights)
     assert_close_enough(found, twin, exact, granted=exact.abs().max().item() * 4)
 

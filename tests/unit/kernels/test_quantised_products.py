@@ -9,7 +9,9 @@ from tests.unit.kernels.kernel_cases_layer_ops import random
 from tests.unit.kernels.kernel_harness import needs_triton
 from tp_engine.cpu.library import native_library
 from tp_engine.kernels import layer_ops
+from tp_engine.kernels.candidates import MANY, Choice, Choices, key_of
 from tp_engine.kernels.experts.experts import ExpertWeights, mix_experts
+from tp_engine.kernels.quantization.linear_candidates import NAME, shape_of
 from tp_engine.kernels.quantization.row_codes import RowCodes, quantise_rows
 from tp_engine.kernels.quantization.scaled_products import BlockProduct, RowwiseProduct, random_codes
 from tp_engine.kernels.quantization.weights import QuantisedWeight, multiply_quantised
@@ -21,7 +23,7 @@ from tp_engine.layers.quantization.quantised_products import (
     gated_pair,
     wanted_codes,
 )
-from tp_engine.model_config.mlp import SILU
+from tp_engine.model_config.mlp import SILU, ExpertsSpec, RoutingRule
 
 
 def random_weight(*shape: int) -> QuantisedWeight:
@@ -62,7 +64,8 @@ def test_experts_on_a_cpu(has_library: bool) -> None:
     )  # fmt: skip
     x, shares = (random((5, size), torch.float32, "cpu") for size in (40, 2))
     ids = torch.tensor([[0, 2]] * 5, dtype=torch.int32)
-    product = choose_experts(weights, 2, x.dtype)
+    spec = ExpertsSpec(num_experts=4, inner_size=8, rule=RoutingRule(top_k=2))
+    product = choose_experts(weights, spec, x.dtype)
     expected = mix_experts(x, ids, shares, weights)
     torch.testing.assert_close(product(x, ids, shares), expected, rtol=1e-5, atol=1e-5)
     assert product.is_recordable is has_library
@@ -84,6 +87,27 @@ def test_gated_pair(has_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = pair(x, *biases)
     assert torch.equal(expected, down(gate_up(x, biases[0]), biases[1]))
     assert torch.equal(pair(RowCodes(*quantise_rows(x)), *biases), expected)
+
+
+@needs_triton
+def test_a_device_chooses_where_codes_begin() -> None:
+    """Oracle: the last line of the choice: more rows than those before it become codes, in norms as well; a pair of
+    products takes them where both do.  Rows that must not be rounded have no such choice."""
+    blocks = random_codes(torch.Generator().manual_seed(1), 128, 256, has_blocks=True)
+    found = {}
+    for least, activation in ((16, SILU), (32, None)):
+        shape = shape_of(blocks, torch.bfloat16, activation, rounds_rows=True)
+        tiles = "tiles-16x32x64-w4-s4" if least == 16 else "tiles-32x32x64-w4-s4"
+        choice: Choice = ((least, tiles), (MANY, "codes-64x128x128-w8-s4"))
+        choices = Choices({key_of(NAME, shape): choice})
+        found[least] = TritonQuantised(blocks, activation, rounds_rows=True, choices=choices)
+        assert TritonQuantised(blocks, activation, choices=choices).scaled is None
+    assert [one.few_rows for one in found.values()] == [16, 32] and found[16].made_by.startswith(
+        "Triton, above 16 rows"
+    )
+    wanted, pair = wanted_codes([*found.values()]), gated_pair(found[16], found[32])
+    assert wanted is not None and (wanted.rule.group, wanted.more_than) == (128, 32)
+    assert pair is not None and pair.more_than == 32
 
 
 @needs_triton

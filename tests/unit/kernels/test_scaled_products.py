@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from tests.unit.kernels.kernel_cases_quantised import make_weight
 from tp_engine.kernels.experts.experts import ExpertWeights
-from tp_engine.kernels.experts.grouped import GroupedExperts, grouped_experts
+from tp_engine.kernels.experts.grouped import GroupedExperts, why_no_grouped
 from tp_engine.kernels.layer_ops import gate
 from tp_engine.kernels.quantization import scaled_products
 from tp_engine.kernels.quantization.row_codes import CODE_DTYPE, multiply_rounded, quantise_rows, rounded_rows
@@ -18,7 +18,7 @@ from tp_engine.kernels.quantization.scaled_products import (
     RowwiseProduct,
     ScaledGroupedProduct,
     agrees_with_twin,
-    grouped_scaled_product,
+    has_grouped_product,
     random_codes,
     row_scales,
     scaled_product,
@@ -144,7 +144,7 @@ def grouped_on_cpu(
 def test_stack_is_compared_with_the_twin() -> None:
     """Oracle: right with the library's arithmetic, wrong if two experts are exchanged; there is none on a CPU."""
     stack, cpu = random_stack(2, 32, 64), CPU
-    assert not agrees_with_twin("stack", cpu) and grouped_scaled_product(stack) is None
+    assert not agrees_with_twin("stack", cpu) and not has_grouped_product(stack, cpu)
     with patch.object(torch, "_scaled_grouped_mm", grouped_on_cpu):
         assert agrees_with_twin("stack", cpu)
     with patch.object(
@@ -157,16 +157,16 @@ def test_which_stacks_have_a_product() -> None:
     """Oracle: as for one weight: 8-bit floats, rows of 16 bytes, a scale per row; experts without biases."""
     with patch.object(scaled_products, "_is_right", return_value=True):
         whole = make_weight("e4m3", (2, 32, 64), group=64, row_block=32)
-        assert grouped_scaled_product(whole) is not None
-        assert grouped_scaled_product(make_weight("e4m3", (2, 32, 64), group=16, row_block=16)) is None
-        assert grouped_scaled_product(make_weight("e4m3", (2, 24, 64), factors=True)) is None
-        assert grouped_scaled_product(make_weight("int8", (2, 32, 64), factors=True)) is None
+        assert has_grouped_product(whole, CPU)
+        assert not has_grouped_product(make_weight("e4m3", (2, 32, 64), group=16, row_block=16), CPU)
+        assert not has_grouped_product(make_weight("e4m3", (2, 24, 64), factors=True), CPU)
+        assert not has_grouped_product(make_weight("int8", (2, 32, 64), factors=True), CPU)
         for bias, quantises, is_there in ((False, True, True), (False, False, False), (True, True, False)):
             weights = ExpertWeights(
                 gate_up=random_stack(2, 64, 32), down=random_stack(2, 32, 32), first=0, activation=SILU,
                 gate_up_bias=torch.zeros(2, 64) if bias else None, down_bias=None,
             )  # fmt: skip
-            assert (grouped_experts(weights, quantises_activations=quantises) is not None) == is_there
+            assert (why_no_grouped(weights, CPU, rounds_rows=quantises) is None) == is_there
     scales = row_scales(whole)
     assert scales.shape == (2, 32) and torch.equal(scales[1], row_scales(whole.expert(1)))
 

@@ -3,6 +3,7 @@
 ::
 
     sort            pairs of a token and an expert, by expert                         sort_triton
+    (codes          x, and inner, as 8-bit floats, if both products are of codes)     row_codes_triton
     gate and up     x of the pairs -> inner[pair], activated                          products_triton
     down            inner of the pairs -> outputs[pair]
     sum             program (token, columns): outputs of the token's pairs times their weights, in the order of j
@@ -23,13 +24,12 @@ import triton.language as tl
 from tp_engine.kernels.dependent_launch_triton import begin_row_block, launch_row_blocks
 from tp_engine.kernels.experts.experts import ExpertWeights, Weights
 from tp_engine.kernels.experts.grouped import GroupedExperts
-from tp_engine.kernels.experts.products_triton import Tiles, multiply_pairs, tiles_for
+from tp_engine.kernels.experts.products_triton import multiply_pairs
 from tp_engine.kernels.experts.sort_triton import sort_pairs
+from tp_engine.kernels.experts.tiles import Tiles, tiles_for
 from tp_engine.kernels.jit import jit
-
-# Average pairs per expert from which PyTorch's grouped products take over, on GPUs that have them.  In bfloat16, at
-# 32,768 tokens, VeOmni measured 242 against 215 TFLOP/s for 128 experts, and 181 against 71 for 512.
-GROUPED_MM_FROM = 512
+from tp_engine.kernels.quantization.row_codes import RowCodes, Rows, rule_for
+from tp_engine.kernels.quantization.row_codes_triton import quantise_rows_triton
 
 
 @triton.jit(do_not_specialize=["first_expert"])
@@ -62,50 +62,74 @@ def add_gated_kernel(total, x, gates, stride, SIZE: tl.constexpr, BLOCK: tl.cons
 
 
 class TritonExperts:
-    """``experts.mix_experts`` of ``weights``; shapes follow from the number of tokens alone.
+    """``kernels.experts.mix_experts`` of ``weights``; shapes follow from the number of tokens alone.
 
-    ``grouped`` multiplies many pairs, if it is given; ``tiles`` replaces the choice from ``TILES``, and
-    ``grouped_mm_from`` replaces ``GROUPED_MM_FROM``.
+    ``tiles`` replaces the choice by the number of pairs.  If it ``rounds_rows``, both products read their rows as codes
+    of 8-bit floats, with a scale where the weight has one.
     """
 
     is_recordable = True
 
     def __init__(
-        self,
-        weights: ExpertWeights[Weights],
-        tiles: Tiles | None = None,
-        *,
-        grouped: GroupedExperts | None = None,
-        grouped_mm_from: int = GROUPED_MM_FROM,
+        self, weights: ExpertWeights[Weights], tiles: Tiles | None = None, *, rounds_rows: bool = False
     ) -> None:
         gate_up, down = weights.gate_up, weights.down
+        self._is_quantised = not isinstance(gate_up, torch.Tensor)
         if not isinstance(gate_up, torch.Tensor) and not isinstance(down, torch.Tensor):
             gate_up, down = (one.map(torch.Tensor.contiguous) for one in (gate_up, down))
             weights = replace(weights, gate_up=gate_up, down=down)
-        self._weights, self._tiles, self._grouped = weights, tiles, grouped
-        self._grouped_mm_from = grouped_mm_from * weights.down.shape[0]
+        self._weights, self._tiles, self._rounds_rows = weights, tiles, rounds_rows
 
     def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         experts, (num_tokens, top_k) = self._weights, expert_ids.shape
-        num_experts, hidden, _ = experts.down.shape
-        out = torch.empty_like(x)
+        num_experts = experts.down.shape[0]
         if not num_tokens:
-            return out
+            return torch.empty_like(x)
         assert x.is_contiguous(), x.stride()
-        num_pairs = num_tokens * top_k
-        if self._grouped is not None and num_pairs >= self._grouped_mm_from:
-            outputs = self._grouped(x, expert_ids, num_experts)
-        else:
-            tiles = self._tiles or tiles_for(num_pairs, num_experts)
-            order = sort_pairs(expert_ids, experts.first, num_experts, tiles.block_m)
-            inner = multiply_pairs(
-                x, experts.gate_up, experts.gate_up_bias, order, tiles,
-                pairs_per_row=top_k, activation=experts.activation,
-            )  # fmt: skip
-            outputs = multiply_pairs(inner, experts.down, experts.down_bias, order, tiles)
-        arguments = outputs, expert_ids, weights, out, experts.first
-        launch_row_blocks(sum_kernel, x, num_tokens, hidden, *arguments, EXPERTS=num_experts, TOP_K=top_k)
-        return out
+        tiles = self._tiles or tiles_for(num_tokens * top_k, num_experts, is_quantised=self._is_quantised)
+        order = sort_pairs(expert_ids, experts.first, num_experts, tiles.block_m)
+        inner = multiply_pairs(
+            self._rows(x, experts.gate_up), experts.gate_up, experts.gate_up_bias, order, tiles,
+            pairs_per_row=top_k, activation=experts.activation,
+        )  # fmt: skip
+        outputs = multiply_pairs(self._rows(inner, experts.down), experts.down, experts.down_bias, order, tiles)
+        return add_up_pairs(x, outputs, expert_ids, weights, experts.first, num_experts)
+
+    def _rows(self, x: torch.Tensor, weight: Weights) -> Rows:
+        if not self._rounds_rows:
+            return x
+        assert not isinstance(weight, torch.Tensor), "codes are multiplied with codes"
+        return RowCodes(*quantise_rows_triton(x, rule_for(weight).group))
+
+
+class LibraryExperts:
+    """``mix_experts`` by a library's grouped products."""
+
+    is_recordable = True
+
+    def __init__(self, weights: ExpertWeights[Weights], grouped: GroupedExperts) -> None:
+        self._first, self._num_experts, self._grouped = weights.first, weights.down.shape[0], grouped
+
+    def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        outputs = self._grouped(x, expert_ids, self._num_experts)
+        return add_up_pairs(x, outputs, expert_ids, weights, self._first, self._num_experts)
+
+
+def add_up_pairs(
+    x: torch.Tensor,
+    outputs: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weights: torch.Tensor,
+    first: int,
+    num_experts: int,
+) -> torch.Tensor:
+    """``outputs`` (N * k, hidden) of pairs times ``weights`` (N, k), added up in the order of k: like ``x``, which may
+    not be contiguous."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    num_tokens, top_k = expert_ids.shape
+    arguments = outputs, expert_ids, weights, out, first
+    launch_row_blocks(sum_kernel, x, num_tokens, x.shape[1], *arguments, EXPERTS=num_experts, TOP_K=top_k)
+    return out
 
 
 def add_gated_triton(total: torch.Tensor, x: torch.Tensor, gates: torch.Tensor) -> None:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from tp_engine.kernels.experts.experts import ExpertWeights, Weights
 from tp_engine.kernels.ops import op
-from tp_engine.kernels.quantization.scaled_products import grouped_scaled_product
+from tp_engine.kernels.quantization.scaled_products import ScaledGroupedProduct, has_grouped_product
 from tp_engine.model_config.mlp import Activation
 
 _CAPABILITY = (9, 0)
@@ -77,29 +77,35 @@ class GroupedExperts:
         return torch.empty_like(outputs).index_copy_(0, found.indices, outputs)
 
 
-def dense_grouped_experts(weights: ExpertWeights[torch.Tensor]) -> GroupedExperts:
-    """The products of ``weights``, without asking whether the device has them."""
+def dense_grouped_experts(weights: ExpertWeights[Weights]) -> GroupedExperts:
+    """The products of unquantised ``weights``, without looking whether the device has them."""
+    assert isinstance(weights.gate_up, torch.Tensor) and isinstance(weights.down, torch.Tensor)
     return GroupedExperts(DenseGrouped(weights.gate_up), DenseGrouped(weights.down), weights.activation, weights.first)
 
 
-def grouped_experts(weights: ExpertWeights[Weights], *, quantises_activations: bool = False) -> GroupedExperts | None:
-    """The grouped products of these experts on their device; None if there are none.
+def grouped_experts(weights: ExpertWeights[Weights]) -> GroupedExperts:
+    """The grouped products of ``weights`` that have them (``why_no_grouped``)."""
+    if isinstance(weights.gate_up, torch.Tensor):
+        return dense_grouped_experts(weights)
+    assert not isinstance(weights.down, torch.Tensor)
+    products = ScaledGroupedProduct(weights.gate_up), ScaledGroupedProduct(weights.down)
+    return GroupedExperts(*products, weights.activation, weights.first)
 
-    ``quantises_activations``: rows may be rounded to 8 bits.
+
+def why_no_grouped(weights: ExpertWeights[Weights], device: torch.device, *, rounds_rows: bool) -> str | None:
+    """Why experts like these have no grouped products on ``device``.
+
+    ``rounds_rows``: rows may be rounded to 8 bits.
     """
     if weights.gate_up_bias is not None or weights.down_bias is not None:
-        return None
-    gate_up, own = weights.gate_up, weights.down
-    if isinstance(gate_up, torch.Tensor) and isinstance(own, torch.Tensor):
-        if own.device.type != "cuda" or own.dtype != torch.bfloat16 or own.shape[1] % 8 or own.shape[2] % 8:
-            return None  # rows must have whole 16 bytes
-        is_capable = torch.cuda.get_device_capability(own.device) >= _CAPABILITY
-        if not is_capable:
-            return None
-        return GroupedExperts(DenseGrouped(gate_up), DenseGrouped(own), weights.activation, weights.first)
-    if not quantises_activations or isinstance(gate_up, torch.Tensor) or isinstance(own, torch.Tensor):
-        return None
-    products = grouped_scaled_product(gate_up), grouped_scaled_product(own)
-    if products[0] is None or products[1] is None:
-        return None
-    return GroupedExperts(products[0], products[1], weights.activation, weights.first)
+        return "the library's products have no biases"
+    both = weights.gate_up, weights.down
+    if isinstance(both[0], torch.Tensor) and isinstance(both[1], torch.Tensor):
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) < _CAPABILITY:
+            return "it needs a GPU of compute capability 9.0"
+        is_aligned = both[1].dtype == torch.bfloat16 and not both[1].shape[1] % 8 and not both[1].shape[2] % 8
+        return None if is_aligned else "it needs rows of whole 16 bytes, in bfloat16"
+    if not rounds_rows:
+        return "the library multiplies no values with codes"
+    has_both = all(not isinstance(one, torch.Tensor) and has_grouped_product(one, device) for one in both)
+    return None if has_both else "PyTorch has no such product here, or it is wrong"

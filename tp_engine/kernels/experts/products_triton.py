@@ -7,7 +7,7 @@
 Weights have the type of ``x``, or are quantised and widened in registers (``quantization/sums_triton.py``).
 """
 
-from typing import Any, NamedTuple, no_type_check
+from typing import Any, no_type_check
 
 import torch
 import triton
@@ -17,39 +17,19 @@ from tp_engine.kernels.dependent_launch_triton import begin_program, dependent_l
 from tp_engine.kernels.elementwise_triton import RELU2, activation_constants, gated, squared_relu
 from tp_engine.kernels.experts.experts import Weights
 from tp_engine.kernels.experts.sort_triton import PairOrder
+from tp_engine.kernels.experts.tiles import Tiles
 from tp_engine.kernels.jit import jit
-from tp_engine.kernels.quantization.sums_triton import block_columns, quantised_sums, scales_fit_values
+from tp_engine.kernels.quantization.row_codes import Rows
+from tp_engine.kernels.quantization.sums_triton import (
+    block_columns,
+    quantised_sums,
+    row_arguments,
+    scales_fit_values,
+)
 from tp_engine.kernels.quantization.values_triton import DENSE, weight_constants, weight_tensors
 from tp_engine.kernels.quantization.weights import QuantisedWeight
 from tp_engine.model_config.mlp import Activation
 from tp_engine.system.units import ceil_div
-
-
-class Tiles(NamedTuple):
-    """How a grouped product is cut: rows, outputs and columns of a program's tile, its warps and stages.
-
-    Columns for quantised weights follow from their groups instead.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-
-
-# The most pairs per expert, on average, and their tiles.  ``scripts/bench_kernels.py --tiles experts`` times them.
-TILES = (
-    (8, Tiles(16, 64, 64, 4, 4)),
-    (32, Tiles(32, 64, 64, 4, 4)),
-    (128, Tiles(64, 128, 64, 4, 3)),
-    (1 << 30, Tiles(128, 128, 64, 8, 3)),
-)
-
-
-def tiles_for(num_pairs: int, num_experts: int) -> Tiles:
-    """The tiles of ``TILES`` for ``num_pairs``."""
-    return next(tiles for most, tiles in TILES if num_pairs <= most * num_experts)
 
 
 @jit
@@ -76,10 +56,11 @@ def dense_sums(
     return sums, up_sums
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs", "row_scale_stride", "group_scale_stride"])
 @no_type_check
 def grouped_kernel(
-    x, weight, scales, zeros, factors, bias, out, sorted_pairs, block_experts, num_pairs,
+    x, row_scales, weight, scales, zeros, factors, bias, out, sorted_pairs, block_experts, num_pairs, row_scale_stride,
+    group_scale_stride,
     CODES: tl.constexpr, SCALES: tl.constexpr, IN: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     ROW_BLOCK: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_FACTORS: tl.constexpr, FP8_UNITS: tl.constexpr,
     IN_VALUES: tl.constexpr, OUT: tl.constexpr, PAIRS_PER_ROW: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -101,7 +82,11 @@ def grouped_kernel(
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < OUT
     parts: tl.constexpr = 2 if GATED else 1
-    row_place = x + (pair // PAIRS_PER_ROW) * IN
+    row = pair // PAIRS_PER_ROW
+    row_place = x + row * IN
+    scale_place = row_scales
+    if x.dtype.element_ty == tl.float8e4nv:
+        scale_place = row_scales + row * row_scale_stride
     if CODES == 0:
         own = weight + expert * parts * OUT * IN
         sums, up_sums = dense_sums(row_place, is_pair, column, inside, own, IN, OUT, BLOCK_M, BLOCK_N, BLOCK_K, GATED)
@@ -119,16 +104,17 @@ def grouped_kernel(
         up_sums = 0.0
         sums = tl.trans(
             quantised_sums(
-                row_place, is_pair, column, inside, own, own_scales, own_zeros, own_factors, CODES, SCALES, IN, GROUP,
-                GROUPS, ROW_BLOCK, HAS_ZEROS, HAS_FACTORS, FP8_UNITS, IN_VALUES, BLOCK_N, BLOCK_M, BLOCK_K,
+                row_place, is_pair, scale_place, group_scale_stride, column, inside, own, own_scales, own_zeros,
+                own_factors, CODES, SCALES, IN, GROUP, GROUPS, ROW_BLOCK, HAS_ZEROS, HAS_FACTORS, FP8_UNITS, IN_VALUES,
+                BLOCK_N, BLOCK_M, BLOCK_K,
             )
         )  # fmt: skip
         if GATED:
             up_sums = tl.trans(
                 quantised_sums(
-                    row_place, is_pair, column + OUT, inside, own, own_scales, own_zeros, own_factors, CODES, SCALES,
-                    IN, GROUP, GROUPS, ROW_BLOCK, HAS_ZEROS, HAS_FACTORS, FP8_UNITS, IN_VALUES, BLOCK_N, BLOCK_M,
-                    BLOCK_K,
+                    row_place, is_pair, scale_place, group_scale_stride, column + OUT, inside, own, own_scales,
+                    own_zeros, own_factors, CODES, SCALES, IN, GROUP, GROUPS, ROW_BLOCK, HAS_ZEROS, HAS_FACTORS,
+                    FP8_UNITS, IN_VALUES, BLOCK_N, BLOCK_M, BLOCK_K,
                 )
             )  # fmt: skip
     if HAS_BIAS:
@@ -144,7 +130,7 @@ def grouped_kernel(
 
 
 def multiply_pairs(
-    x: torch.Tensor,
+    x: Rows,
     weight: Weights,
     bias: torch.Tensor | None,
     order: PairOrder,
@@ -159,17 +145,18 @@ def multiply_pairs(
     columns.  Rows of pairs whose expert is elsewhere are undefined.
     """
     size = weight.shape[1] // (1 if activation is None else activation.num_parts)
-    out = x.new_empty((order.num_pairs, size))
+    rows = row_arguments(x)
+    out = torch.empty((order.num_pairs, size), dtype=rows.dtype, device=rows.values.device)
     if isinstance(weight, QuantisedWeight):
-        tensors, block_k = weight_tensors(weight), block_columns(weight, x.dtype)
-        constants = weight_constants(weight) | {"IN_VALUES": scales_fit_values(weight, x.dtype)}
+        tensors, block_k = weight_tensors(weight), block_columns(weight, rows.dtype)
+        constants = weight_constants(weight) | {"IN_VALUES": scales_fit_values(weight, rows.dtype)}
     else:
         tensors, block_k, constants = (weight, None, None, None), tiles.block_k, _dense_constants(weight.shape[2])
     grouped_kernel[(len(order.block_experts), ceil_div(size, tiles.block_n))](
-        x, *tensors, bias, out, *order,
+        rows.values, rows.scales, *tensors, bias, out, *order, *rows.strides,
         OUT=size, PAIRS_PER_ROW=pairs_per_row, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=block_k,
         HAS_BIAS=bias is not None, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-        **constants, **activation_constants(activation), **dependent_launch(x.device),
+        **constants, **activation_constants(activation), **dependent_launch(out.device),
     )  # fmt: skip
     return out
 

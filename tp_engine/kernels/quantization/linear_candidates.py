@@ -5,8 +5,12 @@
     row            one row: codes widened in registers, no matrix units               row_triton
     tiles-MxFxN    M rows by F outputs (of few) or N (of many); codes widened, too    linear_triton
     dequantise     Triton makes the values, PyTorch's library the product             dequantise_triton
+    codes-MxFxN    rows become 8-bit floats, which meet the weight's in units of      linear_triton
+    library-codes  their own: Triton's tiles, or PyTorch's library                    scaled_products
 
-The code's own choice has one table of tiles for all models and GPUs, so tuning gains most here.
+The code's own choice has one table of tiles for all models and GPUs, so tuning gains most here.  Rows become codes only
+if the checkpoint's makers rounded them so (``rows`` of a shape); results differ by that rounding, so such a candidate
+has a twin of its own, which rounds as it does.
 """
 
 from collections.abc import Callable
@@ -30,6 +34,19 @@ from tp_engine.kernels.candidates import (
 )
 from tp_engine.kernels.layer_ops import gate
 from tp_engine.kernels.ops import has_triton, op
+from tp_engine.kernels.quantization.row_codes import (
+    PRODUCT_DTYPE,
+    Rows,
+    rounded_rows,
+    rule_for,
+    takes_codes,
+)
+from tp_engine.kernels.quantization.scaled_products import (
+    ScaledProduct,
+    has_fp8_units,
+    has_scaled_product,
+    scaled_product,
+)
 from tp_engine.kernels.quantization.weights import (
     Codes,
     QuantisedWeight,
@@ -57,34 +74,63 @@ _MORE_TILES = (
     ((128, 32, 32, 8, 3), 33, MANY),
 )
 _OWN_ROWS = (16, 32, 64, FEW_ROWS)
+_CODE_TILES = (((16, 64, 64, 4, 4), 1), ((64, 128, 128, 8, 4), 17), ((128, 64, 64, 8, 3), 65))
+# The most rows whose codes are widened in registers where the library has a product of codes, by the code's own choice.
+FEW_ROWS_BESIDE_CODES = 64
+_SMALL = 256  # of a weight that stands for others of its format
 
 
-def shape_of(weight: QuantisedWeight, dtype: torch.dtype, activation: Activation | None) -> Shape:
-    """The shape of products with ``weight`` (out, in), of rows of ``dtype``."""
+def shape_of(
+    weight: QuantisedWeight, dtype: torch.dtype, activation: Activation | None, *, rounds_rows: bool = False
+) -> Shape:
+    """The shape of products by ``weight`` (out, in) with rows of ``dtype``.
+
+    ``rounds_rows``: they may be rounded to 8 bits.
+    """
     num_outputs, size = weight.shape
-    scales = weight.scales
     return {
-        "in": size, "out": num_outputs, "type": _name(dtype), "codes": weight.kind,
-        "scales": "none" if scales is None else _name(scales.dtype), "group": 0 if scales is None else weight.group,
-        "row_block": weight.row_block, "zeros": int(weight.zeros is not None),
-        "factors": int(weight.factors is not None), "parts": 0 if activation is None else activation.num_parts,
+        "in": size, "out": num_outputs, "type": name_of(dtype), **format_of(weight),
+        "parts": 0 if activation is None else activation.num_parts, "rows": rows_of(dtype, rounds_rows=rounds_rows),
     }  # fmt: skip
 
 
-def _name(dtype: torch.dtype) -> str:
+def format_of(weight: QuantisedWeight) -> dict[str, int | str]:
+    """How ``weight`` is quantised, as a part of a shape."""
+    scales = weight.scales
+    return {
+        "codes": weight.kind, "scales": "none" if scales is None else name_of(scales.dtype),
+        "group": 0 if scales is None else weight.group, "row_block": weight.row_block,
+        "zeros": int(weight.zeros is not None), "factors": int(weight.factors is not None),
+    }  # fmt: skip
+
+
+def rows_of(dtype: torch.dtype, *, rounds_rows: bool) -> str:
+    """How rows of ``dtype`` may be read: products of codes give bfloat16."""
+    return "e4m3" if rounds_rows and dtype == PRODUCT_DTYPE else "whole"
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The name of a type in shapes."""
     return str(dtype).removeprefix("torch.")
 
 
-def _tiles_name(tiles: tuple[int, ...]) -> str:
+def _tiles_name(tiles: tuple[int, ...], by: str = "tiles") -> str:
     rows, few, many, warps, stages = tiles
-    return f"tiles-{rows}x{few}x{many}-w{warps}-s{stages}"
+    return f"{by}-{rows}x{few}x{many}-w{warps}-s{stages}"
 
 
 def _weights(shape: Shape, device: torch.device, generator: torch.Generator) -> QuantisedWeight:
-    """Codes of all values but the two NaN of e4m3, and scales that give outputs about as large as the rows."""
-    kind, size = _codes(shape), int(shape["in"])
-    out = int(shape["out"])
-    codes = integers(0, 256, (out, size // values_per_byte(kind)), torch.uint8, device, generator)
+    return random_quantised(shape, (int(shape["out"]), int(shape["in"])), device, generator)
+
+
+def random_quantised(
+    shape: Shape, sizes: tuple[int, ...], device: torch.device, generator: torch.Generator
+) -> QuantisedWeight:
+    """A weight, or a stack, of ``sizes`` in the format of ``shape``: codes of all values, but for the two NaN of
+    e4m3, and scales that give outputs of the size of the rows."""
+    *outer, out, size = sizes
+    kind = _codes(shape)
+    codes = integers(0, 256, (*outer, out, size // values_per_byte(kind)), torch.uint8, device, generator)
     if kind == "e4m3":
         codes = codes.masked_fill_(codes & 0x7F == 0x7F, 0)
     largest = {"int4": 4.0, "int8": 64.0, "e4m3": 64.0, "e2m1": 3.0}[kind] * size**0.5
@@ -92,12 +138,12 @@ def _weights(shape: Shape, device: torch.device, generator: torch.Generator) -> 
     groups = ceil_div(size, int(shape["group"]) or size)
     if shape["scales"] != "none":
         rows = ceil_div(out, int(shape["row_block"]))
-        scales = _scales(str(shape["scales"]), (rows, groups), largest, device, generator)
+        scales = _scales(str(shape["scales"]), (*outer, rows, groups), largest, device, generator)
     if shape["zeros"]:
-        zeros = integers(-8, 8, (out, groups), torch.int8, device, generator)
+        zeros = integers(-8, 8, (*outer, out, groups), torch.int8, device, generator)
     if shape["factors"]:
         factor = {"none": 1 / largest, "uint8": 1 / (128 * largest)}.get(str(shape["scales"]), 1.0)
-        factors = torch.full((out,), factor, dtype=torch.float32, device=device)
+        factors = torch.full((*outer, out), factor, dtype=torch.float32, device=device)
     return QuantisedWeight(
         kind=kind, codes=codes, scales=scales, group=int(shape["group"]), row_block=int(shape["row_block"]),
         zeros=zeros, factors=factors,
@@ -105,7 +151,7 @@ def _weights(shape: Shape, device: torch.device, generator: torch.Generator) -> 
 
 
 def _scales(
-    name: str, size: tuple[int, int], largest: float, device: torch.device, generator: torch.Generator
+    name: str, size: tuple[int, ...], largest: float, device: torch.device, generator: torch.Generator
 ) -> torch.Tensor:
     if name in ("uint8", "float8_e8m0fnu"):
         # Numbers, or exponents around 2^-7.
@@ -131,10 +177,52 @@ def _inputs(shape: Shape, num_rows: int, device: torch.device, generator: torch.
 
 def _twin(weight: QuantisedWeight, shape: Shape, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """The twin rounds values to the type of rows, as the library's product takes them; so may candidates."""
-    (x, bias, activation), values = inputs, dequantise(weight)
-    exact = F.linear(x.double(), values.double(), bias.double())
-    twin = F.linear(x, values.to(x.dtype), bias)
-    return (exact, twin) if activation is None else (gate(exact, activation), gate(twin, activation))
+    x, bias, activation = inputs
+    twin = F.linear(x, dequantise(weight).to(x.dtype), bias)
+    return _exact(weight, *inputs), twin if activation is None else gate(twin, activation)
+
+
+def _exact(weight: QuantisedWeight, x: torch.Tensor, bias: torch.Tensor, activation: Activation | None) -> torch.Tensor:
+    exact = F.linear(x.double(), dequantise(weight).double(), bias.double())
+    return exact if activation is None else gate(exact, activation)
+
+
+def _twin_of_codes(weight: QuantisedWeight, shape: Shape, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same with rows that are rounded as codes are."""
+    x, *others = inputs
+    rounded, whole = (_exact(weight, rows, *others) for rows in (rounded_rows(x, rule_for(weight).group), x))
+    return rounded, half_way(rounded, whole).to(x.dtype)
+
+
+def half_way(rounded: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """What stands for plain PyTorch beside a candidate that rounds rows: as much as rounding changes may be wrong.
+
+    Less would refuse right kernels: codes depend on the last bits of what was added up before.
+    """
+    return (rounded + whole) / 2
+
+
+class CodesProduct:
+    """A product of codes, then the activation of its results."""
+
+    def __init__(self, scaled: ScaledProduct, device_type: str) -> None:
+        self.scaled, self._gate = scaled, op("gate", device_type)
+
+    def __call__(self, x: Rows, bias: torch.Tensor | None, activation: Activation | None) -> torch.Tensor:
+        out = self.scaled(x, bias)
+        return out if activation is None else self._gate(out, activation)
+
+
+def _in_codes(tiles: tuple[int, ...], weight: QuantisedWeight, shape: Shape) -> Run:
+    from tp_engine.kernels.quantization.linear_triton import RowTiles, TritonCodesProduct
+
+    return CodesProduct(TritonCodesProduct(weight, RowTiles(*tiles)), weight.codes.device.type)
+
+
+def _in_library_codes(weight: QuantisedWeight, shape: Shape) -> Run:
+    scaled = scaled_product(weight)
+    assert scaled is not None, "why_not says so"
+    return CodesProduct(scaled, weight.codes.device.type)
 
 
 def _tiled(tiles: tuple[int, ...], weight: QuantisedWeight, shape: Shape) -> Run:
@@ -184,9 +272,33 @@ def _why_no_row(shape: Shape, device: torch.device) -> str | None:
     return None if _takes_row(shape) else "its rows are not whole words with one scale each"
 
 
+def why_no_codes(shape: Shape, device: torch.device) -> str | None:
+    """Why a product of ``shape`` cannot be one of codes by Triton."""
+    if shape["rows"] != "e4m3":
+        return "the checkpoint's rows are not rounded to 8 bits"
+    if not takes_codes(random_quantised(shape, (_SMALL, _SMALL), torch.device("meta"), torch.Generator())):
+        return "the weight has no 8-bit floats with scales for 32 columns or more"
+    if (reason := why_no_triton(shape, device)) is not None:
+        return reason
+    return None if has_fp8_units(device) else "the GPU has no units for 8-bit floats"
+
+
+def _why_no_library_codes(shape: Shape, device: torch.device) -> str | None:
+    if shape["rows"] != "e4m3" or shape["codes"] != "e4m3":
+        return "it multiplies 8-bit floats with 8-bit floats"
+    if (reason := why_no_triton(shape, device)) is not None:
+        return reason
+    weight = _weights(shape, torch.device("meta"), torch.Generator())
+    is_there = has_fp8_units(device) and has_scaled_product(weight, device)
+    return None if is_there else "PyTorch has no such product here, or it is wrong"
+
+
 def _default(shape: Shape, device: torch.device) -> Choice:
     of_one = ((1, "row"),) if has_triton() and _takes_row(shape) else ()
     of_few = tuple((rows, _tiles_name(tiles)) for rows, (tiles, _, _) in zip(_OWN_ROWS, _TILES, strict=True))
+    if _why_no_library_codes(shape, device) is None:
+        of_few = tuple(line for line in of_few if line[0] <= FEW_ROWS_BESIDE_CODES)
+        return (*of_one, *of_few, (MANY, "library-codes"))
     return (*of_one, *of_few, (MANY, "dequantise"))
 
 
@@ -202,6 +314,16 @@ OPERATION = Operation(
             for tiles, least, most in some
         ),
         Candidate(name="dequantise", build=_dequantised, why_not=why_no_triton),
+        *(
+            Candidate(
+                name=_tiles_name(tiles, "codes"), build=partial(_in_codes, tiles), why_not=why_no_codes,
+                least_rows=least, twin=_twin_of_codes,
+            )
+            for tiles, least in _CODE_TILES
+        ),
+        Candidate(
+            name="library-codes", build=_in_library_codes, why_not=_why_no_library_codes, twin=_twin_of_codes
+        ),
     ),
     default=_default,
     weights=_weights,

@@ -26,6 +26,8 @@ from tp_engine.model_config.mlp import Activation
 
 CODE_DTYPE = torch.float8_e4m3fn
 LARGEST_CODE = LARGEST_VALUE[CODE_DTYPE]
+PRODUCT_DTYPE = torch.bfloat16  # of products of codes with codes, as the libraries' are
+_LEAST_COLUMNS = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +56,19 @@ class RowCodes:
 
 Rows: TypeAlias = torch.Tensor | RowCodes
 """What a linear layer reads: (N, in), or its codes."""
+
+
+def rule_for(weight: QuantisedWeight) -> CodeRule:
+    """How rows become codes that meet the codes of ``weight``: with a scale where it has one."""
+    has_groups = weight.scales is not None and weight.scales.shape[-1] > 1
+    return CodeRule(group=weight.group if has_groups else 0)
+
+
+def takes_codes(weight: QuantisedWeight) -> bool:
+    """Whether Triton multiplies the codes of ``weight`` with those of rows: groups are whole blocks of columns,
+    which units for 8-bit floats take 32 of at least."""
+    group = rule_for(weight).group
+    return weight.kind == "e4m3" and (group == 0 or (group & (group - 1) == 0 and group >= _LEAST_COLUMNS))
 
 
 def quantise_rows(

@@ -23,7 +23,14 @@ import torch
 import torch.nn.functional as F
 
 from tp_engine.kernels.ops import op
-from tp_engine.kernels.quantization.row_codes import CODE_DTYPE, CodeRule, RowCodes, Rows, multiply_rounded
+from tp_engine.kernels.quantization.row_codes import (
+    CODE_DTYPE,
+    PRODUCT_DTYPE,
+    CodeRule,
+    RowCodes,
+    Rows,
+    multiply_rounded,
+)
 from tp_engine.kernels.quantization.weights import QuantisedWeight
 from tp_engine.model_config.mlp import Activation
 
@@ -31,7 +38,6 @@ BLOCK = 128
 _ALIGNMENT = 16  # bytes of a row, as both libraries read them
 _MIN_CAPABILITY = (8, 9)
 _ONLY_CAPABILITY = {"blocks": (9, 0), "stack": (9, 0)}
-_OUT_DTYPE = torch.bfloat16
 _ROWS_AT_ONCE, _SCALES_AT_ONCE = 4, 4  # rows and scales of 4 bytes that make up 16
 
 Kind: TypeAlias = Literal["rows", "blocks", "stack"]
@@ -73,7 +79,7 @@ class RowwiseProduct:
             scale_a=rows.scales.squeeze(1).contiguous().unsqueeze(1),  # with the strides of a column
             scale_b=self._scales,
             bias=bias,
-            out_dtype=_OUT_DTYPE,
+            out_dtype=PRODUCT_DTYPE,
         )
 
 
@@ -103,7 +109,7 @@ class BlockProduct:
             F.ScalingType.BlockWise1x128,
             self._scales,
             F.ScalingType.BlockWise128x128,
-            output_dtype=_OUT_DTYPE,
+            output_dtype=PRODUCT_DTYPE,
         )[:num_rows]
         return out if bias is None else out + bias
 
@@ -144,23 +150,27 @@ def row_scales(weight: QuantisedWeight) -> torch.Tensor:
 
 
 def scaled_product(weight: QuantisedWeight, input_scale: torch.Tensor | None = None) -> ScaledProduct | None:
-    """The product of codes for ``weight`` on its device; None if there is none, or it is wrong."""
-    device = weight.codes.device
-    if not _has_aligned_codes(weight):
+    """The product of codes for ``weight`` on its device, or None if there is none, or if it is wrong."""
+    if not has_scaled_product(weight, weight.codes.device):
         return None
     if _has_row_scales(weight):
-        return RowwiseProduct(weight, input_scale) if _is_right("rows", device) else None
+        return RowwiseProduct(weight, input_scale)
+    return BlockProduct(weight) if input_scale is None else None
+
+
+def has_scaled_product(weight: QuantisedWeight, device: torch.device) -> bool:
+    """Whether ``device`` has a right product of codes for such a ``weight``."""
+    if not _has_aligned_codes(weight):
+        return False
+    if _has_row_scales(weight):
+        return _is_right("rows", device)
     has_blocks = (weight.group, weight.row_block, weight.factors) == (BLOCK, BLOCK, None)
-    if not has_blocks or weight.shape[-1] % BLOCK or input_scale is not None or not _is_right("blocks", device):
-        return None
-    return BlockProduct(weight)
+    return has_blocks and not weight.shape[-1] % BLOCK and _is_right("blocks", device)
 
 
-def grouped_scaled_product(stack: QuantisedWeight) -> ScaledGroupedProduct | None:
-    """The product of codes for ``stack`` (E, out, in) on its device; None if there is none, or it is wrong."""
-    if not (_has_aligned_codes(stack) and _has_row_scales(stack) and _is_right("stack", stack.codes.device)):
-        return None
-    return ScaledGroupedProduct(stack)
+def has_grouped_product(stack: QuantisedWeight, device: torch.device) -> bool:
+    """Whether ``device`` has a right product of codes for such a ``stack`` (E, out, in)."""
+    return _has_aligned_codes(stack) and _has_row_scales(stack) and _is_right("stack", device)
 
 
 def _has_aligned_codes(weight: QuantisedWeight) -> bool:

@@ -13,12 +13,21 @@ group is a product with the other groups' columns of ``x`` set to zero; but if a
 type of ``x``, the scales are multiplied into the values (``scales_fit_values``).
 
 BLOCK_K follows from the weight alone, so a row's result does not depend on the number of rows.
+
+Rows may be codes of 8-bit floats with scales of their own (``row_codes``), then e4m3 meets e4m3 in the units for it::
+
+    sums[o, m] = sum over groups g of scale[o, g] * row_scale[m, g] * (sum over i in g of code[o, i] * code[m, i])
+
+Units of some GPUs keep fewer bits of such a sum than float32 has, so each block of columns has one of its own.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
 
 from tp_engine.kernels.jit import jit
+from tp_engine.kernels.quantization.row_codes import PRODUCT_DTYPE, RowCodes, Rows
 from tp_engine.kernels.quantization.values_triton import code_values, load_scales, num_groups
 from tp_engine.kernels.quantization.weights import QuantisedWeight, values_per_byte
 
@@ -27,7 +36,7 @@ _MAX_BLOCK_K, _MIN_BLOCK_K = 128, 32
 
 @jit
 def quantised_sums(
-    row_place, is_row, output, inside, codes, scales, zeros, factors,
+    row_place, is_row, row_scale_place, row_scale_stride, output, inside, codes, scales, zeros, factors,
     CODES: tl.constexpr, SCALES: tl.constexpr, IN: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     ROW_BLOCK: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_FACTORS: tl.constexpr, FP8_UNITS: tl.constexpr,
     IN_VALUES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -35,9 +44,13 @@ def quantised_sums(
     """(BLOCK_N, BLOCK_M) float32: of the weight's rows ``output``, where ``inside``, and the rows of ``x`` at
     ``row_place``, where ``is_row``.
 
-    With IN_VALUES, scales are multiplied into the values.  Pointers are to one weight, even if it is one of a stack.
+    With IN_VALUES, scales go into the values.  Pointers are those of one weight, also if it is one of a stack.  With
+    ROW_CODES, rows are codes, whose scales of the first group are at ``row_scale_place``, those of the next
+    ``row_scale_stride`` further on.
     """
     dtype: tl.constexpr = row_place.dtype.element_ty
+    ROW_CODES: tl.constexpr = dtype == tl.float8e4nv
+    in_place: tl.constexpr = (GROUPS < 2 or IN_VALUES) and not ROW_CODES
     per_byte: tl.constexpr = 2 if CODES == 1 or CODES == 4 else 1
     block_bytes: tl.constexpr = BLOCK_K // per_byte
     # The most groups that a block of columns touches.
@@ -73,7 +86,7 @@ def quantised_sums(
                 few = load_scales(scale_place[:, None] + number[None, :], mask, SCALES, FP8_UNITS)
                 spread = tl.broadcast_to(few[:, :, None], (BLOCK_N, groups, GROUP // per_byte))
                 factor = tl.reshape(spread, (BLOCK_N, block_bytes))
-            added = sums if GROUPS < 2 or IN_VALUES else tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            added = sums if in_place else tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             if per_byte == 2:
                 halves = tl.split(tl.reshape(own, (BLOCK_M, block_bytes, 2)))
                 for half in tl.static_range(2):
@@ -85,11 +98,18 @@ def quantised_sums(
             else:
                 values = code_values(raw, zero, 0, dtype, CODES, HAS_ZEROS, FP8_UNITS)
                 added = tl.dot(values, tl.trans(own), added, input_precision="ieee")
-            if GROUPS < 2 or IN_VALUES:
+            if in_place:
                 sums = added
+            elif GROUPS < 2:
+                sums += added
             else:
                 own_scales = load_scales(scale_place + group, inside & (group < GROUPS), SCALES, FP8_UNITS)
+                if ROW_CODES:
+                    of_rows = tl.load(row_scale_place + group * row_scale_stride, mask=is_row, other=0.0)
+                    added *= of_rows[None, :]
                 sums += added * own_scales[:, None]
+    if GROUPS < 2 and ROW_CODES:
+        sums *= tl.load(row_scale_place, mask=is_row, other=0.0)[None, :]
     if GROUPS == 1:
         sums *= load_scales(scale_place, inside, SCALES, FP8_UNITS)[:, None]
     if CODES == 1 and HAS_ZEROS:
@@ -97,6 +117,23 @@ def quantised_sums(
     if HAS_FACTORS:
         sums *= tl.load(factors + output, mask=inside, other=0.0)[:, None]
     return sums
+
+
+class RowArguments(NamedTuple):
+    """Rows as kernels take them: values or codes, and the codes' scales with their strides by row and by group.
+    ``dtype`` is that of results."""
+
+    values: torch.Tensor
+    scales: torch.Tensor | None
+    strides: tuple[int, int]
+    dtype: torch.dtype
+
+
+def row_arguments(x: Rows) -> RowArguments:
+    """What a launch has of ``x``."""
+    if isinstance(x, RowCodes):
+        return RowArguments(x.codes, x.scales, (x.scales.stride(0), x.scales.stride(1)), PRODUCT_DTYPE)
+    return RowArguments(x, None, (0, 0), x.dtype)
 
 
 def block_columns(weight: QuantisedWeight, dtype: torch.dtype) -> int:

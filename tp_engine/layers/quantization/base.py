@@ -112,3 +112,14 @@ class TunedFormat(Protocol):
     ) -> Wanted | None:
         """The operation and the shape of the product of ``parameters``, which have no memory; None if it has no
         candidates there."""
+
+
+@runtime_checkable
+class TunedExperts(Protocol):
+    """A format whose experts have candidates."""
+
+    def tuned_experts(
+        self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape, dtype: torch.dtype, device_type: str
+    ) -> Wanted | None:
+        """The operation and the shape of the experts of ``parameters``, which have no memory; None if they have no
+        candidates there."""

@@ -25,7 +25,7 @@ oneDNN is missing, the other one is used, or ``F.linear``, which also takes odd 
 """
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -39,15 +39,16 @@ from tp_engine.cpu import (
     native_library,
     takes_experts,
 )
-from tp_engine.kernels.candidates import DEFAULTS, Choices
+from tp_engine.kernels.candidates import DEFAULTS, Choices, Run, Shape, Wanted, build, pick
 from tp_engine.kernels.experts.experts import ExpertWeights, Weights, mix_experts
-from tp_engine.kernels.experts.grouped import grouped_experts
+from tp_engine.kernels.experts.experts_candidates import NAME as EXPERTS
+from tp_engine.kernels.experts.experts_candidates import shape_of as shape_of_experts
 from tp_engine.kernels.experts.pairs import ExpertRun, multiply_runs
 from tp_engine.kernels.ops import has_triton, is_recordable, op
 from tp_engine.layers.quantization.base import ExpertsProduct, ParameterFactory, Product
 from tp_engine.layers.quantization.experts import ExpertsShape
 from tp_engine.layers.quantization.stored import LinearShape
-from tp_engine.model_config.mlp import Activation, StoredExperts
+from tp_engine.model_config.mlp import Activation, ExpertsSpec, StoredExperts
 from tp_engine.weights.source import Source
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
@@ -93,13 +94,23 @@ class Dense:
     def finish_experts(
         self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape, dtype: torch.dtype
     ) -> ExpertsProduct:
-        gate_up, down, top_k = parameters["gate_up"], parameters["down"], shape.spec.rule.top_k
-        weights = ExpertWeights(gate_up=gate_up, down=down, **shape.rest_of(parameters))
+        weights = self._experts(parameters, shape)
         if not self._is_invariant:
-            return choose_experts(weights, top_k)
+            return choose_experts(weights, shape.spec, dtype, choices=self.choices)
         library = native_library()
         assert library is not None and takes_experts(weights), "check_tp_invariant has looked at the sizes"
-        return NativeExperts(library, weights, top_k, num_shards=shape.num_shards, keeps_sums=shape.keeps_sums)
+        top_k, num_shards = shape.spec.rule.top_k, shape.num_shards
+        return NativeExperts(library, weights, top_k, num_shards=num_shards, keeps_sums=shape.keeps_sums)
+
+    def tuned_experts(
+        self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape, dtype: torch.dtype, device_type: str
+    ) -> Wanted | None:
+        if self._is_invariant or device_type != "cuda":
+            return None
+        return EXPERTS, experts_shape(self._experts(parameters, shape), shape.spec, dtype)
+
+    def _experts(self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape) -> ExpertWeights[Weights]:
+        return ExpertWeights(gate_up=parameters["gate_up"], down=parameters["down"], **shape.rest_of(parameters))
 
 
 def expert_biases(context: ParameterFactory, shape: ExpertsShape) -> dict[str, nn.Parameter]:
@@ -135,6 +146,19 @@ class PlainExperts:
     def down(self, x: torch.Tensor, runs: list[ExpertRun]) -> torch.Tensor:
         assert isinstance(self._weights.down, torch.Tensor)
         return multiply_runs(x, self._weights.down, runs)
+
+
+class ExpertsByRows:
+    """The experts on a GPU, by the number of rows."""
+
+    is_recordable = True
+
+    def __init__(self, parts: Sequence[tuple[int, Run]]) -> None:
+        """``parts``: products, with the most rows of each."""
+        self._parts = tuple(parts)
+
+    def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return pick(self._parts, len(x))(x, expert_ids, weights)
 
 
 class PlainLinear:
@@ -242,24 +266,30 @@ def choose_product(weight: torch.Tensor, activation: Activation | None = None) -
 
 def choose_experts(
     weights: ExpertWeights[Weights],
-    top_k: int,
-    dtype: torch.dtype | None = None,
+    spec: ExpertsSpec,
+    dtype: torch.dtype,
     *,
     quantises_activations: bool = False,
+    choices: Choices = DEFAULTS,
 ) -> ExpertsProduct:
-    """The fastest product of a layer's experts: C on CPUs, Triton on GPUs, plain PyTorch if there is neither.
+    """The fastest product of a layer's experts for rows of ``dtype``: C on CPUs, on GPUs what ``choices`` say,
+    plain PyTorch if there is neither.
 
-    ``dtype`` is that of rows, by default that of the weights.  ``quantises_activations``: rows may be rounded to 8
-    bits, each by its largest value.
+    ``quantises_activations``: rows may be rounded to 8 bits, each by its largest value.
     """
-    device_type = (weights.down if isinstance(weights.down, torch.Tensor) else weights.down.codes).device.type
-    if runs_triton(device_type) and has_triton():
-        from tp_engine.kernels.experts.experts_triton import TritonExperts
+    device = (weights.down if isinstance(weights.down, torch.Tensor) else weights.down.codes).device
+    if runs_triton(device.type) and has_triton():
+        of = experts_shape(weights, spec, dtype, quantises_activations=quantises_activations)
+        return ExpertsByRows(build(EXPERTS, weights, of, choices.of(EXPERTS, of, device)))
+    library = native_library() if device.type == "cpu" and takes_experts(weights) else None
+    return PlainExperts(weights) if library is None else NativeExperts(library, weights, spec.rule.top_k, dtype)
 
-        quantises = quantises_activations and dtype == torch.bfloat16
-        return TritonExperts(weights, grouped=grouped_experts(weights, quantises_activations=quantises))
-    library = native_library() if device_type == "cpu" and takes_experts(weights) else None
-    return PlainExperts(weights) if library is None else NativeExperts(library, weights, top_k, dtype)
+
+def experts_shape(
+    weights: ExpertWeights[Weights], spec: ExpertsSpec, dtype: torch.dtype, *, quantises_activations: bool = False
+) -> Shape:
+    """The shape of a layer's experts on this rank."""
+    return shape_of_experts(weights, spec.rule.top_k, spec.num_experts, dtype, rounds_rows=quantises_activations)
 
 
 def invariant_product(weight: torch.Tensor, shape: LinearShape) -> Product:

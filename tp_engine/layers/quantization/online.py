@@ -14,13 +14,14 @@ from functools import cache
 
 import torch
 
-from tp_engine.kernels.candidates import DEFAULTS, Choices, Shape
-from tp_engine.kernels.experts.experts import ExpertWeights
+from tp_engine.kernels.candidates import DEFAULTS, Choices, Wanted
+from tp_engine.kernels.experts.experts import ExpertWeights, Weights
+from tp_engine.kernels.experts.experts_candidates import NAME as EXPERTS
 from tp_engine.kernels.quantization.linear_candidates import NAME as QUANTISED
 from tp_engine.kernels.quantization.linear_candidates import shape_of as quantised_shape
 from tp_engine.kernels.quantization.weights import INT4_OFFSET, INT4_ZERO_PARTS, QuantisedWeight
 from tp_engine.layers.quantization.base import ExpertsProduct, Product
-from tp_engine.layers.quantization.dense import Dense, choose_experts
+from tp_engine.layers.quantization.dense import Dense, choose_experts, experts_shape
 from tp_engine.layers.quantization.experts import ExpertsShape
 from tp_engine.layers.quantization.quantised_products import choose_quantised_product
 from tp_engine.layers.quantization.stored import LinearShape
@@ -59,9 +60,10 @@ class Online(Dense):
 
     def tuned(
         self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype, device_type: str
-    ) -> tuple[str, Shape] | None:
+    ) -> Wanted | None:
         weight = parameters["weight"]
-        row = quantised_shape(self._quantise(weight[:1].detach()), dtype, shape.activation)
+        quantised = self._quantise(weight[:1].detach())
+        row = quantised_shape(quantised, dtype, shape.activation, rounds_rows=self._quantises_activations)
         return (QUANTISED, {**row, "out": len(weight)}) if device_type == "cuda" else None
 
     def kept_bytes(self, name: str, weight: torch.Tensor) -> int:
@@ -74,8 +76,22 @@ class Online(Dense):
         self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape, dtype: torch.dtype
     ) -> ExpertsProduct:
         gate_up, down = (self._quantise(parameters[name].detach()) for name in ("gate_up", "down"))
-        weights = ExpertWeights(gate_up=gate_up, down=down, **shape.rest_of(parameters))
-        return choose_experts(weights, shape.spec.rule.top_k, dtype, quantises_activations=self._quantises_activations)
+        weights: ExpertWeights[Weights] = ExpertWeights(gate_up=gate_up, down=down, **shape.rest_of(parameters))
+        return choose_experts(
+            weights, shape.spec, dtype, quantises_activations=self._quantises_activations, choices=self.choices
+        )
+
+    def tuned_experts(
+        self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape, dtype: torch.dtype, device_type: str
+    ) -> Wanted | None:
+        if device_type != "cuda":
+            return None
+        # A row of an expert stands for all, because each is quantised by itself.
+        gate_up, down = (self._quantise(parameters[name][:1, :1].detach()) for name in ("gate_up", "down"))
+        weights: ExpertWeights[Weights] = ExpertWeights(gate_up=gate_up, down=down, **shape.rest_of(parameters))
+        of_row = experts_shape(weights, shape.spec, dtype, quantises_activations=self._quantises_activations)
+        num_experts, hidden, _ = parameters["down"].shape
+        return EXPERTS, {**of_row, "experts": num_experts, "hidden": hidden}
 
 
 @cache

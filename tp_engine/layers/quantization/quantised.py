@@ -18,14 +18,15 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from tp_engine.kernels.candidates import DEFAULTS, Choices, Shape
+from tp_engine.kernels.candidates import DEFAULTS, Choices, Wanted
 from tp_engine.kernels.experts.experts import ExpertWeights
+from tp_engine.kernels.experts.experts_candidates import NAME as EXPERTS
 from tp_engine.kernels.quantization.int8_products import make_int8_linear, takes_int8_products
 from tp_engine.kernels.quantization.linear_candidates import NAME as QUANTISED
 from tp_engine.kernels.quantization.linear_candidates import shape_of as quantised_shape
 from tp_engine.kernels.quantization.weights import Codes, QuantisedWeight
 from tp_engine.layers.quantization.base import ExpertsProduct, ParameterFactory, Product
-from tp_engine.layers.quantization.dense import ThenGate, choose_experts, expert_biases
+from tp_engine.layers.quantization.dense import ThenGate, choose_experts, expert_biases, experts_shape
 from tp_engine.layers.quantization.experts import ExpertsShape
 from tp_engine.layers.quantization.packings import Scalar, Tensors, pack_codes, pack_zeros, tensors_of
 from tp_engine.layers.quantization.quantised_products import choose_quantised_product
@@ -83,16 +84,18 @@ class Quantised:
             activation=activation,
             # The parts are one product of one input, so the largest scale holds for all of them.
             input_scale=None if input_scale is None else input_scale.max(),
-            quantises_activations=self.scheme.activations is not None,
+            quantises_activations=self._rounds_rows,
             choices=self.choices,
         )
 
     def tuned(
         self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype, device_type: str
-    ) -> tuple[str, Shape] | None:
+    ) -> Wanted | None:
         if device_type != "cuda":
             return None
-        return QUANTISED, quantised_shape(self.weight(parameters, shape), dtype, shape.activation)
+        # With a scale that is stored for all rows, codes are the library's alone.
+        rounds = self._rounds_rows and "input_scale" not in parameters
+        return QUANTISED, quantised_shape(self.weight(parameters, shape), dtype, shape.activation, rounds_rows=rounds)
 
     def _is_of_integers(self, weight: QuantisedWeight, device_type: str) -> bool:
         """Whether weight and activations are integers of 8 bits, whose products are exact on this device.  Such a
@@ -110,9 +113,22 @@ class Quantised:
     def finish_experts(
         self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape, dtype: torch.dtype
     ) -> ExpertsProduct:
-        quantises = self.scheme.activations is not None
-        weights, top_k = self.experts(parameters, shape), shape.spec.rule.top_k
-        return choose_experts(weights, top_k, dtype, quantises_activations=quantises)
+        return choose_experts(
+            self.experts(parameters, shape), shape.spec, dtype, quantises_activations=self._rounds_rows,
+            choices=self.choices,
+        )  # fmt: skip
+
+    def tuned_experts(
+        self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape, dtype: torch.dtype, device_type: str
+    ) -> Wanted | None:
+        if device_type != "cuda":
+            return None
+        weights = self.experts(parameters, shape)
+        return EXPERTS, experts_shape(weights, shape.spec, dtype, quantises_activations=self._rounds_rows)
+
+    @property
+    def _rounds_rows(self) -> bool:
+        return self.scheme.activations is not None
 
     def weight(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape) -> QuantisedWeight:
         """The loaded ``parameters`` as one weight."""

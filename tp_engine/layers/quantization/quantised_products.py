@@ -14,7 +14,8 @@ up to 128   any other                            Triton: matrix units, codes wid
 more        any other                            Triton makes the values, PyTorch's library the product
 ==========  ===================================  ===================================================================
 
-Triton's are candidates (``kernels/quantization/linear_candidates.py``), of which a device may have chosen others.
+These are candidates (``kernels/quantization/linear_candidates.py``), of which a device may have others; products of
+8-bit floats begin at other numbers of rows then, or are Triton's.
 
 Where ``down`` of a gated MLP is a scaled product, the activation and the rounding of its result to 8 bits are one pass
 over memory (``GatedPair``).  Where all products that read a norm are scaled ones, the norm and its rounding are one
@@ -33,16 +34,13 @@ import torch
 from tp_engine.cpu import QuantisedPanels, native_library
 from tp_engine.kernels.candidates import DEFAULTS, MANY, Choices, build, pick
 from tp_engine.kernels.ops import has_triton, op
-from tp_engine.kernels.quantization.linear_candidates import NAME, shape_of
-from tp_engine.kernels.quantization.row_codes import CodeRule, Rows
+from tp_engine.kernels.quantization.linear_candidates import FEW_ROWS_BESIDE_CODES, NAME, CodesProduct, shape_of
+from tp_engine.kernels.quantization.row_codes import PRODUCT_DTYPE, CodeRule, Rows
 from tp_engine.kernels.quantization.scaled_products import ScaledProduct, has_fp8_units, scaled_product
 from tp_engine.kernels.quantization.weights import QuantisedWeight, multiply_quantised
 from tp_engine.layers.quantization.base import Product
 from tp_engine.layers.quantization.dense import runs_triton
 from tp_engine.model_config.mlp import Activation
-
-# The most rows for which codes are widened in registers, where there is a product of codes.
-FEW_ROWS_BESIDE_CODES = 64
 
 
 class PlainQuantised:
@@ -64,7 +62,8 @@ class PlainQuantised:
 class TritonQuantised:
     """The products of the table above; an ``activation`` is applied to gate and up.
 
-    ``scaled``: the product of codes for many rows, if there is one; it takes rows that are codes already, too.
+    ``scaled``: the product of codes for many rows, if there is one; it takes rows that are codes already, too.  It is
+    that of ``choices``, if rows may be rounded (``rounds_rows``), unless another one is given.
     """
 
     is_recordable = True
@@ -76,17 +75,20 @@ class TritonQuantised:
         scaled: ScaledProduct | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
+        rounds_rows: bool = False,
         choices: Choices = DEFAULTS,
     ) -> None:
         """``dtype`` is that of rows, ``choices`` of kernels are those of the device."""
         weight = weight.map(torch.Tensor.contiguous)
-        shape = shape_of(weight, dtype, activation)
+        shape = shape_of(weight, dtype, activation, rounds_rows=rounds_rows)
         self._parts = build(NAME, weight, shape, choices.of(NAME, shape, weight.codes.device))
+        few_rows, last = FEW_ROWS_BESIDE_CODES, self._parts[-1][1]
+        if scaled is None and isinstance(last, CodesProduct):
+            few_rows, scaled = ([0] + [most for most, _ in self._parts])[-2], last.scaled
         self.activation, self.scaled = activation, scaled
-        self.few_rows = MANY if scaled is None else FEW_ROWS_BESIDE_CODES
+        self.few_rows = MANY if scaled is None else few_rows
         self._gate = op("gate", weight.codes.device.type)
-        many = f"above {FEW_ROWS_BESIDE_CODES} rows PyTorch's scaled products"
-        self.made_by = "Triton" if scaled is None else f"Triton, {many}"
+        self.made_by = "Triton" if scaled is None else f"Triton, above {few_rows} rows products of 8-bit floats"
 
     def __call__(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
         return self._multiply(x, bias, self.activation)
@@ -147,9 +149,10 @@ def choose_quantised_product(
     if not (runs_triton(device.type) and has_triton()):
         return PlainQuantised(weight, activation)
     scaled = None
-    if quantises_activations and dtype == torch.bfloat16 and has_fp8_units(device):
+    if input_scale is not None and quantises_activations and dtype == PRODUCT_DTYPE and has_fp8_units(device):
         scaled = scaled_product(weight, input_scale)
-    return TritonQuantised(weight, activation, scaled, dtype=dtype, choices=choices)
+    rounds_rows = quantises_activations and input_scale is None
+    return TritonQuantised(weight, activation, scaled, dtype=dtype, rounds_rows=rounds_rows, choices=choices)
 
 
 def gated_pair(gate_up: Product, down: Product) -> GatedPair | None:
@@ -162,10 +165,12 @@ def gated_pair(gate_up: Product, down: Product) -> GatedPair | None:
 def wanted_codes(products: Sequence[Product]) -> WantedCodes | None:
     """The codes that all ``products`` read; None if one multiplies values, or if they round differently."""
     scaled: list[ScaledProduct] = []
+    more_than = 0
     for product in products:
         if not isinstance(product, TritonQuantised) or product.scaled is None:
             return None
         scaled.append(product.scaled)
+        more_than = max(more_than, product.few_rows)
     if not scaled or not all(one.rule.is_same(scaled[0].rule) for one in scaled):
         return None
-    return WantedCodes(scaled[0].rule, FEW_ROWS_BESIDE_CODES)
+    return WantedCodes(scaled[0].rule, more_than)

@@ -8,12 +8,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import msgspec
 import torch
 
-from tp_engine.kernels.candidates import Candidate, Operation, Run, Shape, operation
+from tp_engine.kernels.candidates import Candidate, Operation, Run, Shape, Twin, operation
 from tp_engine.system.child_process import ignore_stop_signals
 from tp_engine.system.log import configure_logging
 from tp_engine.worker.tuning.guards import copied
@@ -96,7 +98,12 @@ class ShapeTrial:
         self._say(Said(index=self._index))
         generator = torch.Generator().manual_seed(0)
         weights = table.weights(wanted.shape, device, generator)
-        questions = ProofQuestions(table, weights, wanted.shape, device)
+
+        @cache
+        def asked(twin: Twin | None) -> ProofQuestions:
+            own = table if twin is None else replace(table, twin=twin)
+            return ProofQuestions(own, weights, wanted.shape, device)
+
         builds: dict[str, Callable[[Any, Shape], Run]] = {}
         for candidate in table.candidates:
             if wanted.extent == "quick" and not candidate.is_quick:
@@ -106,14 +113,14 @@ class ShapeTrial:
                 self._note(Tried(candidate=name, verdict=refused[name], is_fault=True))
             elif reason is not None:
                 self._note(Tried(candidate=name, verdict=reason))
-            elif self._prove(candidate, weights, questions):
+            elif self._prove(candidate, weights, asked(candidate.twin)):
                 builds[name] = candidate.build
         copies = [weights, *(table.copy(weights) for _ in range(num_copies(table.num_bytes(wanted.shape), device) - 1))]
         made: dict[str, list[Run]] = {}
         for name, build in builds.items():
             self._say_candidate(name)
             made[name] = [build(one, wanted.shape) for one in copies]
-        self._choose(made, questions)
+        self._choose(made, asked(None))
 
     def _prove(self, candidate: Candidate, weights: Any, questions: ProofQuestions) -> bool:
         name, shape = candidate.name, self._wanted.shape

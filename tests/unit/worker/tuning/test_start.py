@@ -23,7 +23,7 @@ from tp_engine.errors import ConfigError
 from tp_engine.job.topology import RankInfo
 from tp_engine.kernels.candidates import MANY, Choice, Choices, key_of
 from tp_engine.kernels.quantization.int8_products import NAME
-from tp_engine.layers.quantization import quantised_products
+from tp_engine.layers.quantization import dense, quantised_products
 from tp_engine.model_config import load_model_config
 from tp_engine.models.causal_lm import build_model
 from tp_engine.weights.loader import load_weights
@@ -244,10 +244,14 @@ def test_shapes_of_a_model(checkpoint: Callable[..., Path]) -> None:
     assert wanted_shapes(EngineConfig(device="cpu"), spec, torch.bfloat16, "cpu") == []
 
 
-@pytest.mark.parametrize("quantization", ["fp8", "int4"])
-def test_shapes_are_those_of_the_products(quantization: str, checkpoint: Callable[..., Path]) -> None:
-    """Oracle: the shapes of the loaded weights, for a model that is quantised online, as on a GPU."""
-    spec, folder = load_model_config(str(checkpoint("llama")))
+@pytest.mark.parametrize(
+    ("quantization", "family"), [("fp8", "llama"), ("int4", "llama"), ("int4", "qwen3-moe"), (None, "qwen3-moe")]
+)
+def test_shapes_are_those_of_the_products(
+    quantization: str | None, family: str, checkpoint: Callable[..., Path]
+) -> None:
+    """Oracle: the shapes of the loaded weights, for a model that is quantised online, as on a GPU, and for experts."""
+    spec, folder = load_model_config(str(checkpoint(family)))
     config = EngineConfig(device="cpu", quantization=quantization)
     asked: list[str] = []
 
@@ -263,8 +267,11 @@ def test_shapes_are_those_of_the_products(quantization: str, checkpoint: Callabl
     load_weights(dict(model.named_parameters()), spec, folder, info=RankInfo(), load_format="dummy")
     with (
         patch.object(quantised_products, "runs_triton", lambda _type: True),
+        patch.object(dense, "runs_triton", lambda _type: True),
         patch.object(quantised_products, "native_library", lambda: None),
     ):
         model.finish_loading()
     wanted = wanted_shapes(config, spec, torch.bfloat16, "cuda")
     assert {one.key for one in wanted} == set(asked) and sum(one.count for one in wanted) == len(asked)
+    has_experts = any(one.operation == "experts" for one in wanted)
+    assert has_experts == (family == "qwen3-moe") and (quantization is None) == all("experts " in key for key in asked)
