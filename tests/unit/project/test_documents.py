@@ -135,6 +135,13 @@ def test_quoted_messages_stand_in_the_code() -> None:
     assert not missing, f"docs/troubleshooting.md quotes what the program does not say: {missing}"
 
 
+def test_pages_for_users_start_what_a_wheel_installs() -> None:
+    """Oracle: the rule; a checkout's own starters are for developers, whose pages are below docs/design/."""
+    starts = re.compile(r"scripts/serve\b|launch/\w+\.py")
+    pages = [page for page in PAGES if "/design/" not in page and not page.endswith("architecture.md")]
+    assert not [page for page in pages if starts.search((ROOT / page).read_text(encoding="utf-8"))]
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_link_leads_to_a_file_and_a_section(document: str) -> None:
     """Oracle: the files, and the headings of those that are documents."""
