@@ -1,1 +1,1 @@
-"""What is used beside the engine: a storey above it, imported by the command ``tp-engine`` alone."""
+"""Applications on top of the engine, imported only by the command ``tp-engine``."""

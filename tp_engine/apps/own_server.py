@@ -1,4 +1,4 @@
-"""A server for one session at a terminal or of tests: started for it, stopped with it, closed to other clients.
+"""A server for one session, at a terminal or of tests: started for it, stopped with it, closed to other clients.
 
 ``main`` is that server's process; it reads its orders as JSON from standard input.
 """
@@ -60,7 +60,7 @@ def own_server(
         log = stack.enter_context((log_file or folder / "log").open("w+b"))
         port_file = folder / "port"
         orders = _Orders(dict(engine), dict(server or {}), secrets.token_urlsafe(32), str(port_file), os.getpid())
-        # A session of its own: the terminal's Ctrl-C stops an answer, not the server.
+        # In another session, so that the terminal's Ctrl-C stops an answer, not the server.
         process = start_child("tp_engine.apps.own_server", msgspec.json.encode(orders), own_session=True, output=log)
         try:
             url = wait_ready(process, port_file)
@@ -73,7 +73,7 @@ def own_server(
 
 
 def wait_ready(process: subprocess.Popen[bytes], port_file: Path, *, timeout_s: float | None = None) -> str | None:
-    """Return the URL of a server on this host that ``process`` starts with ``port_file``, once it is healthy.
+    """The URL of a server on this host that ``process`` starts with ``port_file``, once it is healthy.
 
     None if the process has ended.  ``TimeoutError`` after ``timeout_s``; without it the server's own limits count.
     """

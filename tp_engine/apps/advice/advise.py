@@ -31,7 +31,7 @@ _SMALLER = {True: ("fp8", "int4"), False: ("int8", "int4")}
 
 
 def advise(question: Question) -> Recommendation:
-    """Return the recommendation, with remedies if nothing fits.
+    """The recommendation, with remedies if nothing fits.
 
     Raises ``ConfigError`` for an illegal number of ranks, and for options that contradict the checkpoint.
     """
@@ -49,7 +49,7 @@ def advise(question: Question) -> Recommendation:
 
 
 def legal_sizes(model: ModelSpec) -> list[int]:
-    """Return all numbers of ranks that can share the model."""
+    """All numbers of ranks that can share the model."""
     found = []
     for world_size in range(1, MAX_WORLD_SIZE + 1):
         try:
@@ -200,7 +200,7 @@ def _reasons(question: Question, capacity: KvCapacity, concurrency: float, block
 
 
 def _state_reasons(capacity: KvCapacity, max_num_seqs: int, block_bytes: int) -> tuple[str, ...]:
-    """What recurrent states take beside K/V, of a model that has some."""
+    """The memory of recurrent states beside K/V, of a model that has some."""
     layout = capacity.layout
     if layout.states is None:
         return ()

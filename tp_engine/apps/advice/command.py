@@ -72,7 +72,7 @@ class RecommendConfig:
             raise ConfigError("gpu and device_memory are both given; give one of them")
 
     def lengths(self) -> Workload:
-        """Return the named workload with the lengths that were given."""
+        """The named workload with the lengths that were given."""
         base = find_workload(self.workload)
         prompt, output = self.input_len or base.prompt, self.output_len or base.output
         shared = base.shared_prefix if self.shared_prefix_len is None else self.shared_prefix_len

@@ -41,7 +41,7 @@ class Hardware:
 
 
 def find_gpu(name: str) -> Hardware:
-    """Return the GPU of that name in ``GPU_GIB``.  Raises ``ConfigError`` for an unknown name."""
+    """The GPU of that name in ``GPU_GIB``.  Raises ``ConfigError`` for an unknown name."""
     key = name.lower()
     if key not in GPU_GIB:
         known = ", ".join(GPU_GIB)
@@ -87,7 +87,7 @@ class Workload:
 
     @property
     def lengths(self) -> Lengths:
-        """The lengths as they are for the choice of a block size."""
+        """The lengths in the form for the choice of a block size."""
         return Lengths(prompt=self.prompt, output=self.output, prefixes={self.shared_prefix: 1})
 
 
@@ -99,7 +99,7 @@ WORKLOADS = {
 
 
 def find_workload(name: str) -> Workload:
-    """Return the workload of that name in ``WORKLOADS``.  Raises ``ConfigError`` for an unknown name."""
+    """The workload of that name in ``WORKLOADS``.  Raises ``ConfigError`` for an unknown name."""
     if name not in WORKLOADS:
         known = ", ".join(WORKLOADS)
         raise ConfigError(f"workload is {name!r}; choose one of {known}{did_you_mean(name, WORKLOADS)}")
@@ -128,6 +128,6 @@ class Question:
     speculative_config: SpeculativeConfig | None = None
 
     def num_draft_rows(self, max_num_seqs: int, max_num_batched_tokens: int) -> int:
-        """Return how many rows behind those of a batch of ``max_num_seqs`` are for draft tokens."""
+        """How many rows behind those of a batch of ``max_num_seqs`` are for draft tokens."""
         speculation = self.speculative_config
         return 0 if speculation is None else speculation.num_draft_rows(max_num_seqs, max_num_batched_tokens)

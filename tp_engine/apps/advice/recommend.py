@@ -49,8 +49,7 @@ def recommend(  # noqa: PLR0913 (one keyword per question)
     smallest number of ranks that fits.  ``quantization`` is that of ``LLM``; a quantised checkpoint's own format needs
     no option.  ``hf_overrides`` changes keys of config.json.  ``speculative_config`` is that of ``LLM``: a model's own
     head and draft rows need memory.  Raises ``ConfigError`` for a question without an answer.
-    A model that does not fit has an answer: ``fits`` is False, and ``problems`` and ``remedies`` tell why and what to
-    do.
+    A model that does not fit is no error: ``fits`` is False, and ``problems`` and ``remedies`` say why and what to do.
     """
     drafting = SpeculativeConfig.of(speculative_config)
     if isinstance(model, ModelSpec):
@@ -69,7 +68,7 @@ def recommend(  # noqa: PLR0913 (one keyword per question)
         hardware = Hardware(name=f"a GPU with {device_memory}", memory=parse_bytes(device_memory))
     else:
         hardware = find_gpu(gpu) if gpu is not None else this_machine()
-    from tp_engine.models.weight_sizes import local_weight_bytes  # torch, which a server's frontend does without
+    from tp_engine.models.weight_sizes import local_weight_bytes  # imports torch, which a server's frontend lacks
 
     return advise(
         Question(
@@ -101,7 +100,7 @@ def _with_images(model: ModelSpec, folder: Path) -> ModelSpec:
 
 
 def this_machine() -> Hardware:
-    """Return the GPU with the least memory, or the host's memory if there is no GPU."""
+    """The GPU with the least memory, or the host's memory if there is no GPU."""
     import torch
 
     memory = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]

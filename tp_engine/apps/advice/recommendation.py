@@ -88,11 +88,11 @@ class Recommendation:
         return " ".join(("tp-engine serve", *flags))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all fields, options and command as plain data."""
+        """All fields, options and command as plain data."""
         return {**dataclasses.asdict(self), "options": self.options, "command": self.command}
 
     def explain(self) -> str:
-        """Return the recommendation as text for people."""
+        """The recommendation as text for people."""
         ranks = f", {self.tensor_parallel_size} ranks" if self.tensor_parallel_size > 1 else ""
         lines = [f"{self.model} for {self.workload} on {self.device}{ranks}", "", *self._memory(), ""]
         lines += [*_bullets(self.notes), ""] if self.notes else []

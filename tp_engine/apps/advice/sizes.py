@@ -51,8 +51,8 @@ def activation_bytes(model: ModelSpec, world_size: int, *, dtype: str, num_token
 
 
 def image_bytes(model: ModelSpec, *, dtype: str, num_tokens: int, max_model_len: int) -> tuple[int, int]:
-    """Bytes of the encoder cache with an image between two of the tower's layers, and an estimate of what the tower
-    makes of the largest image that fits into a prompt; 0 for models that are served as text."""
+    """Bytes of the encoder cache with an image between two of the tower's layers, and an estimate of the tower's
+    tensors for the largest image that fits into a prompt; 0 for models that are served as text."""
     vision = model.vision
     if vision is None or not vision.is_served:
         return 0, 0
@@ -69,7 +69,7 @@ def image_bytes(model: ModelSpec, *, dtype: str, num_tokens: int, max_model_len:
 def _mixer_elements(attention: AttentionSpec | RecurrentSpec | None, world_size: int) -> int:
     """Numbers of a token's queries, keys, values and gates.
 
-    With latents also of its row, and of the keys and values that are made of it; with a recurrent state also of the
+    With latents also of its row, and of the keys and values computed from it; with a recurrent state also of the
     convolution's outputs.
     """
     if attention is None:
@@ -87,8 +87,8 @@ def _mixer_elements(attention: AttentionSpec | RecurrentSpec | None, world_size:
 
 
 def _mlp_elements(hidden: int, mlp: MlpSpec | ExpertsSpec, world_size: int) -> int:
-    """Numbers that an MLP makes of one token: gate, if there is one, up, and what the activation makes of them; of
-    experts, also copies of its input and outputs, for each of those that it goes to."""
+    """Numbers that an MLP computes for one token: gate, if there is one, up, and their activated product; with experts,
+    also copies of the token's input and outputs for each of its experts."""
     if isinstance(mlp, MlpSpec):
         return (mlp.activation.num_parts + 1) * mlp.inner_size // world_size
     shared = 0 if mlp.shared is None else _mlp_elements(hidden, mlp.shared, world_size)
@@ -98,7 +98,8 @@ def _mlp_elements(hidden: int, mlp: MlpSpec | ExpertsSpec, world_size: int) -> i
 
 
 def overhead_bytes(world_size: int, *, is_gpu: bool) -> int:
-    """Estimate of what torch does not count: CUDA context, kernels, graphs, NCCL's buffers; on CPUs the interpreter."""
+    """Estimate of memory that torch does not count: CUDA context, kernels, graphs, NCCL's buffers; on CPUs the
+    interpreter."""
     if not is_gpu:
         return 512 * MIB
     return int(1.25 * GIB) + (GIB if world_size > 1 else 0)

@@ -1,1 +1,1 @@
-"""``tp-engine run-batch`` and ``run_batch``: files of OpenAI batch requests, run to the end and continued."""
+"""``tp-engine run-batch`` and ``run_batch``: run files of OpenAI batch requests, and resume them."""

@@ -38,7 +38,7 @@ def run_launched_batch(config: EngineConfig, batch_config: BatchConfig) -> int:
     0: every line was answered.  3, or ``errors_exit_code``: all lines are done, some with an error.  1: stopped before
     the end.  ``run_launched`` turns exceptions into 1 or 2.
     """
-    from tp_engine.apps.batch.run import run_job  # torch, which a server needs only after its frontend has started
+    from tp_engine.apps.batch.run import run_job  # imports torch, which a server needs only after its frontend
 
     with _clean_standard_output(batch_config.output_file == STANDARD_STREAM):
         return run_interruptible(
@@ -49,7 +49,7 @@ def run_launched_batch(config: EngineConfig, batch_config: BatchConfig) -> int:
 
 
 def exit_code(summary: BatchSummary, errors_exit_code: int | None = None) -> int:
-    """Return the code for ``summary``; 0 for lines with errors under torchrun, which takes other codes for a failed
+    """The code for ``summary``; 0 for lines with errors under torchrun, which takes other codes for a failed
     job."""
     if summary.status not in (BatchStatus.COMPLETED, BatchStatus.VALIDATED):
         return EXIT_NOT_DONE
@@ -62,7 +62,7 @@ def exit_code(summary: BatchSummary, errors_exit_code: int | None = None) -> int
 
 @contextlib.contextmanager
 def _clean_standard_output(is_wanted: bool) -> Iterator[None]:
-    """Keep standard output for results: what libraries print there goes to standard error."""
+    """Reserve standard output for results: what libraries print there goes to standard error."""
     if not is_wanted:
         yield
         return

@@ -107,7 +107,7 @@ class BatchConfig(ChatOptions, SamplingDefaultOptions):
 
 
 def takes_line(shard: tuple[int, int], number: int) -> bool:
-    """Return whether line ``number``, counted from 1, belongs to the ``shard`` I/N."""
+    """Whether line ``number``, counted from 1, belongs to the ``shard`` I/N."""
     return number % shard[1] == shard[0] % shard[1]
 
 

@@ -141,7 +141,7 @@ class BatchRun:
             with Results(output, errors, resume=self._batch.resume) as results:
                 if not self._check(source, results.earlier, self._check_request):
                     return BatchStatus.STOPPED
-                results.earlier = EarlierResults()  # it has served, and takes memory
+                results.earlier = EarlierResults()  # no longer needed, and takes memory
                 is_needed = self._survey.num_runnable > 0
                 tell_ranks(is_needed)
                 return self._run_lines(source, results) if is_needed else self._write_errors(source, results)
@@ -198,7 +198,7 @@ class BatchRun:
         return True
 
     def _write_errors(self, source: BatchInput, results: Results) -> BatchStatus:
-        """Write the results of the lines that are left, none of which can run."""
+        """Write the results of the remaining lines, none of which can run."""
         with self._outcomes(results) as outcomes:
             for work in open_lines(source, self._survey, self._refuse):
                 outcomes.put(work)
@@ -210,7 +210,7 @@ class BatchRun:
 
     def _run_lines(self, source: BatchInput, results: Results) -> BatchStatus:
         self._grammars.close()
-        options = dataclasses.asdict(self._config) | {"generation_config": "vllm"}  # the lines have their defaults
+        options = dataclasses.asdict(self._config) | {"generation_config": "vllm"}  # lines have the defaults already
         with LLM(**options) as llm, self._outcomes(results) as outcomes:
             lines = open_lines(source, self._survey, self._prepare_with(llm.input_processor))
             with ReadAhead(lines, max_items=self._max_in_flight, max_bytes=_MAX_AHEAD_BYTES) as ahead:

@@ -3,7 +3,7 @@
 ::
 
     BatchInput -> open_lines: read, prepare -> ReadAhead -> LineRunner: send requests, take ends -> Outcomes
-                  (in a thread of its own)                  (in the caller's thread)
+                  (in a separate thread)                    (in the caller's thread)
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class LineRunner:
         work.num_running += len(requests)
 
     def _take(self) -> None:
-        """Wait a moment for ends, and write the lines that they complete."""
+        """Wait briefly for ended requests, and write the lines that they complete."""
         num_tokens = 0
         for ended in self._call.take(_IDLE_S if len(self._prompts) >= self._max_in_flight else _LOOK_S):
             prompt = self._prompts.pop(ended.request_id)
@@ -233,7 +233,7 @@ class Outcomes(Closing):
         )
 
     def has_room(self, ordinal: int) -> bool:
-        """Return whether the line with this number may start."""
+        """Whether the line with this number may start."""
         return not self._keeps_order or ordinal - self._next < self._window
 
     def put(self, work: Work) -> None:
@@ -256,7 +256,7 @@ class Outcomes(Closing):
             self._num_tokens, self._rated_s = 0, self._rated_s + seconds
 
     def close(self) -> None:
-        """Leave the bar as it is, and note how long lines ran."""
+        """Stop the bar, and note how long lines ran."""
         self._bar.close()
         self._summary.running_s = time.monotonic() - self._started_s
 
@@ -308,7 +308,7 @@ def open_lines(source: BatchInput, survey: Survey, prepare: PrepareRequest) -> I
 
 
 class ReadAhead(Closing):
-    """Reads an iterator in a thread of its own, while fewer than ``max_items`` and ``max_bytes`` are ready.
+    """Reads an iterator in a separate thread, while fewer than ``max_items`` and ``max_bytes`` are ready.
 
     ``get`` raises the iterator's exception after the items before it.
     """
@@ -331,7 +331,7 @@ class ReadAhead(Closing):
             return self._ended and not self._ready and self._error is None
 
     def get(self, timeout_s: float) -> Work | None:
-        """Return the next item; None at the end, or if no item is ready within ``timeout_s``."""
+        """The next item; None at the end, or if no item is ready within ``timeout_s``."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._ready) or self._ended, timeout_s)
             if self._ready:

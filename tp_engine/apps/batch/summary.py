@@ -84,7 +84,7 @@ class BatchSummary:
         self.errors[code] += 1
 
     def as_json(self) -> dict[str, object]:
-        """Return all fields, ``num_remaining`` and the rates; times are in seconds."""
+        """All fields, ``num_remaining`` and the rates; times are in seconds."""
         found: dict[str, object] = msgspec.to_builtins(self)
         found["num_remaining"] = self.num_remaining
         for name in ("elapsed_s", "running_s", "prompt_tokens_per_s", "completion_tokens_per_s"):
@@ -92,7 +92,7 @@ class BatchSummary:
         return found
 
     def as_text(self) -> str:
-        """Return a few lines for people."""
+        """A few lines for people."""
         if self.status is BatchStatus.VALIDATED:
             lines = [f"{self.status}: {self.num_lines:,} lines, {self.num_failed:,} of them bad"]
         else:

@@ -1,4 +1,4 @@
-"""The first pass over the input: it checks every line, and notes which of them the second pass must answer."""
+"""The first pass over the input: it checks every line, and notes which ones the second pass must answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CheckRequest: TypeAlias = Callable[[BatchRequest], object]
 
 @dataclass(slots=True, kw_only=True)
 class Survey:
-    """What is known of a shard's lines, blank ones apart.
+    """What is known of a shard's lines, except blank ones.
 
     ``is_open[n - 1]`` is 1 if line n lacks its result, an answer or an error; ``num_runnable`` of the open lines can
     run.  ``first_lines``: the number of a line that repeats a ``custom_id`` -> that of the first line that has it.
@@ -43,7 +43,7 @@ class Survey:
     num_foreign: int = 0
 
     def note(self, number: int, *, failed: bool | None, problem: Exception | None) -> None:
-        """Count a line: ``failed`` tells whether its earlier result is an error, None that it has none."""
+        """Count a line: ``failed`` says whether its earlier result is an error; None if it has none."""
         self.num_lines += 1
         self.num_answered += failed is False
         self.num_failed += failed is True

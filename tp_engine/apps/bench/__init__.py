@@ -1,1 +1,1 @@
-"""``tp-engine bench``: what an engine and a server do on this machine, beside other engines, in one run."""
+"""``tp-engine bench``: measures an engine and a server on this machine, beside other engines, in one run."""

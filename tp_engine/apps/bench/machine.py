@@ -1,4 +1,4 @@
-"""Measure the machine's rates, which benchmarks print beside their figures."""
+"""Measurements of the machine's rates, which benchmarks print beside their figures."""
 
 from __future__ import annotations
 

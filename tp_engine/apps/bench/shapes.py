@@ -1,4 +1,4 @@
-"""Model shapes of the offline benchmark; each becomes a folder with a checkpoint, or with a config.json alone."""
+"""Model shapes of the offline benchmark; each becomes a folder with a checkpoint, or just with a config.json."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 # Shapes whose model repeats its last token, because no block adds to the stream, and whose head for multi-token
-# prediction knows that: as fast as drafts can be, because all layers run.  Q has three times its layers, so that output
-# head and layer of a draft are 14 % of a step's weights, as in large models.  B is GLM's layer of B's sizes; in its
-# head's layer are experts.
+# prediction does likewise: the best case of drafts, in which all layers run.  Q has three times its layers, so that
+# output head and layer of a draft are 14 % of a step's weights, as in large models.  B is GLM's layer of B's sizes; its
+# head's layer has experts.
 SHAPES |= {
     "Q-mtp": {**SHAPES["Q"], "num_hidden_layers": 24},
     "B-mtp": {
@@ -86,7 +86,7 @@ _QWEN3_SIZES = {
     "qwen3-14b": (5120, 17408, 40, 40, False),
     "qwen3-32b": (5120, 25600, 64, 64, False),
 }
-# Qwen3-30B-A3B: what its config.json has beside that.
+# Qwen3-30B-A3B: the further settings of its config.json.
 _QWEN3_MOE = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8,
     "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
@@ -135,7 +135,7 @@ def make_checkpoint(folder: Path, shape: str, dtype: str) -> Path:
 
 
 def _add_head(folder: Path, shape: str) -> None:
-    """Let no block add to the stream, and add a head that passes the embedding on, with a layer of the model's kind."""
+    """Make all blocks add nothing, and add a head that passes the embedding on, with a layer of the model's kind."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -163,7 +163,7 @@ def _qwen_head(tensors: dict[str, Any], num_layers: int, projection: Any) -> dic
 
 
 def _glm_head(_tensors: dict[str, Any], num_layers: int, projection: Any) -> dict[str, Any]:
-    """GLM's head: the layer behind the last, with experts, of a model that has this layer alone."""
+    """GLM's head: the layer after the last, with experts, of a model that has only this layer."""
     from safetensors.torch import load_file
 
     path, ones = f"model.layers.{num_layers}.", projection.new_ones(projection.shape[0])

@@ -1,4 +1,4 @@
-"""Steps of tp_engine: a prompt that is alone, decodes, decodes beside a prompt, and what a decode's time consists of.
+"""Steps of tp_engine: a single prompt, decodes, decodes beside a prompt, and the parts of a decode's time.
 
 For ``tp-engine bench offline --steps``.  The times are taken without a profiler; then as many decode steps run under
 torch's.  A GPU is idle while no kernel or copy runs; the gap between two steps is the longest idle time in each step's

@@ -44,7 +44,7 @@ class ChatConfig(ClientConfig):
     image: tuple[str, ...] = option((), "files of images that the first message shows, to a model that sees images")
 
     def image_parts(self) -> list[dict[str, Any]]:
-        """Return the images as parts of a message; ``ConfigError`` for a file that cannot be read."""
+        """The images as parts of a message; ``ConfigError`` for a file that cannot be read."""
         parts = []
         for name in self.image:
             try:
@@ -118,7 +118,7 @@ def chat_command(argv: Sequence[str]) -> int:
 
 
 def converse(conversation: Conversation, ask: Ask, tell: Callable[[str], None]) -> None:
-    """Take one line after the other, until ``ask`` raises ``EOFError`` or /exit comes."""
+    """Take lines until ``ask`` raises ``EOFError`` or /exit comes."""
     for line in map(str.strip, _lines(ask, CHAT_PROMPT, tell)):
         if line == "/exit":
             return
@@ -138,7 +138,7 @@ def _command(conversation: Conversation, line: str) -> str:
 
 
 def _answer(answer: Callable[[], str | None], tell: Callable[[str], None]) -> None:
-    """Tell the note on an answer's end, or the server's error."""
+    """Show the note on an answer's end, or the server's error."""
     try:
         ending = answer()
     except ServerError as error:
@@ -193,7 +193,7 @@ def _stream(
 
 
 def _lines(ask: Ask, prompt: str, tell: Callable[[str], None]) -> Iterator[str]:
-    """Take one line after the other, until ``ask`` raises ``EOFError``; Ctrl-C clears a line."""
+    """Take lines until ``ask`` raises ``EOFError``; Ctrl-C clears a line."""
     while True:
         try:
             line = ask(prompt)

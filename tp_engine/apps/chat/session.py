@@ -54,7 +54,7 @@ class ClientConfig:
 
 
 def parse_client(prog: str, text: str, name: str, kind: type[ClientConfig], argv: Sequence[str]) -> Options:
-    """Return the options of a client command; with ``--url`` only ``--model`` is allowed of the engine's."""
+    """The options of a client command; with ``--url`` only ``--model`` is allowed of the engine's."""
     tables: Mapping[str, type[Any]] = {"engine": EngineConfig, name: kind}
     options = parse_options(prog, text, tables, argv)
     for line in options.notes:
@@ -91,7 +91,7 @@ def connected(options: Options, name: str, kind: type[ClientConfig]) -> Iterator
 
 
 def ask_person(prompt: str) -> str:
-    """Return a line from the terminal, with its history, or from a file without a prompt."""
+    """A line from the terminal, with its history, or from a file without a prompt."""
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (input() then edits lines and remembers them)
@@ -111,5 +111,5 @@ def note(text: str) -> None:
 
 
 def finish_note(choice: ChunkChoice) -> str | None:
-    """Return a note on an answer that was cut off."""
+    """A note on an answer that was cut off."""
     return "(cut off: --max-tokens or the model's length is reached)" if choice.finish_reason == "length" else None

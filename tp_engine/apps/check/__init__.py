@@ -1,1 +1,1 @@
-"""``tp-engine check``: whether what a machine, or a server, answers is right, beside transformers in float32."""
+"""``tp-engine check``: whether a machine or a server answers correctly, beside transformers in float32."""

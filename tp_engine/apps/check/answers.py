@@ -1,4 +1,4 @@
-"""An answer of an engine or a server with its log-probabilities, as all of a check compares them."""
+"""An answer of an engine or a server with its log-probabilities, in the form in which a check compares it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Answer:
 
 
 def answer_of_output(prompt: CheckPrompt, output: RequestOutput, index: int = 0) -> Answer:
-    """Return a prompt's answer by an engine here, the one of an ``index``."""
+    """A prompt's answer by an engine here, the one of an ``index``."""
     sample = output.outputs[index]
     tokens = tuple(sample.token_ids)
     of_prompt: list[dict[int, Logprob] | None] = list((output.prompt_logprobs or [None] * len(prompt.token_ids))[1:])
@@ -62,7 +62,7 @@ def answer_of_output(prompt: CheckPrompt, output: RequestOutput, index: int = 0)
 def answer_of(
     prompt: CheckPrompt, tokens: Sequence[int], rows: Sequence[Mapping[int, float]], num_cached_tokens: int
 ) -> Answer:
-    """Return the answer with the log-probabilities by token ids that ``rows`` has for each position but the last."""
+    """The answer with the log-probabilities by token ids that ``rows`` has for each position but the last."""
     following = (*prompt.token_ids, *tokens)[1:]
     alternatives = np.full((len(following) + 1, ALTERNATIVES + 1), -1, np.int64)
     logprobs = np.zeros(alternatives.shape, np.float32)

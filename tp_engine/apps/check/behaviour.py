@@ -1,4 +1,4 @@
-"""What a model's files say besides weights: tokens, chat template, ends of sequences, answers by schema.
+"""A model's files besides weights: tokens, chat template, ends of sequences, answers by schema.
 
 Each check asks a ``Subject``, an engine here or a server, and compares with transformers.
 """
@@ -25,7 +25,7 @@ from tp_engine.apps.check.prompts import (
 from tp_engine.apps.check.report import CheckFinding
 from tp_engine.errors import RequestError
 
-PUSH = 100.0  # a bias that no other token survives
+PUSH = 100.0  # a bias that outweighs all other tokens
 
 
 class NotShownError(RuntimeError):
@@ -37,19 +37,19 @@ class Subject(Protocol):
     ``ServerError`` for what is refused."""
 
     def token_ids(self, text: str) -> list[int]:
-        """Return a text's tokens, special ones included."""
+        """A text's tokens, special ones included."""
 
     def chat_token_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return a chat's tokens by the template."""
+        """A chat's tokens by the template."""
 
     def num_prompt_tokens(self, content: str | Sequence[Mapping[str, Any]]) -> int | None:
-        """Return the number of tokens of a text or a chat, None if it is not told."""
+        """The number of tokens of a text or a chat, None if it is not told."""
 
     def end_after(self, token: int) -> str | None:
         """Return why an answer ended whose likeliest token was ``token`` all the time."""
 
     def shaped_answer(self) -> str | None:
-        """Return an answer that must follow ``WEATHER_SCHEMA``."""
+        """An answer that must follow ``WEATHER_SCHEMA``."""
 
 
 def check_behaviour(
@@ -136,7 +136,7 @@ def _compared(
 
 
 def eos_ids(folder: Path) -> set[int]:
-    """Return the ids that end a sequence, by the files that transformers reads them from."""
+    """The ids that end a sequence, by the files that transformers reads them from."""
     for name in ("generation_config.json", "config.json"):
         try:
             content = json.loads((folder / name).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The collectives of one communicator, each kind beside what one process computes of all ranks' parts; and their speed.
+"""Checks of one communicator's collectives against one process's results from all ranks' parts; and their speed.
 
 ::
 
@@ -34,7 +34,7 @@ _TIMED = 5
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
     """A way to add up: a communicator under its ``name``, the ``host`` group by which ranks agree on a finding, the
-    ``device`` of tensors, and ``wait``, which waits for all launched work.  ``begin`` hears what comes next."""
+    ``device`` of tensors, and ``wait``, which waits for all launched work.  ``begin`` is told what comes next."""
 
     name: str
     communicator: Communicator
@@ -49,7 +49,7 @@ Mistake: TypeAlias = str | None
 
 
 def random_part(rank: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return one rank's tensor (num_elements,), on the CPU; every rank can make it."""
+    """One rank's tensor (num_elements,), on the CPU; every rank can make it."""
     return torch.randn(
         num_elements, generator=torch.Generator().manual_seed(rank), dtype=torch.float32, device="cpu"
     ).to(dtype)
@@ -79,7 +79,7 @@ def check_collectives(way: Way, sizes: Sequence[int] = SIZES) -> Iterator[CheckF
 
 
 def check_speed(way: Way, num_bytes: int) -> CheckFinding:
-    """Return the bandwidth of all-reduces of ``num_bytes``, counted as NCCL's tests do (busbw); every rank calls this.
+    """The bandwidth of all-reduces of ``num_bytes``, counted as NCCL's tests do (busbw); every rank calls this.
 
     The figure is that of the slowest rank.
     """

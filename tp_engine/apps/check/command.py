@@ -1,4 +1,4 @@
-"""``tp-engine check MODEL``: is what this machine answers right?"""
+"""``tp-engine check MODEL``: are this machine's answers right?"""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DESCRIPTION = (
     "Is what this machine answers right?  Runs the model as it would be served, and compares it with transformers in "
     "float32.  Exit code 0: right, 1: wrong, 2: it could not be checked.  Takes the options of tp-engine serve."
 )
-# Options of the server that say how chats become prompts.
+# Options of the server on how chats become prompts.
 _DEFAULTS = ("generation_config", "override_generation_config")
 _OF_ENGINES = ("bisect", "record", "against")
 

@@ -1,4 +1,4 @@
-"""``tp-engine check MODEL``: the conductor.  First the engines run, then the oracle, then all is compared."""
+"""``tp-engine check MODEL``: first the engines run, then the oracle, then all is compared."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class EngineCheck(OracleCheck):
         return resolve_model_folder(self.reference or str(self.options["model"]), self.options.get("revision"))
 
     def run(self) -> tuple[CheckReport, Observed | None]:
-        """Return the report, and what was observed, for a golden file; None if the engine did not run."""
+        """The report, and what was observed, for a golden file; None if the engine did not run."""
         check_oracle_device(self.oracle_device)
         model = str(self.options["model"])
         environment = describe_environment()

@@ -30,7 +30,7 @@ _RESULT = {"role": "tool", "name": "get_weather", "tool_call_id": "call00001", "
 
 
 class EngineSubject:
-    """What ``llm`` makes of prompts and answers."""
+    """The engine of ``llm``, which is asked for tokens and answers."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm, self._inputs = llm, llm.input_processor
@@ -46,7 +46,7 @@ class EngineSubject:
         return self._inputs.text_token_ids(text, add_special_tokens=True)
 
     def chat_token_ids(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Return a chat's tokens; none if the engine refuses it."""
+        """A chat's tokens; none if the engine refuses it."""
         try:
             return self._inputs.chat_token_ids(messages, **options)
         except RequestError:
@@ -59,7 +59,7 @@ class EngineSubject:
         return str(self._answer([0, 1, 2], max_tokens=8, logit_bias={token: PUSH}, detokenize=False).finish_reason)
 
     def shaped_answer(self) -> str:
-        """Return an answer by ``WEATHER_SCHEMA``; ``NotShownError`` if the tokens cannot write one to its end."""
+        """An answer by ``WEATHER_SCHEMA``; ``NotShownError`` if the tokens cannot write one to its end."""
         shape = StructuredOutputsParams(json=WEATHER_SCHEMA, disable_any_whitespace=True)
         answer = self._answer(TEXTS["english"], max_tokens=_JSON_TOKENS, structured_outputs=shape)
         if answer.finish_reason in ("length", "error"):

@@ -1,4 +1,4 @@
-"""The files of the weights, beside the checksums that the hub's cache has of them."""
+"""The files of the weights, compared with the checksums in the hub's cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Golden answers: what one machine, driver or version answered, to compare another one with."""
+"""Golden answers: those of one machine, driver or version, with which another one is compared."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def golden_content(
     environment: Mapping[str, str],
     options: Mapping[str, Any],
 ) -> str:
-    """Return the JSON of a golden file."""
+    """The JSON of a golden file."""
     golden = Golden(
         subject=subject,
         environment=dict(environment),
@@ -71,7 +71,7 @@ def golden_content(
 
 
 def read_golden(path: Path) -> Golden:
-    """Return the content of a golden file.  ``ConfigError`` if it is not one."""
+    """The content of a golden file.  ``ConfigError`` if it is not one."""
     try:
         return msgspec.json.decode(files.read_bytes(path, files.MAX_JSON_BYTES), type=Golden)
     except (OSError, ValueError, msgspec.MsgspecError) as error:

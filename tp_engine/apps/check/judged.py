@@ -68,7 +68,7 @@ class Errors:
 
     @staticmethod
     def between(given: Floats, exact: Floats, twin: Floats | None, *, floor: float) -> Errors:
-        """Return the absolute errors of ``given`` (n, m) where ``exact`` is a number; a given NaN is infinitely off."""
+        """The absolute errors of ``given`` (n, m) where ``exact`` is a number; a given NaN is infinitely off."""
         is_compared = ~np.isnan(exact)
         own = np.nan_to_num(np.abs(given - exact)[is_compared], nan=np.inf, posinf=np.inf)
         known = None if twin is None else np.abs(twin - exact)[is_compared]
@@ -106,7 +106,7 @@ class Errors:
 
 
 def joined(parts: Sequence[Errors]) -> Errors:
-    """Return the errors of several answers as one; positions are each answer's own."""
+    """The errors of several answers as one; positions are each answer's own."""
     twins = [one.twin for one in parts if one.twin is not None]
     return Errors(
         np.concatenate([one.own for one in parts]),
@@ -222,7 +222,7 @@ class Judge:
         return FACTOR * SCATTER * float(self._known.twin.max(initial=0.0)) + EXACT_LOGPROBS
 
     def layers(self, faults: Sequence[LinearFault]) -> CheckFinding:
-        """Return the finding on hidden states: the first layer beyond its bound, with rank and position."""
+        """The finding on hidden states: the first layer beyond its bound, with rank and position."""
         ratio, checked, watched = 0.0, 0, self._watched
         parts = slice(0, watched.num_prompt), slice(watched.num_prompt, len(watched.sequence))
         for layer in range(len(self.exact.layers)):
@@ -312,7 +312,7 @@ class Judge:
         return "attention" if is_wrong else ("experts" if self.has_experts else "MLP")
 
     def head(self) -> CheckFinding:
-        """Return the finding on the final norm and the output head, from the engine's last states."""
+        """The finding on the final norm and the output head, from the engine's last states."""
         answer, of_exact = self._watched.answer, self.exact.head
         assert of_exact is not None, "what is watched ran"
         length = len(self._watched.sequence)

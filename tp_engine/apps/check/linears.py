@@ -1,4 +1,4 @@
-"""Each linear layer of each rank beside its stored weights: the rank's own rows times the weights, in float32.
+"""Each linear layer of each rank, compared with the rank's own rows times the stored weights, in float32.
 
 A layer is judged by the rows that it really got, so that an error does not come from a layer before it.  Which rows and
 columns of a stored weight a rank has is what the engine says; that the ranks have all of them is checked too.  Which of
@@ -155,7 +155,7 @@ def _gate_first(part: tuple[Any, str]) -> tuple[bool, int]:
 
 
 def below_layers(name: str) -> str:
-    """Return a module's name from its layer's number on: ``model.language_model.layers.3.mlp.up_proj`` ->
+    """A module's name from its layer's number on: ``model.language_model.layers.3.mlp.up_proj`` ->
     ``3.mlp.up_proj``; other names as they are."""
     found = _LAYER.search(name)
     return name if found is None else f"{found[1]}.{name[found.end() :]}"
@@ -166,7 +166,7 @@ def _short(name: str) -> str:
 
 
 def layer_of(name: str) -> int:
-    """Return the number of the layer that a module is in; -1 for others."""
+    """The number of the layer that a module is in; -1 for others."""
     found = _LAYER.search(name)
     return -1 if found is None else int(found[1])
 

@@ -1,4 +1,4 @@
-"""What the ranks of a torchrun job find out about their machine: all ways to add up, and copies between GPUs.
+"""What the ranks of a torchrun job check of their machine: all kinds of all-reduce, and copies between GPUs.
 
 ``torchrun --nproc-per-node 8 -m tp_engine check`` runs it on every rank, before the model is checked.
 """
@@ -33,7 +33,7 @@ _SLOW = 0.5
 def check_machine(
     config: EngineConfig, world_size: int, begin: Callable[[str], None] = lambda what: None
 ) -> Iterator[CheckFinding]:
-    """Yield the findings; every rank of the job calls this.  ``begin`` hears what this rank does next.
+    """Yield the findings; every rank of the job calls this.  ``begin`` is told what this rank does next.
 
     ``RankError`` if a rank dies, or keeps the others waiting for ``config.startup_timeout_s``.
     """
@@ -113,7 +113,7 @@ def _check_copies_of_first(config: EngineConfig, groups: RankGroups, begin: Call
 def check_copies(
     devices: Sequence[torch.device], wait: Callable[[torch.device], None], num_bytes: int = _COPY_BYTES
 ) -> CheckFinding:
-    """Copy ``num_bytes`` from each device to each other one: the bytes must arrive; the bandwidth is told, in GB/s."""
+    """Copy ``num_bytes`` from each device to each other one: the bytes must arrive; the bandwidth is told in GB/s."""
     started_s, speeds, lost = time.monotonic(), {}, []
     for source in devices:
         sent = torch.arange(num_bytes, device=source, dtype=torch.int64).remainder_(251).to(torch.uint8)

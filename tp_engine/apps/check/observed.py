@@ -157,7 +157,7 @@ def _params(max_tokens: int, **more: Any) -> SamplingParams:
 
 
 def _crossed(prompts: Sequence[CheckPrompt], block_size: int) -> list[CheckPrompt]:
-    """A prompt whose first block is one prompt's, and what follows another's: each is cached, not behind the other."""
+    """A prompt that continues one prompt's first block as another does: both parts are cached, but not together."""
     long = [one.token_ids for one in prompts if len(one.token_ids) > 2 * block_size]
     pairs = [(one, other) for one, other in pairwise(long) if one[:block_size] != other[:block_size]]
     return [CheckPrompt("crossed", (*one[:block_size], *other[block_size:])) for one, other in pairs[:1]]

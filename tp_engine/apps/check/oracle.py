@@ -7,8 +7,8 @@
     3. for each layer: load its weights, run all sequences through it, drop its weights
     4. its own forward pass with empty layers again, whose last returns the states of 3: norm and logits
 
-Families keep their own glue that way, whatever it is.  Weights come from ``stored.py`` in float32, quantised ones as
-the numbers that they stand for.  Neither shares code with the engine, but for the rule which files hold the weights.
+So each family keeps its own code around the layers.  Weights come from ``stored.py`` in float32, quantised ones as the
+numbers that they stand for.  Neither shares code with the engine, but for the rule on which files hold the weights.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tp_engine.model_config.families import named
 from tp_engine.options.hf_overrides import overridden
 from tp_engine.system.closing import Closing
 
-_POSITIONS_AT_ONCE = 256  # whose logits exist at once
+_POSITIONS_AT_ONCE = 256  # positions with logits in memory at once
 ROUTERS = ("gate", "router", "shared_expert_gate")
 _NO_TEXT = ("vision", "visual", "audio", "image")
 _MAX_NAMED = 3
@@ -115,7 +115,7 @@ class Oracle(Closing):
         self._layers_name, self.layers = _decoder_layers(self._model)
         self._places = _Places(self._model, self.stored)
         self._has_second = False
-        # A module outside of the layers is loaded when it runs first: what never runs, such as eyes, is never read.
+        # A module outside of the layers is loaded when it first runs; one that never does, such as a tower, is not read.
         inside = set(self.layers.modules())
         for name, module in self._model.named_modules():
             if module not in inside and any(True for _ in module.parameters(recurse=False)):
@@ -351,7 +351,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _number_or_object(value: dict[str, Any]) -> Any:
-    """What transformers writes for numbers that JSON does not have: ``{"__float__": "Infinity"}``."""
+    """The number of transformers' notation for those that JSON does not have: ``{"__float__": "Infinity"}``."""
     if value.keys() != {"__float__"}:
         return value
     number = value["__float__"]
@@ -422,7 +422,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers' progress bars and warnings back."""
+    """Suppress transformers' progress bars and warnings."""
     from transformers.utils import logging as of_transformers
 
     bars, level = of_transformers.is_progress_bar_enabled(), of_transformers.get_verbosity()

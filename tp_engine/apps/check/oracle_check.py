@@ -1,4 +1,4 @@
-"""What checks of an engine and of a server share: their prompts, and the runs of the oracle."""
+"""The common part of checks of an engine and of a server: the prompts, and the runs of the oracle."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class OracleCheck:
         return 8 if self.quick else 24
 
     def prompts(self, tokenizer: Any | None, spec: ModelSpec, max_len: int, long_len: int) -> list[CheckPrompt]:
-        """Return prompts, the last one of ``long_len`` tokens, that fit with their answers into ``max_len``."""
+        """Prompts, the last one of ``long_len`` tokens, that fit with their answers into ``max_len``."""
         return make_prompts(
             tokenizer,
             vocab_size=spec.vocab_size,

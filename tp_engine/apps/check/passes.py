@@ -60,7 +60,7 @@ class Passed:
 
 
 def questions(observed: Observed) -> dict[Sequence_, Ids]:
-    """Return each sequence of any set-up with the token ids (n, m) that are compared after each position.
+    """Each sequence of any set-up with the token ids (n, m) that are compared after each position.
 
     Those of the alternatives of all answers with that sequence; 0 where there is none.
     """
@@ -72,7 +72,7 @@ def questions(observed: Observed) -> dict[Sequence_, Ids]:
 
 
 def logprobs_of(scores: Scores, asked: Ids, answer: Answer) -> Floats:
-    """Return what a pass says of an answer's alternatives (n, m); NaN where there is none."""
+    """What a pass says of an answer's alternatives (n, m); NaN where there is none."""
     places = (asked[:, None, :] == answer.alternatives[:, :, None]).argmax(-1)
     found = np.take_along_axis(scores.wanted, places, 1)
     return np.where(answer.alternatives >= 0, found, np.nan)

@@ -76,7 +76,7 @@ class CheckPrompt:
 
 
 def follows_weather_schema(text: str | None) -> bool:
-    """Return whether an answer is JSON of ``WEATHER_SCHEMA``."""
+    """Whether an answer is JSON of ``WEATHER_SCHEMA``."""
     try:
         answer = json.loads(text or "")
         return (
@@ -89,7 +89,7 @@ def follows_weather_schema(text: str | None) -> bool:
 def make_prompts(
     tokenizer: Any | None, *, vocab_size: int, long_len: int, max_len: int, quick: bool
 ) -> list[CheckPrompt]:
-    """Return the prompts, each of at most ``max_len`` tokens; the last one has ``long_len``.
+    """The prompts, each of at most ``max_len`` tokens; the last one has ``long_len``.
 
     Texts and chats are tokenized by transformers, the oracle of the engine's own tokens.  A model without a tokenizer
     gets tokens drawn from a fixed seed, and so does one whose tokenizer makes none of these texts.
@@ -122,26 +122,26 @@ def _of_texts(tokenizer: Any, vocab_size: int, long_len: int, max_len: int, *, q
 
 
 def text_ids(tokenizer: Any, text: str, **options: Any) -> list[int] | None:
-    """Return the tokens of a text by transformers; None if its tokenizer fails."""
+    """The tokens of a text by transformers; None if its tokenizer fails."""
     try:
         with panics_refused("the text cannot be tokenized"):
             ids: list[int] = tokenizer(text, **options)["input_ids"]
-    except Exception:  # a tokenizer raises what it likes
+    except Exception:  # a tokenizer may raise anything
         return None
     return ids
 
 
 def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int] | None:
-    """Return the tokens of a chat by transformers' ``apply_chat_template``; None if the template refuses the chat."""
+    """The tokens of a chat by transformers' ``apply_chat_template``; None if the template refuses the chat."""
     try:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options)
-    except Exception:  # a template raises what it likes
+    except Exception:  # a template may raise anything
         return None
     return text_ids(tokenizer, text, add_special_tokens=False)
 
 
 def tool_chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int] | None:
-    """Return the tokens of a chat with ``WEATHER_TOOL`` by transformers; None if the template shows no tools, or
+    """The tokens of a chat with ``WEATHER_TOOL`` by transformers; None if the template shows no tools, or
     refuses the chat."""
     found = chat_ids(tokenizer, messages, tools=[WEATHER_TOOL], **options)
     return None if found == chat_ids(tokenizer, messages, **options) else found
@@ -154,7 +154,7 @@ def _ids(ids: Sequence[int], most: int) -> tuple[int, ...]:
 def differing_prompt(
     check: str, name: str, found: Sequence[int], expected: Sequence[int], tokenizer: Any
 ) -> CheckFinding:
-    """Return the finding that a prompt's tokens differ from transformers', with the first place where they do."""
+    """The finding that a prompt's tokens differ from transformers', with the first place where they do."""
     pairs = zip(found, expected, strict=False)
     position = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(found), len(expected)))
     window = slice(max(0, position - 2), position + 4)

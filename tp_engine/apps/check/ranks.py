@@ -27,7 +27,7 @@ _LEAST = 1e-6
 def rank_apart(
     watched: Watched, reads: Mapping[str, Floats], experts: Mapping[int, Sequence[Floats]], index: int, *, in_mlp: bool
 ) -> tuple[str, str] | None:
-    """Return which ranks of layer ``index`` give a row-parallel layer another input than ``reads`` has, or have another
+    """Which ranks of layer ``index`` give a row-parallel layer another input than ``reads`` has, or have another
     part of the experts' output than ``experts``, and the name of that; None if all or none do.  ``in_mlp``: of the
     layer's MLP, else before it."""
     kept = watched.linear_positions >= 0
@@ -65,7 +65,7 @@ def _standing_out(errors: Sequence[float]) -> str:
 
 
 def rank_of_slice(differences: Floats, ranks: Ids, num_ranks: int, bound: float) -> int | None:
-    """Return the rank without whose token ids the ``differences`` (n, m) of each position are equal to ``bound``, as
+    """The rank without whose token ids the ``differences`` (n, m) of each position are equal to ``bound``, as
     they are where only the sum over all tokens is another; None unless it is one.  ``ranks`` (n, m) have the ids."""
     found = []
     for rank in range(num_ranks):
@@ -77,7 +77,7 @@ def rank_of_slice(differences: Floats, ranks: Ids, num_ranks: int, bound: float)
 
 
 def missing_rows(watched: Watched) -> list[str]:
-    """Return the stored modules of which the ranks together do not have every row, or every column, equally often."""
+    """The stored modules of which the ranks together do not have every row, or every column, equally often."""
     held: dict[tuple[str, int], list[int]] = defaultdict(list)
     columns: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
     for layouts in watched.layouts:

@@ -91,7 +91,7 @@ class CheckReport:
         )
 
     def as_text(self) -> str:
-        """Return a line for each finding; those that are not right say where, what it means and what to try."""
+        """A line for each finding; those that are not right say where, what it means and what to try."""
         return printable("\n".join([f"check of {self.subject}", *(_lines(self.findings)), self.summary]))
 
     @property

@@ -1,6 +1,6 @@
-"""What a type or a format does to values, for the twin: transformers' model with the rounding that the engine has too.
+"""The rounding of types and formats, for the twin: transformers' model with the engine's rounding.
 
-The error of the twin beside the oracle is what the bounds of a check follow from.
+The bounds of a check follow from the error of the twin against the oracle.
 """
 
 from __future__ import annotations
@@ -97,11 +97,11 @@ class Rounding:
 
 
 FINER = Rounding(dtype=torch.float64)
-"""Float64 but where transformers itself computes in float32: what the error of float32 is measured by."""
+"""Float64, except where transformers itself computes in float32: the measure of float32's error."""
 
 
 def rounding_of(configuration: Mapping[str, Any], quantization: Mapping[str, Any] | None, device: str) -> Rounding:
-    """Return what an engine with this effective configuration rounds, and a checkpoint with this
+    """What an engine with this effective configuration rounds, and a checkpoint with this
     ``quantization_config``."""
     chosen = configuration.get("quantization") if quantization is None else None
     rows = keep

@@ -80,7 +80,7 @@ class Draws:
         return [(*self.prompt.token_ids, *one) for one in (self.penalised, self.few)]
 
     def biased(self, logits: Reals) -> Reals:
-        """Return ``logits`` (V,) with the bias."""
+        """``logits`` (V,) with the bias."""
         found = logits.copy()
         found[list(self.bias)] += list(self.bias.values())
         return found
@@ -91,7 +91,7 @@ Processed: TypeAlias = Mapping[str, Mapping[int, float]]
 
 
 def prompt_of(prompts: Sequence[CheckPrompt]) -> CheckPrompt:
-    """Return the prompt that is drawn after: the beginning of the first one, whose end lies within a KV block, so that
+    """The prompt that is drawn after: the beginning of the first one, whose end lies within a KV block, so that
     each of several answers needs a copy of it."""
     first = prompts[0].token_ids[:_MOST_PROMPT]
     behind_middle = (len(first) - 1 - _BLOCK // 2) % _BLOCK
@@ -140,7 +140,7 @@ def show_processed(generate: Generate, prompt: CheckPrompt) -> Processed:
 def penalised_logits(
     logits: Reals, prompt: Sequence[int], generated: Sequence[int], setting: Mapping[str, Any]
 ) -> Reals:
-    """Return ``logits`` (V,) after the penalties of ``setting``: repetition as in transformers, the others as in
+    """``logits`` (V,) after the penalties of ``setting``: repetition as in transformers, the others as in
     OpenAI's API."""
     found = logits.copy()
     seen = np.unique([*prompt, *generated]).astype(np.int64)
@@ -152,7 +152,7 @@ def penalised_logits(
 
 
 def distribution(logits: Reals, setting: Mapping[str, float], slack: float = 0.0) -> Reals:
-    """Return the probabilities (V,) of ``logits`` after temperature, top_k, top_p and min_p.
+    """The probabilities (V,) of ``logits`` after temperature, top_k, top_p and min_p.
 
     With ``slack`` filters leave more, or less if it is negative: as if each logit were so much further from a limit.
     """
@@ -178,7 +178,7 @@ def distribution(logits: Reals, setting: Mapping[str, float], slack: float = 0.0
 
 
 def check_draws(draws: Draws, logits: Reals, error: float, of_few: Reals | None = None) -> CheckFinding:
-    """Return the finding on draws and penalties.  ``logits`` (n, V) are the oracle's after the prompt and each token of
+    """The finding on draws and penalties.  ``logits`` (n, V) are the oracle's after the prompt and each token of
     the greedy answer, and ``of_few`` of that of few tokens; those of the engine may be off by ``error``."""
     worst, compared, num_draws, outside = (1.0, "", ""), 0, 0, ""
     sets = list(_sets(draws, logits[0], error))
@@ -276,7 +276,7 @@ def _penalty_lapse(
 
 
 def check_processed(processed: Processed, prompt: CheckPrompt, logits: Reals, error: float) -> CheckFinding:
-    """Return the finding on processed log-probabilities; ``logits`` (V,) are the oracle's, as for ``check_draws``."""
+    """The finding on processed log-probabilities; ``logits`` (V,) are the oracle's, as for ``check_draws``."""
     largest, where, compared = 0.0, "", 0
     for name, row in processed.items():
         setting = SETTINGS[name]

@@ -1,4 +1,4 @@
-"""What a server of OpenAI's API shows of its model: tokens, log-probabilities and ends, in its own dialect.
+"""What a server with OpenAI's API shows of its model: tokens, log-probabilities and ends, in its own dialect.
 
 ::
 
@@ -66,7 +66,7 @@ class ServedModel:
 
     @_understood()
     def token_ids(self, text: str) -> list[int]:
-        """Return a text's tokens, special ones included, by ``/tokenize``; ``NotShownError`` without it."""
+        """A text's tokens, special ones included, by ``/tokenize``; ``NotShownError`` without it."""
         for body in ({"prompt": text, "add_special_tokens": True}, {"content": text, "add_special": True}):
             found = self._optional("/tokenize", {"model": self.name, **body})
             if found is not None and isinstance(found.get("tokens"), list) and found["tokens"]:
@@ -75,7 +75,7 @@ class ServedModel:
 
     @_understood()
     def chat_token_ids(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Return a chat's tokens by the server's template; ``NotShownError`` if the server does not tell them."""
+        """A chat's tokens by the server's template; ``NotShownError`` if the server does not tell them."""
         body = {"messages": list(messages), "add_generation_prompt": True, **options}
         found = self._optional("/tokenize", {"model": self.name, **body})
         if found is not None and isinstance(found.get("tokens"), list) and found["tokens"]:
@@ -90,7 +90,7 @@ class ServedModel:
 
     @_understood()
     def num_prompt_tokens(self, content: str | Sequence[Mapping[str, Any]]) -> int | None:
-        """Return how many tokens a text or a chat has, as the answer's usage tells; None if it does not."""
+        """How many tokens a text or a chat has, as the answer's usage tells; None if it does not."""
         path, body = ("/v1/completions", {"prompt": content})
         if not isinstance(content, str):
             path, body = ("/v1/chat/completions", {"messages": list(content)})
@@ -100,13 +100,13 @@ class ServedModel:
 
     @_understood()
     def end_after(self, token: int) -> str | None:
-        """Return the reason of the end of an answer that the server was made to choose ``token`` for."""
+        """The reason of the end of an answer that the server was made to choose ``token`` for."""
         asked = {"prompt": "The harbour", "max_tokens": 8, "logit_bias": {str(token): PUSH}}
         return self._ask("/v1/completions", asked).get("finish_reason")
 
     @_understood()
     def shaped_answer(self) -> str | None:
-        """Return a chat's answer with ``response_format``; ``NotShownError`` if it is longer than usual."""
+        """A chat's answer with ``response_format``; ``NotShownError`` if it is longer than usual."""
         shape = {"name": "weather", "schema": WEATHER_SCHEMA, "strict": True}
         asked = {
             "messages": [{"role": "user", "content": "The weather in Oslo, as JSON."}],

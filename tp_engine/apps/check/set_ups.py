@@ -1,6 +1,6 @@
 """The ways in which one request can run: alone, in a batch, with a cached prefix, ...
 
-Those of the user's own engine come first; each of ``OTHERS`` is an engine of its own, whose options differ.
+Those of the user's engine come first; each of ``OTHERS`` is another engine, with different options.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Sizes:
         return self.blocks_for(self.longest)
 
     def crossing(self, num_prompt: int, max_tokens: int) -> tuple[int, int]:
-        """Return the lengths of a prompt of at most ``num_prompt`` tokens, and of its answer: the prompt nearly fills a
+        """The lengths of a prompt of at most ``num_prompt`` tokens, and of its answer: the prompt nearly fills a
         block, so that several fit into a pool which the answer of one fills."""
         return min(num_prompt, max(2, self.block_size - _LEFT_IN_BLOCK)), max(max_tokens, self.block_size + 8)
 
@@ -98,7 +98,7 @@ def _one_rank(options: Mapping[str, Any], sizes: Sizes) -> dict[str, Any] | None
 
 
 def was_cached(_llm: LLM, answers: Sequence[Answer]) -> bool:
-    """Return whether a prompt began with cached tokens."""
+    """Whether a prompt began with cached tokens."""
     return sum(one.num_cached_tokens for one in answers) > 0
 
 

@@ -77,12 +77,12 @@ class StoredWeights(Closing):
         return list(self._stored)
 
     def is_quantised(self, name: str) -> bool:
-        """Return whether the weight is computed of codes and scales."""
+        """Whether the weight is computed of codes and scales."""
         stored = self._stored[name]
         return stored != name or self._type(stored) in _CODES
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the weight ``name`` in float32; integers as they are."""
+        """The weight ``name`` in float32; integers as they are."""
         stored = self._stored[name]
         module = name.removesuffix(".weight")
         if stored.endswith("_blocks"):

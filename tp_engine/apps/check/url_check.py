@@ -1,4 +1,4 @@
-"""``tp-engine check --url URL --model MODEL``: is what a server answers what the model's checkpoint says?
+"""``tp-engine check --url URL --model MODEL``: does a server answer as the model's checkpoint does?
 
 The server is asked as any client asks it; the oracle reads the checkpoint here, and is the one of ``check MODEL``.
 """
@@ -29,7 +29,7 @@ from tp_engine.model_config.source import resolve_model_folder
 
 CHATTED = "chats"
 ENGINE_OPTIONS = ("dtype", "kv_cache_dtype", "quantization", "revision", "hf_overrides")
-"""Options of an engine that say what a server computes."""
+"""Options of an engine that describe what a server computes."""
 
 _AT_ONCE = 8
 _QUICK_LONG, _LONG = 160, 512
@@ -55,7 +55,7 @@ class UrlCheck(OracleCheck):
     timeout_s: float = 300.0
 
     def run(self) -> CheckReport:
-        """Return the report; what the server does not show is skipped, with the reason."""
+        """The report; what the server does not show is skipped, with the reason."""
         check_oracle_device(self.oracle_device)
         folder = resolve_model_folder(self.model, self.revision)
         client = ServerClient(self.url, api_key=self.api_key, timeout_s=self.timeout_s)

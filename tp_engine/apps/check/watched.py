@@ -45,7 +45,7 @@ class Watched:
         return len(self.answer.prompt.token_ids)
 
     def row_inputs(self, rank: int) -> dict[str, Floats]:
-        """Return what a rank's row-parallel layers read, by the names of their weights, a row for each of
+        """What a rank's row-parallel layers read, by the names of their weights, a row for each of
         ``linear_positions``."""
         found = {}
         for name, layout in self.layouts[rank].items():
@@ -56,7 +56,7 @@ class Watched:
         return found
 
     def columns(self, rank: int) -> dict[str, tuple[int, int]]:
-        """Return which columns of its weight each of these has."""
+        """Which columns of its weight each of these has."""
         return {
             one["parts"][0]["name"]: (one["columns"][0], one["columns"][1])
             for one in self.layouts[rank].values()
@@ -64,7 +64,7 @@ class Watched:
         }
 
     def expert_outputs(self, rank: int) -> dict[str, Floats]:
-        """Return a rank's part of the output of each layer's experts, a row for each of ``linear_positions``."""
+        """A rank's part of the output of each layer's experts, a row for each of ``linear_positions``."""
         found = {name: self.arrays[rank][f"{_EXPERTS}{name}.y"] for name in self.experts[rank]}
         return {name: one for name, one in found.items() if len(one) == len(self.linear_positions)}
 
@@ -103,7 +103,7 @@ def watch(order: Order, ask: Callable[[], Answer], num_ranks: int) -> Watched:
 def positions_of(
     sequence: Sequence[int], steps: npt.NDArray[Any], tokens: npt.NDArray[Any], places: npt.NDArray[Any]
 ) -> Ids:
-    """Return the position of each recorded row (n,); -1 where its token, or one before it in its step, is not the
+    """The position of each recorded row (n,); -1 where its token, or one before it in its step, is not the
     sequence's."""
     found = np.full(len(steps), -1, np.int64)
     known = np.array(sequence)

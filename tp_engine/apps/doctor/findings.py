@@ -12,7 +12,7 @@ from tp_engine.system.version import installed_version
 
 MIN_PYTHON = (3, 11)
 PROJECT = "tp-engine"
-# Package -> what it brings.
+# By package: what it is for.
 OPTIONAL = {
     "triton": "kernels on GPUs",
     "flash-attn": "attention on GPUs, where attention_backend names it",
@@ -45,7 +45,7 @@ class Finding:
 
 
 def as_text(findings: Iterable[Finding]) -> str:
-    """Return one line per finding, its remedy below."""
+    """One line per finding, its remedy below."""
     lines = []
     for one in findings:
         mark = {Status.OK: " ok ", Status.NOTE: "note", Status.MISSING: "MISS"}[one.status]

@@ -1,4 +1,4 @@
-"""What ``tp-engine doctor`` finds of this machine: GPUs, host, kernels, and what the engine would choose here."""
+"""``tp-engine doctor`` on this machine: GPUs, host, kernels, and what the engine would choose here."""
 
 import ctypes.util
 import itertools
@@ -45,7 +45,7 @@ _WEIGHT_FORMATS: dict[str, tuple[Codes, bool]] = {
 
 
 def has_gpu() -> bool:
-    """Return whether the engine would run on GPUs."""
+    """Whether the engine would run on GPUs."""
     return torch.cuda.device_count() > 0 and why_no_gpus() is None
 
 
@@ -95,7 +95,7 @@ def _between(topic: str, can: Callable[[int, int], bool], good: str, count: int)
 
 
 def check_kernels() -> Finding:
-    """Return whether there are compiled kernels of CPUs; they are built now unless they exist."""
+    """Whether there are compiled kernels of CPUs; they are built now unless they exist."""
     if native_library() is not None:
         return Finding("native kernels", Status.OK, "compiled, and equal to PyTorch's on small inputs")
     detail = "there are none (the log line above says why); PyTorch computes, several times slower"
@@ -104,7 +104,7 @@ def check_kernels() -> Finding:
 
 
 def check_quantised_products(device: str) -> Finding:
-    """Return which products would be used for each format of quantised weights."""
+    """Which products would be used for each format of quantised weights."""
     made_by: dict[str, list[str]] = {}
     for name, (kind, quantises) in _WEIGHT_FORMATS.items():
         codes = torch.zeros(64, 128 // values_per_byte(kind), dtype=torch.uint8, device=device)
@@ -156,7 +156,7 @@ def check_host(*, on_cpu: bool, num_ranks: int) -> Iterator[Finding]:
 
 
 def processor(num_ranks: int, root: Path = Path("/")) -> Finding:
-    """Return what computes: cores by affinity, the container's quota, and the threads that each of ``num_ranks`` ranks
+    """What computes: cores by affinity, the container's quota, and the threads that each of ``num_ranks`` ranks
     would have.  ``root`` is where /proc and /sys are mounted."""
     text = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0]
     fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
@@ -187,7 +187,7 @@ def shared_memory(folder: Path, num_ranks: int, *, on_cpu: bool) -> Finding:
 
 
 def open_files() -> Finding:
-    """Check that there are sockets: every stream needs one."""
+    """Whether the limit on open files leaves enough sockets: every stream needs one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= LEAST_FILES:
         return Finding("open files", Status.OK, f"limit {soft} (hard {hard})")
@@ -207,7 +207,7 @@ def process_handles() -> Finding:
 
 
 def writable(topic: str, folder: Path, remedy: str) -> Finding:
-    """Return whether files can be made in a folder, or in its nearest parent that exists."""
+    """Whether files can be made in a folder, or in its nearest parent that exists."""
     place = folder
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -217,7 +217,7 @@ def writable(topic: str, folder: Path, remedy: str) -> Finding:
 
 
 def allocator(libraries: str, *, on_cpu: bool) -> Finding:
-    """Return which malloc this process has; glibc's may return memory and fetch it again in every step of a CPU
+    """Which malloc this process has; glibc's may return memory and fetch it again in every step of a CPU
     model."""
     loaded = [name for name in _MALLOCS if name in libraries]
     if loaded or not on_cpu:
@@ -229,7 +229,7 @@ def allocator(libraries: str, *, on_cpu: bool) -> Finding:
 
 
 def huge_pages(setting: Path) -> Finding:
-    """Return whether a process that asks gets pages of 2 MiB; ``setting`` holds a line such as "always [madvise]
+    """Whether a process that asks gets pages of 2 MiB; ``setting`` holds a line such as "always [madvise]
     never"."""
     try:
         words = setting.read_text(encoding="utf-8").split()

@@ -6,7 +6,7 @@ from typing import Any
 
 from tp_engine.config import EngineConfig
 
-# Ray would kill the ranks before their actor can end them in order; they end with the actor by themselves.
+# Ray would kill the ranks before their actor can end them in order; they end by themselves with the actor.
 _KILL_CHILDREN = "RAY_kill_child_processes_on_worker_exit"
 
 

@@ -26,7 +26,7 @@ _TABLES = ("engine", "server", "deployment")
 
 
 def build_app(args: dict[str, dict[str, Any]]) -> serve.Application:
-    """Return an application for ``serve.run``, or for ``import_path`` and ``args`` of a Serve config file.
+    """An application for ``serve.run``, or for ``import_path`` and ``args`` of a Serve config file.
 
     ``args["engine"]`` are fields of ``EngineConfig``, ``args["server"]`` of ``ServerConfig`` (those on listening have
     no effect), ``args["deployment"]`` options of ``serve.deployment``: ``num_replicas``, ``autoscaling_config``, ....

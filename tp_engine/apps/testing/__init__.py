@@ -1,6 +1,6 @@
 """A kit for tests of programs that talk to a language model: a pytest plugin with a real server, or an ``LLM``.
 
-pytest loads ``plugin`` by itself (entry point ``pytest11``); docs/ci.md has examples.  Neither pytest nor the engine is
+pytest loads ``plugin`` through the entry point ``pytest11``; docs/ci.md has examples.  Neither pytest nor the engine is
 imported before a test needs it.
 """
 

@@ -2,12 +2,12 @@
 
 ::
 
-    tp_options   what both are started with: --tp-serve, or what conftest.py returns        session
+    tp_options   the options of both: --tp-serve, or what conftest.py returns               session
     tp_ranks     their number of ranks: the marker tp_ranks, or tensor_parallel_size        session, by marker
     tp_server    a server on a free port; its log is in the report of a failed test         session
     tp_llm       an LLM in the process of the tests                                         session
 
-Every run of pytest loads this module where the package is installed, so what it needs is imported by what uses it.
+Every run of pytest loads this module where the package is installed, so imports are local to their uses.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make a marker of ranks a parameter of the session, so that tests of equal ranks share a server."""
+    """Turn a marker of ranks into a session parameter, so that tests with equal ranks share a server."""
     marker = metafunc.definition.get_closest_marker("tp_ranks")
     if marker is not None and "tp_ranks" in metafunc.fixturenames:
         numbers = _numbers(marker, metafunc.definition.nodeid)
@@ -89,7 +89,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-    """Give the reports of a failed test what the server logged meanwhile; JUnit has it with junit_logging=all."""
+    """Add to the reports of a failed test what the server logged meanwhile; in JUnit with junit_logging=all."""
     server = item.config.stash.get(_SERVER, None)
     if call.excinfo is None or server is None or "tp_server" not in getattr(item, "fixturenames", ()):
         return
@@ -114,7 +114,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.fixture(scope="session")
 def tp_options(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Return the options of ``tp_server`` and ``tp_llm`` under their names in Python: those of ``--tp-serve``, unless
+    """The options of ``tp_server`` and ``tp_llm`` under their names in Python: those of ``--tp-serve``, unless
     conftest.py has a fixture of this name."""
     given = request.config.option.tp_serve
     if not given:
@@ -130,7 +130,7 @@ def tp_options(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def tp_ranks(request: pytest.FixtureRequest, tp_options: dict[str, Any]) -> int:
-    """Return the number of ranks."""
+    """The number of ranks."""
     return int(getattr(request, "param", tp_options.get("tensor_parallel_size", 1)))
 
 

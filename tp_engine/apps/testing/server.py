@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
     from tp_engine.apps.own_server import OwnServer
 
-# A test asks what the server did with its requests, and a request that a test left behind must not delay the end.
+# Tests ask what the server did with their requests; a request that a test has left must not delay the end.
 _DEFAULTS = {"enable_log_requests": True, "shutdown_timeout_s": 2.0}
-# Values that the session itself chooses, so that two sessions never meet.
+# Values that the session itself chooses, so that two sessions never conflict.
 _CHOSEN = ("host", "port", "port_file", "uds", "ssl_certfile", "ssl_keyfile")
 _MOST_BYTES = 32768
 
@@ -43,11 +43,11 @@ class TpServer:
         return self._process.poll()
 
     def log_size(self) -> int:
-        """Return the bytes of the log so far."""
+        """The bytes of the log so far."""
         return self.log.stat().st_size
 
     def log_since(self, size: int) -> str:
-        """Return what the log holds behind its first ``size`` bytes, but at most the last 32 KiB."""
+        """The log after its first ``size`` bytes, but at most the last 32 KiB."""
         with self.log.open("rb") as file:
             file.seek(max(size, self.log_size() - _MOST_BYTES))
             return file.read().decode(errors="replace")
@@ -78,7 +78,7 @@ def started(options: Mapping[str, Any], log_file: Path) -> Iterator[TpServer]:
 
 
 def llm_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``options`` that an ``LLM`` has, as its keywords; ``ConfigError`` for an unknown one."""
+    """The ``options`` that an ``LLM`` has, as its keywords; ``ConfigError`` for an unknown one."""
     from tp_engine.api.openai.chat.options import TemplateOptions
     from tp_engine.api.sampling_defaults import SamplingDefaultOptions
     from tp_engine.config import EngineConfig

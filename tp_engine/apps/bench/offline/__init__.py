@@ -1,1 +1,1 @@
-"""Whole engines without HTTP: the contenders, their turns, and the figures."""
+"""Whole engines without HTTP: the contenders, the order of their runs, and the figures."""

@@ -14,7 +14,7 @@
 
     tp-engine bench offline --shape qwen3-0.6b --steps 32x128 --prefill-graphs "none;auto"
 
-Each engine runs in a process of its own.  On CPUs the engines alternate.  On a GPU they run one after the other, each
+Each engine runs in its own process.  On CPUs the engines alternate.  On a GPU they run one after the other, each
 alone in the device's memory; --together loads all at once, with equal shares of the memory, and they alternate there
 too.  For each workload it prints the median of the rounds, the ratios between the engines, and the roofline of the
 machine's rates, which are measured in the same run.  The last line is one JSON object; --plot draws all engines beside
@@ -29,7 +29,7 @@ quantises the checkpoint with its own defaults.  For awq and gptq the checkpoint
 the nearest code; vLLM and tp_engine read the same files.  The roofline always counts weights in the dtype of the cell.
 
 --steps measures single steps of tp_engine instead: the time to the first token of a prompt that is alone, decode steps,
-decode steps that compute a prompt too, what a decode step's time consists of, and what CUDA graphs of prompts cost.
+decode steps that also compute a prompt, the parts of a decode step's time, and the cost of CUDA graphs of prompts.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def weight_bytes(config: Mapping[str, Any], args: argparse.Namespace) -> dict[st
 
 
 def measure_ceilings(args: argparse.Namespace) -> Ceilings:
-    """The rates of all devices that the largest engine uses together; ranks on a CPU share its cores."""
+    """The combined rates of all devices that the largest engine uses; ranks on a CPU share its cores."""
     if not torch.cuda.is_available():
         rate = cpu_matmul_rate(getattr(torch, args.dtype))
         return Ceilings(bytes_per_s=read_bandwidth(), flops_per_s=rate)

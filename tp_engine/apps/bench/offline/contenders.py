@@ -72,7 +72,7 @@ def contenders(args: argparse.Namespace, model: str, scratch: Path) -> tuple[Mak
             skipped[peer] = found
             continue
         given: dict[str, Any] = args.peer_options.get(name, {})
-        for size in sizes if name == "vllm" and sizes != ["1"] else [""]:  # vLLM runs with our numbers of ranks
+        for size in sizes if name == "vllm" and sizes != ["1"] else [""]:  # vLLM runs with the same numbers of ranks
             options = given | ({"tensor_parallel_size": int(size)} if size else {})
             label = " ".join(filter(None, [name, found.version, f"TP {size}" if size else "", kind]))
             further = {"quantization": kind} if kind and kind not in packed else {}
@@ -89,7 +89,7 @@ def _start(
     shared: Mapping[str, Any],
     **further: str,
 ) -> Contender:
-    """Start an engine; a peer gets our options where it has the same, and a checkpoint if it needs one."""
+    """Start an engine; a peer gets tp_engine's options where it has the same, and a checkpoint if it needs one."""
     ours, known = {**shared, **engine_options(args, 1)}, GPU_PEERS.get(name, ())
     if name == "tp_engine":
         known = tuple(ours)
@@ -181,9 +181,9 @@ def _take_turns(
     vocab_size: int,
     rounds: int,
 ) -> None:
-    """Run a warm-up round, then the rounds that count, each with fresh prompts.  Each time is told on standard error at
-    once, so that a run that is cut short leaves its figures.  On a machine that other programs share, the CPU time of
-    an engine's process says more than the time that passed."""
+    """Run a warm-up round, then the rounds that count, each with fresh prompts.  Each time is printed on standard error
+    at once, so that an interrupted run leaves its figures.  On a machine shared with other programs, the CPU time of an
+    engine's process says more than the elapsed time."""
     for seed in (_WARM_UP_SEED, *range(rounds)):
         for name in [name for name in engines if name not in failures]:
             with _noted(name, failures):

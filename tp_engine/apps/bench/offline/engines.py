@@ -1,4 +1,4 @@
-"""The engines of the offline benchmark, each in a process of its own; only that of tp_engine must have tp_engine.
+"""The engines of the offline benchmark, each in its own process; only tp_engine's needs tp_engine.
 
 This file runs as a script, with NAME.  Commands are JSON lines on standard input, answers are lines on standard output
 that begin with ``ANSWER``::
@@ -7,7 +7,7 @@ that begin with ``ANSWER``::
     {"run": {"prompts": [[1, 2]], "max_tokens": [3]}}  ->  {"total_s": .., "first_token_s": .. or null, "cpu_s": ..,
                                                             "token_ids": ..}
 
-``comparable`` tells whether the answers should equal those of tp_engine; ``cpu_s`` is the CPU time of this process in
+``comparable`` says whether the answers should equal those of tp_engine; ``cpu_s`` is the CPU time of this process in
 ``total_s``.  The answer to a command that fails is
 {"error": "..."}.
 """
@@ -102,8 +102,8 @@ class Transformers(LoadedEngine):
 class NanoVllm(LoadedEngine):
     """nano-vllm.  It has no greedy decoding, so it samples at temperature 0.6 and its answers are not compared.
 
-    It needs a tokenizer to start.  It also turns answers into text, which no other engine here does; that is switched
-    off.  Its prefix cache stays between the run to the first token and the whole run, but holds only blocks of 256
+    It needs a tokenizer to start.  It also turns answers into text, unlike the other engines here; that is switched
+    off.  Its prefix cache is kept between the run to the first token and the whole run, but holds only blocks of 256
     tokens, so nothing of a shorter prompt.
     """
 
@@ -125,7 +125,7 @@ class NanoVllm(LoadedEngine):
 
 
 def beside_others(share: float) -> float:
-    """nano-vllm's ``gpu_memory_utilization`` for this share: it must include what other programs use of the GPU."""
+    """nano-vllm's ``gpu_memory_utilization`` for this share: it must include the GPU memory of other programs."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""The processes of engines: find a peer's interpreter, or say why the peer is left out; ask it to load and to run."""
+"""The processes of engines: find a peer's interpreter, or the reason to leave it out; have it load and run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PACKAGES = Path(__file__).resolve().parents[4]  # the folder that has the packa
 RUN_FILE = (
     "import runpy, sys; sys.path[:] = filter(None, sys.path); runpy.run_path(sys.argv.pop(1), run_name='__main__')"
 )
-"""Runs a file in an interpreter that need not have tp_engine, without what lies in the current directory."""
+"""Runs a file in an interpreter that need not have tp_engine, without the current directory's modules."""
 PACKAGES = {
     "vllm": ("vllm",),
     "nano-vllm": ("nanovllm", "flash_attn"),
@@ -38,7 +38,7 @@ PACKAGES = {
 """Peers, and the modules that their interpreter must have."""
 _SAME_OPTIONS = ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")
 GPU_PEERS = {"vllm": (*_SAME_OPTIONS, "load_format", "enable_prefix_caching"), "nano-vllm": _SAME_OPTIONS}
-"""Peers that run on a GPU, and the options of tp_engine that they have under the same name and get as well."""
+"""Peers that run on a GPU, and the options of tp_engine that they have under the same name and also get."""
 WEIGHT_KINDS = {"llama.cpp": ("Q4_0", "Q4_K_M", "Q8_0"), "vllm": PACKINGS}
 """The quantised weights that a peer can run with: file types of llama.cpp, checkpoints that the benchmark writes."""
 DUMMY_PEERS = ("transformers", *GPU_PEERS)

@@ -1,4 +1,4 @@
-"""Turn rounds into figures: medians, ratios, shares of the roofline, and the printed table."""
+"""Figures from rounds: medians, ratios, shares of the roofline, and the printed table."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def medians(workload: BenchWorkload, measured: list[Measurement]) -> Figures:
 
 
 def speedup(ours: Figures, theirs: Figures) -> float:
-    """How many times faster tp_engine is: by time per token for one request, by throughput for several."""
+    """By what factor tp_engine is faster: in time per token for one request, in throughput for several."""
     if "ms_per_token" in ours:
         return round(theirs["ms_per_token"] / ours["ms_per_token"], 2)
     return round(ours["tokens_per_s"] / theirs["tokens_per_s"], 2)

@@ -1,1 +1,1 @@
-"""A server under request rates: traffic, client, figures and picture."""
+"""A server under several request rates: traffic, client, figures and plot."""

@@ -1,4 +1,4 @@
-"""A cheap client for streamed completions: HTTP/1.1 over asyncio's streams, one connection per request.
+"""A light client for streamed completions: HTTP/1.1 over asyncio's streams, one connection per request.
 
 What a server sends is read up to the limits of ``ServerClient``, and checked before it is used.
 """
@@ -20,7 +20,7 @@ from tp_engine.api.server_client import MOST_BYTES, MOST_LINE_BYTES, MOST_STREAM
 from tp_engine.apps.bench.serving.traffic import Request
 from tp_engine.errors import shown
 
-# What a server's answer may raise.
+# What reading a server's answer may raise.
 _WRONG_ANSWERS = (
     *(OSError, ValueError, RecursionError, msgspec.MsgspecError),
     *(asyncio.IncompleteReadError, asyncio.LimitOverrunError),

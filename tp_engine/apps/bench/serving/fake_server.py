@@ -1,4 +1,4 @@
-"""``tp-engine serve`` with an engine that computes nothing, to measure the frontend's own cost.
+"""``tp-engine serve`` with an engine that computes nothing, to measure the frontend's cost.
 
     python -m tp_engine.apps.bench.serving.fake_server --port 8000 --step-ms 20 --max-num-seqs 1000
 

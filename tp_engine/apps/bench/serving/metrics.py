@@ -1,4 +1,4 @@
-"""Turn answers into figures, with the field names of ``vllm bench serve``."""
+"""Figures from answers, with the field names of ``vllm bench serve``."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def random_requests(
     prefix_len: int = 0,
     vocab_size: int = 10_000,
 ) -> list[Request]:
-    """Prompts of random ids behind a shared prefix; lengths are uniform within ``range_ratio`` of the given length."""
+    """Prompts of random ids after a shared prefix; lengths are uniform within ``range_ratio`` of the given length."""
     rng = np.random.default_rng(seed)
 
     def lengths(mean: int) -> list[int]:
