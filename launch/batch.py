@@ -1,6 +1,6 @@
 """Run OpenAI batch requests: ``torchrun --nproc-per-node 8 launch/batch.py --model M -i in.jsonl -o out.jsonl``.
 
-For a checkout, installed or not; an installed package has it as ``-m tp_engine run-batch``.
+For a checkout, installed or not; for an installed package, the same is ``-m tp_engine run-batch``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Serve a model over HTTP: ``torchrun --nproc-per-node 8 launch/serve.py --model Qwen/Qwen3-32B``.
 
-For a checkout, installed or not; an installed package has it as ``-m tp_engine serve``.
+For a checkout, installed or not; for an installed package, the same is ``-m tp_engine serve``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # until the server sets its handlers; the imports below take a while
+if __name__ == "__main__":  # until the server sets its handlers, as the imports below take a while
     signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"stopped\n"), os._exit(0)))
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -5,12 +5,12 @@
     python scripts/bench_kernels.py --tiles quantised --weights "int4, group 128" mxfp4 --batch 16,64,256
     python scripts/bench_kernels.py --tiles experts --experts gpt-oss-20b --weights mxfp4 --batch 1,32,2048
 
---tiles times all candidates for the tables of tiles in tp_engine/kernels, with the current one first; shares are those
-of the least time: of a copy of as many bytes, or of a large product of as many operations.
+--tiles times all candidates for the tables of tiles in tp_engine/kernels, with the current one first; shares are of the
+least time: that of a copy of as many bytes, or of a large product of as many operations.
 
-Each kernel is launched from a CUDA graph, so the host does not distort its time.  It takes turns on several sets of
-tensors that together exceed the L2 cache, so the cache does not either.  The sets of rows marked "warm" are so small
-that all fit into the cache.
+Each kernel is launched from a CUDA graph, so the host does not distort its time, on several sets of tensors in turn,
+which together exceed the L2 cache, so the cache does not either.  For rows marked "warm", the sets are so small that
+all fit into the cache.
 """
 
 from __future__ import annotations
@@ -113,21 +113,21 @@ def all_cases(shape: Shape, args: argparse.Namespace) -> Iterator[KernelCase]:
 
 
 def measure(case: KernelCase, ceilings: Ceilings, repeats: int) -> dict[str, object]:
-    """One row of the table, or why there is none."""
+    """One row of the table, or the error instead."""
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
     num_sets = number_of_sets(case.num_bytes, l2_bytes)
     try:
         launches = [case.make() for _ in range(num_sets)]
         first_s = _seconds_of_first(launches[0])
         seconds = seconds_per_launch(launches, repeats)
-    except Exception as error:  # the other kernels must still be measured
+    except Exception as error:  # the other kernels are measured all the same
         return {"kernel": case.kernel, "size": case.size, "error": f"{type(error).__name__}: {error}"}
     row = row_of(case, seconds, ceilings, num_sets=num_sets, l2_bytes=l2_bytes)
     return row | {"first_ms": round(first_s * 1e3, 1)}
 
 
 def _seconds_of_first(launch: Launch) -> float:
-    """The first launch, in which Triton compiles, or loads what it has compiled before, and cuDNN makes a plan."""
+    """The seconds of the first launch, in which Triton compiles or loads the kernel, and cuDNN makes a plan."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     launch()
@@ -147,7 +147,7 @@ def tile_cases(shape: Shape, args: argparse.Namespace) -> Iterator[TileCase]:
 
 
 def measure_tiles(case: TileCase, ceilings: Ceilings, repeats: int) -> Iterator[dict[str, object]]:
-    """A row per candidate, the current tiles first, other ways last."""
+    """One row per candidate, the current tiles first, other implementations last."""
     cache = torch.cuda.get_device_properties(0).L2_cache_size
     sets = [case.make() for _ in range(number_of_sets(case.num_bytes, cache))]
     least_s = max(case.num_bytes / ceilings.copy, case.num_flops / ceilings.matmul)
@@ -212,7 +212,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 2 without a GPU, 1 if a kernel failed."""
+    """Measure and print; returns the exit status: 2 without a GPU, 1 if a kernel failed."""
     args = parse(arguments)
     if not torch.cuda.is_available():
         print("bench_kernels times CUDA kernels, and torch finds no CUDA GPU; run it on a GPU host", file=sys.stderr)

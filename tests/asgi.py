@@ -94,7 +94,7 @@ class Exchange:
                 raise
 
     def _headers(self) -> list[tuple[bytes, bytes]]:
-        """Those of a client that sends JSON, and the test's own instead of them; an empty one is left out."""
+        """Those of a client that sends JSON, unless the test gives others; an empty one is left out."""
         of_body = {"content-type": "application/json", "content-length": str(len(self.body))} if self.body else {}
         headers = {"host": "localhost"} | of_body | {name.lower(): value for name, value in self.headers.items()}
         return [(name.encode(), value.encode()) for name, value in headers.items() if value]

@@ -16,8 +16,8 @@ from tests.tiny_models import randomise_vectors
 
 @contextmanager
 def sharing_modes() -> Iterator[None]:
-    """transformers 5.23 knows neither an assistant, all of whose layers read others' keys and values, nor a model that
-    only an assistant reads."""
+    """Work around transformers 5.23, which knows neither an assistant, all of whose layers read others' keys and
+    values, nor a model that only an assistant reads."""
     import transformers
 
     plain = transformers.Gemma4TextConfig.kv_sharing_modes.fget
@@ -85,7 +85,7 @@ class ReferenceAssistant:
 
     @torch.inference_mode()
     def drafts(self, tokens: list[int], count: int) -> list[int]:
-        """Greedy drafts behind ``tokens``, the last of which the model has not computed."""
+        """Greedy drafts after ``tokens``, the last of which the model has not computed."""
         seen = self._target(
             input_ids=torch.tensor([tokens[:-1]]), output_hidden_states=True, return_shared_kv_states=True
         )

@@ -67,7 +67,7 @@ PARTS = (
     "{% endfor %}"
 )
 
-# Shapes of branches that real templates have, each with the forms that it takes for user, assistant and system: "text",
+# Kinds of branches in real templates, each with the forms that it takes for user, assistant and system: "text",
 # "both" (text, and parts), "parts" (parts only), "part" (one part only).
 _TURN = "{{- '<' + message.role + '>' }}"
 _BOTH = (

@@ -46,8 +46,8 @@ collect_ignore = [
 
 @pytest.fixture(scope="session", autouse=True)
 def session_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail the run if fixtures of any scope left a process or a shared-memory segment.  The processes of isolated calls
-    stay from test to test."""
+    """Fail the run if fixtures of any scope left a process or a shared-memory segment.  Processes of isolated calls are
+    kept from test to test."""
     before = footprint()
     needed_by(request.session)
     yield
@@ -66,8 +66,8 @@ def leaves_nothing(session_leaves_nothing: None) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Jobs of several ranks come first: beside short tests they leave no core idle, and the run does not end with a
-    few long ones."""
+    """Put jobs of several ranks first: beside short tests they leave no core idle, and the run does not end with a few
+    long ones."""
     items.sort(key=lambda item: RANKS not in item.path.parents)
 
 
@@ -81,7 +81,7 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def libraries_are_not_searched(kept_modules: list[int]) -> Iterator[None]:
-    """Exclude from garbage collection the libraries that the test before has imported."""
+    """Exclude from garbage collection the libraries that the previous test has imported."""
     if len(sys.modules) > kept_modules[0] + FEW_MODULES:
         gc.collect()
         gc.freeze()
@@ -97,7 +97,7 @@ def kept_modules() -> list[int]:
 
 @pytest.fixture(autouse=True)
 def same_numbers_each_time(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Seed the global generators with the test's name, so that each run draws the same numbers; undo a test's number of
+    """Seed the global generators with the test's name, so that each run draws the same numbers; restore the number of
     torch's threads."""
     seed = zlib.crc32(request.node.nodeid.encode())
     random.seed(seed)
@@ -158,7 +158,7 @@ def engines_in_threads() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def own_processes() -> Iterator[None]:
-    """Run the engines of a module as users' are, in processes of their own."""
+    """Run a module's engines as users' engines run, in separate processes."""
     from tests.services import services
 
     with services():

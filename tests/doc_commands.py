@@ -1,8 +1,8 @@
-"""The shell commands of README.md, CONTRIBUTING.md and docs/, and what stands in for what a test has not.
+"""The shell commands of README.md, CONTRIBUTING.md and docs/, with replacements for what a test does not have.
 
-A command is a line of a shell block, a line behind ``$`` of an output, or code between words that has a program and
-arguments.  ``STAND_INS`` makes it one that a machine without GPUs and without the internet can run.  What runs nowhere
-in these tests has a row in ``NOT_RUN``.
+A command is a line of a shell block, a line after ``$`` of an output, or code between words that has a program and
+arguments.  ``STAND_INS`` makes it runnable on a machine without GPUs and internet.  Commands that these tests never run
+have a row in ``NOT_RUN``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 SPAN = re.compile(r"`([^`]+)`")
-# What begins a command: programs of this project, then those of others that pages tell people to run.
+# The beginnings of commands: programs of this project, then others that the pages use.
 PROGRAM = re.compile(
     r"(?:[A-Z_]+=\S+ )*"
     r"(?:tp-engine|python -[mc]|torchrun|pytest|\.?/?scripts/\w+(?:\.py)?|\.ci/\w+|launch/\w+\.py"
@@ -79,7 +79,7 @@ NOT_RUN = {
     r"tp-engine serve MODEL --tuned": "needs a file of the machine; tests/e2e/test_tuning.py makes one",
     r"tp-engine check Qwen/\S+ --quick( --record golden.json)?$": "is part of another command of the page, which runs",
 }  # fmt: skip
-# What a command that runs is, by its form.
+# The kind of a runnable command, by its form.
 KINDS = {
     "serve": r"(tp-engine serve|\./scripts/serve|torchrun .*-m tp_engine serve)\b",
     "ask": r"curl |until curl |.* --url ",
@@ -91,8 +91,8 @@ NAMES = re.compile(r"tp-engine (bench )?[a-z-]+|python -m (tp_engine|torch\.dist
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a page.  ``text`` is as written, without a comment behind it; ``shown`` are the lines of its output
-    below it, but for those that the page leaves out (``...``)."""
+    """A command of a page.  ``text`` is as written, without a comment after it; ``shown`` are the lines of its output
+    below it, except those that the page leaves out (``...``)."""
 
     page: str
     text: str
@@ -123,7 +123,7 @@ class Command:
 
 
 def read_commands() -> list[Command]:
-    """Return the commands of all pages, in the order of the pages, each once per page."""
+    """The commands of all pages, in the order of the pages, each once per page."""
     return list(dict.fromkeys(command for page in PAGES for command in commands_of(page)))
 
 
@@ -152,7 +152,7 @@ def shell_lines(text: str) -> Iterator[str]:
 
 
 def output_lines(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the commands of an output, which stand behind ``$`` or are lines of their own, with the lines below."""
+    """Yield the commands of an output, which follow ``$`` or are separate lines, with the lines below."""
     for part in re.split(r"(?m)^\$ ", text):
         command, *shown = part.splitlines() or [""]
         if PROGRAM.match(command):

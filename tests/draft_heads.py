@@ -101,7 +101,7 @@ def make_draft_head(
 
 def make_cycle(folder: Path, target_folder: Path) -> tuple[Path, Path]:
     """Make a model of ``target_folder``, a tiny Llama, that answers every token with the next one of a cycle through
-    the vocabulary, and a head that knows it; the head's folder, then the model's.
+    the vocabulary, and a head that does likewise; returns the head's folder, then the model's.
 
     The model's blocks add nothing, so the stream is the embedding, of signs; the head's attention sees itself alone, as
     no other token has so large a product with it, and adds much to the stream.
@@ -110,7 +110,7 @@ def make_cycle(folder: Path, target_folder: Path) -> tuple[Path, Path]:
     vocab_size = len(tensors["lm_head.weight"])
     generator = torch.Generator().manual_seed(0)
     signs = torch.randint(2, (vocab_size, HIDDEN), generator=generator) * 2.0 - 1
-    before = signs.roll(1, 0)  # the token behind i is i + 1
+    before = signs.roll(1, 0)  # the token after i is i + 1
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             tensor.zero_()
@@ -166,12 +166,12 @@ class ReferenceHead:
 
     @torch.inference_mode()
     def logits(self, tokens: list[int]) -> torch.Tensor:
-        """Logits (n, drafts) behind each position of ``tokens`` (n + 1,) but the last."""
+        """Logits (n, drafts) after each position of ``tokens`` (n + 1,) but the last."""
         return self._run(self._combine(self.states(tokens)[:-1]), tokens[1:])[0]
 
     @torch.inference_mode()
     def drafts(self, tokens: list[int], count: int, seen: Insides | None = None) -> list[int]:
-        """Greedy drafts behind ``tokens``; with images the states, and what they turn by, are what is ``seen``."""
+        """Greedy drafts after ``tokens``; with images the states and rotary positions are those of ``seen``."""
         ids, turns = tokens[1:], None
         if seen is None:
             states = self.states(tokens)
@@ -211,7 +211,7 @@ class ReferenceHead:
     def _run(
         self, hidden: torch.Tensor, ids: list[int], turns: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits, and what is fed back; each pair turns by its place in ``turns`` (n, pairs), or by the token's."""
+        """Logits, and what is fed back; pairs are rotated by their positions ``turns`` (n, pairs), or by the tokens."""
         turns = torch.arange(len(ids))[:, None] if turns is None else turns
         path = self._path
         normalised = self._norm(hidden, f"{path}.hidden_norm")

@@ -63,7 +63,7 @@ MODEL_INFO = ModelInfo(
 )
 
 
-# Of features whose figures tests look at; the others have their defaults.
+# Figures of features that tests look at; the others have their defaults.
 STATS: dict[str, Any] = {
     "speculation": SpeculationCounters(5, 20, 12, [5, 4, 2, 1], {"ngram": (20, 12)}),
     "lora": AdapterStats(max_loras=4, running=("one", "two"), waiting=("three",)),
@@ -74,7 +74,7 @@ STATS: dict[str, Any] = {
 
 
 def _parts_of_stats() -> list[Extension[Any]]:
-    """What features have of the statistics."""
+    """The features' parts of the statistics."""
     return [feature.stats for feature in features() if feature.stats is not None]
 
 
@@ -144,7 +144,7 @@ class _Sequence:
 
 
 def fake_pooled(request: EngineRequest) -> FloatArray:
-    """A hidden state of 4, or 4 scores, that depend on the prompt; 4 of each token; or two logits that favour short
+    """4 hidden values, or 4 scores, that depend on the prompt; 4 scores per token; or two logits that favour short
     prompts."""
     token_ids = request.prompt_token_ids
     if request.pooling is not None and request.pooling.per_token:
@@ -155,7 +155,7 @@ def fake_pooled(request: EngineRequest) -> FloatArray:
 
 
 def fake_logprobs(token_ids: Sequence[int], num_alternatives: int) -> TokenLogprobs:
-    """The chosen token has -0.5 and rank 1; alternatives are it and the following ids, each 0.5 less likely."""
+    """-0.5 and rank 1 for the chosen token; alternatives are it and the following ids, each lower by 0.5."""
     chosen = np.asarray(token_ids, dtype=np.int32).reshape(-1, 1)
     steps = np.arange(num_alternatives, dtype=np.int32)
     return TokenLogprobs(
@@ -379,7 +379,7 @@ class FakeEngine:
         """The engine is always healthy."""
 
     def run_background_io(self) -> bool:
-        """There is no other work."""
+        """Do nothing: there is no other work."""
         return False
 
     def close(self) -> None:

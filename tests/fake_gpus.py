@@ -1,4 +1,4 @@
-"""GPUs of a host, as torch and NVIDIA's libraries tell of them, where there are none; for tests within one process.
+"""Fake GPUs of a host, as reported by torch and NVIDIA's libraries, for tests within one process.
 
 Programs with GPUs that do not exist, and kernels on them: ``tests/fake_cuda``.
 """
@@ -22,7 +22,7 @@ GB = 1 << 30
 
 @dataclass
 class FakeGpus:
-    """``count`` GPUs of one kind; a field that a test changes holds from the next question on.
+    """``count`` GPUs of one kind; a field that a test changes holds from the next query on.
 
     ``driver``: the newest CUDA that it takes; None: there is no driver.  ``error``: what CUDA says when it starts;
     empty: it works, but nothing may start it.  ``atomics``: pairs of GPUs, the first of which has some on the second.
@@ -52,7 +52,7 @@ class FakeGpus:
         )
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> FakeGpus:
-        """Let torch and the libraries tell of these."""
+        """Have torch and the libraries report these."""
         answers: dict[str, Callable[..., Any]] = {
             "device_count": lambda: self.count,
             "is_available": lambda: bool(self.count) and not self.error,
@@ -78,7 +78,7 @@ class FakeGpus:
         return self
 
     def has_files(self, monkeypatch: pytest.MonkeyPatch, version: Path, devices: Path) -> None:
-        """Let the kernel tell of its driver in the file ``version``, and of GPUs in the folder ``devices``."""
+        """Have the kernel report its driver in the file ``version``, and the GPUs in the folder ``devices``."""
         monkeypatch.setattr(gpu_host, "_DRIVER_FILE", version)
         monkeypatch.setattr(gpu_host, "_DEVICE_FOLDER", devices)
 

@@ -16,8 +16,8 @@ class Family:
 
     ``vision`` holds the settings of the vision part; the others are then those of the text part.  ``seed`` is chosen so
     that no token is near the border between two experts.  ``hub_name`` is what the hub's files call the model, where
-    transformers has another name.  ``saves_own_names``: tensors have transformers' names, because those that it makes
-    of them for the hub's form are not the hub's.
+    transformers has another name.  ``saves_own_names``: tensors have transformers' names, because those to which it
+    converts them are not the hub's.
     """
 
     config: str
@@ -61,7 +61,7 @@ _LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
-# 16 heads: with fewer, scores of exactly 0 are so many that transformers' choice among them shows.
+# 16 heads: with fewer, so many scores are exactly 0 that transformers' choice among them matters.
 _INDEX = {"index_topk": 16, "index_n_heads": 16, "index_head_dim": 16}
 _LATENT_YARN = {**_YARN, "rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 0.7}
 # The layers with the delta rule come first and last; 8 ranks have 3 value heads each, and one key head or 3.
@@ -90,7 +90,7 @@ _MAMBA = {
     "time_step_min": 1e-30,
 }
 
-# A single group, which is on all ranks.
+# A single group, replicated on all ranks.
 _GRANITE4 = {
     "num_hidden_layers": 3,
     "layer_types": ["mamba", "attention", "mamba"],
@@ -414,7 +414,7 @@ FAMILIES: dict[str, Family] = {
     "lfm2": Family(
         "Lfm2Config",
         "Lfm2ForCausalLM",
-        # The inner size becomes two thirds of the one that is asked for, up to a multiple.
+        # The inner size becomes two thirds of the one given, rounded up to a multiple.
         {**_SHORT_CONV, "intermediate_size": 130, "block_multiple_of": 24, "block_ffn_dim_multiplier": 1.1},
     ),
     "lfm2-vision": Family(
@@ -432,7 +432,8 @@ FAMILIES: dict[str, Family] = {
 
 
 def families_on(world_size: int) -> list[str]:
-    """The families that run on so many ranks: all on 1 and 2, and each on 3 or 4, in turns, but ``EVERY_SIZE`` on all.
+    """The families that run on this number of ranks: all on 1 and 2, and each on 3 or 4, alternately; ``EVERY_SIZE`` on
+    all.
 
     What is particular to a number of ranks (uneven shares, replicated KV heads) is in the layers, which families share.
     """

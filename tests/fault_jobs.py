@@ -31,7 +31,7 @@ MARKER = "TP_ENGINE_TEST_JOB"
 STRUCK = "injected by TP_ENGINE_FAULT"
 SOFT_LIMIT_S, HARD_LIMIT_S, STARTUP_LIMIT_S = 1.0, 3.0, 30.0
 LONG_START_S = 150.0
-"""``startup_timeout_s`` of jobs whose start is to succeed; a busy machine takes its time."""
+"""``startup_timeout_s`` of jobs that are to start, also on a busy machine."""
 DETECTION_S = 10.0
 """A job must end within this time after the limit for its fault (after the fault itself for a dead rank)."""
 
@@ -179,7 +179,7 @@ class Job:
         return None
 
     def _abort_with_stacks(self) -> str:
-        """The living processes.  Aborts them; PYTHONFAULTHANDLER writes all stacks to the output."""
+        """Abort the living processes, and return their list; PYTHONFAULTHANDLER writes all stacks to the output."""
         lines = []
         for process in self.processes():
             with contextlib.suppress(psutil.Error, OSError):

@@ -14,7 +14,7 @@ HELD_S = 0.005
 class GatedEngine:
     """``engine`` behind a gate: ``allow(n)`` lets ``n`` steps run, ``open`` all; ``num_steps`` counts steps.
 
-    Requests and aborts reach the engine also while steps are held up: then a call gives nothing, after a moment.
+    Requests and aborts reach the engine also while steps are held up: then a call returns nothing after a moment.
     """
 
     def __init__(self, engine: Any) -> None:

@@ -1,4 +1,4 @@
-"""Jobs over two hosts (``tests/namespaces.py``): one torchrun on each; and what users would see of them."""
+"""Jobs over two hosts (``tests/namespaces.py``), with one torchrun on each, and what users see of them."""
 
 from __future__ import annotations
 

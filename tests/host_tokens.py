@@ -1,4 +1,4 @@
-"""The tokens of one engine over two hosts, beside those of as many ranks on one host."""
+"""The tokens of one engine over two hosts, compared with those of as many ranks on one host."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def differences(folder: Path, num_local: int) -> list[str]:
 
 
 def _cases(*all_reduces: str) -> list[dict[str, Any]]:
-    """The same requests with each way to add up, on the demo model, sampled with a seed."""
+    """The same requests with each kind of all-reduce, on the demo model, sampled with a seed."""
     prompts = [list(range(5, 30)), [65, 66, 67], [80] * 60, [90, 33], [70, 71, 72, 73]]
     params = {"temperature": 0.7, "seed": 3, "ignore_eos": True, "logprobs": 1}
     return [

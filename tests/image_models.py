@@ -1,4 +1,4 @@
-"""Tiny models that see images, one of every family, and transformers' answers to prompts with images.
+"""Tiny models that take images, one of every family, and transformers' answers to prompts with images.
 
 Weights are drawn wide and norms with noise: with others the logits hardly depend on an image.  Towers have the
 peculiarities of their families: windows, several layers whose rows are added later, pooling.
@@ -251,7 +251,7 @@ IMAGE_FAMILIES: dict[str, ImageFamily] = {
 
 
 class KimiProcessor:
-    """transformers' for Kimi, whose own class needs torchvision, for images that have their resized form already."""
+    """A processor for Kimi, whose class in transformers needs torchvision, for images that are resized already."""
 
     def __init__(self, **settings: Any) -> None:
         self._settings = settings
@@ -343,8 +343,8 @@ _KIMI_MODULES = {
 
 
 def write_hub_form_of_kimi(source: Path, folder: Path) -> Path:
-    """Write the model in ``source`` as the hub has Kimi K2.5: its names, keys of config.json and processor's file, one
-    tensor for queries, keys and values of the tower, and one for each expert's products."""
+    """Write the model in ``source`` in the form of Kimi K2.5 on the hub: its names, keys of config.json and processor's
+    file, one tensor for queries, keys and values of the tower, and one for each expert's products."""
     from safetensors.torch import load_file, save_file
 
     config = json.loads((source / "config.json").read_text())
@@ -357,7 +357,7 @@ def write_hub_form_of_kimi(source: Path, folder: Path) -> Path:
             module = next((one for one in _KIMI_MODULES if f".{one}" in own), "")
             own = own.replace(f".{module}", f".{_KIMI_MODULES.get(module, '')}") if module else own
         if (fused := re.sub(r"attn\.[qkv]_proj", "wqkv", own)) != own:
-            if ".v_proj" not in own:  # halves of a head turn together -> neighbours do
+            if ".v_proj" not in own:  # from halves that rotate together to neighbours that do
                 values = values.view(heads, 2, -1, *values.shape[1:]).transpose(1, 2).reshape(values.shape)
             parts.setdefault(fused, [values] * 3)["qkv".index(own[own.index("attn.") + 5])] = values
         elif ".experts." in own:
@@ -422,7 +422,7 @@ class PixelFiles:
         self.open: list[int] = []
 
     def prompt(self, parts: Iterable[Sequence[int] | Pixels]) -> Prompt:
-        """Texts as token ids, and images, one behind the other."""
+        """Texts as token ids, and images, one after the other."""
         found = Prompt([])
         for part in parts:
             if isinstance(part, np.ndarray):
@@ -499,8 +499,8 @@ def _attend_to_quantised(dtype: torch.dtype) -> str:
 
 
 class Insides(NamedTuple):
-    """Of n tokens: their embeddings (n, hidden), images' rows among them, and time, row and column by which they turn
-    (3, n); the inputs of all layers, and the normalised outputs of the last, each (n, hidden)."""
+    """For n tokens: their embeddings (n, hidden), images' rows among them, and their rotary positions (3, n) in time,
+    row and column; the inputs of all layers, and the normalised outputs of the last, each (n, hidden)."""
 
     embeddings: torch.Tensor
     positions: torch.Tensor
@@ -532,7 +532,7 @@ class Oracle:
 
     @torch.inference_mode()
     def insides(self, prompt: Prompt, answer: Sequence[int]) -> Insides:
-        """What the text part is given and makes of a prompt and its answer."""
+        """The inputs and outputs of the text part for a prompt and its answer."""
         decoder, seen = self._model.get_decoder(), dict[Any, Any]()
         hooks = [
             decoder.register_forward_pre_hook(lambda _, args, given: seen.update(given), with_kwargs=True),

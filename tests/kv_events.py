@@ -1,4 +1,4 @@
-"""Subscribers of KV events, written from the wire format alone: what routers do, each with checks of its own."""
+"""Subscribers of KV events, written only from the wire format as routers are, each with its own checks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def root_hash(salt: str = "", adapter: str = "") -> int:
 
 
 def next_hash(before: int, token_ids: list[int]) -> int:
-    """The hash of a block behind one, by the same definition."""
+    """The hash of the block after another, by the same definition."""
     data = b"".join(one.to_bytes(4, "little") for one in token_ids)
     return int.from_bytes(hashlib.sha256(before.to_bytes(8, "little") + data).digest()[:8], "little") or 1
 
@@ -158,7 +158,7 @@ def _unsigned(value: Any) -> int:
 
 
 def decode_as_llm_d(payload: bytes) -> list[tuple[Any, ...]]:
-    """What llm-d's index up to v0.8 takes: lists alone, whose first value is the name; a parent of 0 is none."""
+    """What llm-d's index up to v0.8 takes: only lists, whose first value is the name; a parent of 0 means none."""
     batch = msgspec.msgpack.decode(payload)
     assert isinstance(batch, list) and len(batch) >= 2
     found: list[tuple[Any, ...]] = []

@@ -11,7 +11,7 @@ import pytest
 if TYPE_CHECKING:
     import torch
 
-# Importing PEFT takes seconds, so tests find out without it.
+# Importing PEFT takes seconds, so look for it without that.
 needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 # By name: the settings of PEFT, of several ranks and scales.
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -54,7 +54,7 @@ def make_adapter(folder: Path, checkpoint: Path, *, seed: int = 0, **config: Any
 def greedy_by_peft(
     checkpoint: Path, adapter: Path | None, prompt: list[int], num_tokens: int
 ) -> tuple[list[int], list[float]]:
-    """The greedy tokens behind ``prompt`` of PEFT's model in float32, or of the base, and their log-probabilities."""
+    """The greedy tokens after ``prompt`` by PEFT's model in float32, or by the base, and their log-probabilities."""
     import peft
     import torch
 

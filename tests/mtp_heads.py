@@ -1,6 +1,6 @@
 """Tiny checkpoints with a head for multi-token prediction, and the oracle: transformers' ``MtpModel`` over whole texts.
 
-For ERNIE's head transformers has only the parts, a dense layer of ERNIE 4.5 and no norm behind it.
+For ERNIE's head transformers has only the parts, a dense layer of ERNIE 4.5 and no norm after it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek-v3.2": {},
     "ernie4.5-moe": {},
 }
-"""Families with such a head, and what transformers needs to make one: of which class its norms are, it finds in the
-last layer."""
+"""Families with such a head, and what transformers needs to make one; it takes the class of the norms from the last
+layer."""
 
 
 def make_mtp(folder: Path, target_folder: Path) -> Path:
@@ -59,8 +59,8 @@ def make_mtp(folder: Path, target_folder: Path) -> Path:
 
 
 def make_mtp_cycle(folder: Path, target_folder: Path, *, seed: int = 0) -> Path:
-    """Make a model of ``target_folder``, a tiny hybrid, whose blocks add nothing, and a head that always knows what it
-    samples: likeliest is the next token of a cycle through the vocabulary, but others are likely too."""
+    """Make a model of ``target_folder``, a tiny hybrid, whose blocks add nothing, and a head that predicts exactly its
+    distribution: the next token of a cycle through the vocabulary is likeliest, but others are likely, too."""
     make_mtp(folder, target_folder)
     tensors = load_file(folder / "model.safetensors")
     embedding = tensors["model.embed_tokens.weight"]
@@ -146,13 +146,13 @@ class ReferenceMtp:
 
     @torch.inference_mode()
     def logits(self, tokens: list[int]) -> torch.Tensor:
-        """Logits (n, vocabulary) behind each position of ``tokens`` (n + 1,) but the last."""
+        """Logits (n, vocabulary) after each position of ``tokens`` (n + 1,) but the last."""
         logits: torch.Tensor = self._head.shared_head(self._run(self._states(tokens[:-1]), self._embed(tokens[1:])))
         return logits
 
     @torch.inference_mode()
     def drafts(self, tokens: list[int], count: int, seen: Insides | None = None) -> list[int]:
-        """Greedy drafts behind ``tokens``; with images these are what ``seen`` tells of them."""
+        """Greedy drafts after ``tokens``; with images from the states of ``seen``."""
         hidden = self._states(tokens[:-1]) if seen is None else seen.out[:-1]
         embeddings = self._embed(tokens[1:]) if seen is None else seen.embeddings[1:]
         turns, found = None if seen is None else seen.positions[:, None, :-1], list[int]()

@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces with a cable between them, each with a name of its own.
+"""Hosts on one machine: network namespaces with a cable between them, each with its own name.
 
 The cable is a pair of veth devices.  A slow one (``Cable``) is a pair of TUN devices, between which a thread carries
 packets late and loses some: not every kernel has netem.  Without the right to make namespaces, two hosts that share
@@ -67,7 +67,7 @@ class Host:
         return ["ip", "netns", "exec", self.name, *named, *command]
 
     def enter(self) -> None:
-        """Let this thread's next sockets belong to this host."""
+        """Make this thread's next sockets belong to this host."""
         if self.names is None:
             return
         libc = ctypes.CDLL(None, use_errno=True)

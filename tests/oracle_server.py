@@ -1,4 +1,4 @@
-"""A small server of OpenAI's API with transformers behind it, in the dialects of several engines, and with faults.
+"""A small server with OpenAI's API on top of transformers, in the dialects of several engines, and with faults.
 
 It answers what ``tp_engine.apps.check.url_check`` asks, and nothing else.
 """
@@ -69,7 +69,7 @@ class OracleModel:
         return tokens, rows, "length"
 
     def _read(self, ids: list[int], tokens: list[int]) -> list[int]:
-        """The sequence that the model reads: another one, where a fault says so."""
+        """The sequence that the model reads, which a fault may change."""
         is_stale = "stale prefix" in self.faults and self._counts[tuple(ids)] > 2
         is_mixed = "rows mixed up" in self.faults and self._running > 1
         return [ids[0] ^ 7, *ids[1:], *tokens] if is_stale or is_mixed else [*ids, *tokens]

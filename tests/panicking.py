@@ -9,11 +9,11 @@ from pathlib import Path
 from tp_engine.config import DEMO_MODEL
 
 PANIC_TEXT = "a" * 24 + "!"
-_PATTERN = {"Regex": "(a+)+$"}  # the library gives up, by a panic, where it has tried too many ways
+_PATTERN = {"Regex": "(a+)+$"}  # the library panics after too many attempts
 
 
 def panicking_model(folder: Path) -> Path:
-    """Copy the demo model, with such a tokenizer, which does with other texts as the model's own."""
+    """Copy the demo model with such a tokenizer, which treats other texts as the model's own does."""
     shutil.copytree(DEMO_MODEL, folder, dirs_exist_ok=True)
     path = folder / "tokenizer.json"
     written = json.loads(path.read_text(encoding="utf-8"))

@@ -1,8 +1,8 @@
-"""Limits of promises ("within 10 s") on machines that others use too."""
+"""Time limits of promises ("within 10 s") on shared machines."""
 
 import os
 
 
 def on_this_machine(limit_s: float) -> float:
-    """Return ``limit_s``, as many times longer as more processes want a core than there are cores."""
+    """``limit_s``, times the number of runnable processes per core if that is above 1."""
     return limit_s * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))

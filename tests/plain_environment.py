@@ -45,7 +45,7 @@ def write_programs(folder: Path, owners: Iterable[Distribution]) -> None:
 
 
 def needed_distributions() -> Iterator[Distribution]:
-    """Yield what ``pip install .`` installs, but for the project itself: dependencies without extras, and theirs."""
+    """Yield what ``pip install .`` installs except the project itself: dependencies without extras, and theirs."""
     left, seen = [PROJECT, *OF_EVERY_ENVIRONMENT], set[str]()
     while left:
         name = re.sub(r"[-_.]+", "-", left.pop()).lower()
@@ -70,7 +70,7 @@ def needed_by_extra(name: str, extra: str) -> Iterator[str]:
 
 
 def top_entries(one: Distribution) -> set[Path]:
-    """Return the files and folders in site-packages that are this distribution's."""
+    """The files and folders in site-packages that are this distribution's."""
     packages = Path(str(one.locate_file("")))
     names = {file.parts[0] for file in one.files or ()} - {"..", "__pycache__"}
     return {packages / name for name in names}

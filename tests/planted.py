@@ -1,6 +1,6 @@
 """Faults to plant in an engine, which ``tp-engine check`` must find.
 
-Each is a function that exchanges something of the engine by ``swap(owner, name, new)``; ``new`` gets what was there.
+Each is a function that replaces something in the engine by ``swap(owner, name, new)``; ``new`` gets the original.
 The variable ``PLANT`` names the one that ranks which a test forks plant in themselves (``warm_children``).
 """
 
@@ -36,7 +36,7 @@ class Swap(Protocol):
 
 
 def set_swap(owner: Any, name: str, new: Callable[[Any], Any]) -> None:
-    """Exchange for good, in a process that ends with the test."""
+    """Replace for good, in a process that ends with the test."""
     setattr(owner, name, new(getattr(owner, name)))
 
 
@@ -49,7 +49,7 @@ Plant = Callable[[Swap], None]
 
 
 def _attention(change: Callable[..., tuple[torch.Tensor, Any, Any]]) -> Plant:
-    """Change queries, keys and values in front of attention; gets the step's metadata too."""
+    """Change queries, keys and values before attention; ``change`` also gets the step's metadata."""
 
     def new(old: Any) -> Any:
         def forward(self: Attention, query: torch.Tensor, key: Any, value: Any) -> Any:
@@ -61,7 +61,7 @@ def _attention(change: Callable[..., tuple[torch.Tensor, Any, Any]]) -> Plant:
 
 
 def _attended(change: Callable[[AttentionMetadata, torch.Tensor], torch.Tensor]) -> Plant:
-    """Change what attention gives."""
+    """Change the output of attention."""
 
     def new(old: Any) -> Any:
         return lambda self, *given: change(current_metadata(self.group), old(self, *given))
@@ -70,7 +70,7 @@ def _attended(change: Callable[[AttentionMetadata, torch.Tensor], torch.Tensor])
 
 
 def _sampling(**changes: Callable[[Any], Any]) -> Plant:
-    """Change parameters of requests in front of the sampler."""
+    """Change parameters of requests before the sampler."""
 
     def new(old: Any) -> Any:
         def admit(self: SamplingState, row: int, sampling: Any, *known: Any) -> None:
@@ -83,7 +83,7 @@ def _sampling(**changes: Callable[[Any], Any]) -> Plant:
 
 
 def _prompt_positions(which: Callable[[InputBatch, StepPlan, Any], Any], shift: int) -> Plant:
-    """Shift the positions at which prompts' tokens turn, in rows that ``which`` gives."""
+    """Shift the rotary positions of prompts' tokens, in rows that ``which`` gives."""
 
     def new(old: Any) -> Any:
         def prepare(self: InputBatch, plan: StepPlan) -> Any:
@@ -167,7 +167,7 @@ def _top_p_short(swap: Swap) -> None:
 
 
 def _top_p_tail(swap: Swap) -> None:
-    """The tokens outside of the nucleus are kept, and those inside are not."""
+    """The tokens outside the nucleus are kept, and those inside are not."""
 
     def new(old: Any) -> Any:
         def keep_mask(scaled: torch.Tensor, group: Any, total: torch.Tensor | None = None) -> Any:
@@ -216,7 +216,7 @@ def _first_block_twice(blocks: Any) -> Any:
 
 
 def _hits_without_parent(swap: Swap) -> None:
-    """Behind the first block of a hit, a block is found by its own tokens, whatever is in front of it."""
+    """After the first block of a hit, a block is found by its own tokens, whatever precedes it."""
     known: dict[bytes, Any] = {}
 
     def inserting(old: Any) -> Any:

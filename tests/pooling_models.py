@@ -55,7 +55,7 @@ def make_embedding_model(folder: Path) -> Path:
 
 
 def make_reranker(folder: Path) -> Path:
-    """A whole language model in a folder below ``folder`` whose name says what it is."""
+    """A whole language model, in a folder below ``folder`` that is named as a reranker."""
     folder = make_checkpoint(folder / "tiny-reranker", **SHAPE)
     yes_no_tokenizer().save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""A recorder that records nothing: the padded decode path on any device."""
+"""A recorder that records nothing, for the padded decode path on any device."""
 
 from __future__ import annotations
 

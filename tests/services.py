@@ -1,7 +1,7 @@
 """Where the engines of tests run: in threads of the test's own process, unless a test is about processes.
 
-What is served is the same; a process of its own would cost each engine seconds for its imports, and a test could not
-look into it.
+The service is the same; a separate process would cost each engine seconds for its imports, and a test could not look
+into it.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ DEADLINE_S = 100.0
 
 def start_in_thread(config: EngineConfig) -> Service:
     """Stands for ``spawn_service``."""
-    from tp_engine.engine.service_thread import start_service_thread  # torch, which many tests do without
+    from tp_engine.engine.service_thread import start_service_thread  # imports torch, which many tests do without
 
     return start_service_thread(config)
 
 
 @contextmanager
 def services(start: Callable[[EngineConfig], Service] = spawn_service) -> Iterator[None]:
-    """Let each ``LLM`` that is made within start its service so."""
+    """Within, each new ``LLM`` starts its service by ``start``."""
     with patch.object(llm_module, "spawn_service", lambda config, _is_over: start(config)):
         yield
 
 
 class FakeService(ServiceThread, Service):
-    """A ``FakeEngine`` in the place of rank 0."""
+    """A ``FakeEngine`` instead of rank 0."""
 
     def check_pulse(self) -> None:
         """It always lives."""
@@ -56,7 +56,7 @@ class FakeService(ServiceThread, Service):
 
 
 class FakeLLM(LLM):
-    """An ``LLM`` of which all is real but the engine."""
+    """An ``LLM`` in which all but the engine is real."""
 
     engine: FakeEngine  # type: ignore[assignment]
 
@@ -75,7 +75,7 @@ def engine_of(llm: LLM) -> Engine:
 
 @contextmanager
 def stepping(llm: LLM) -> Iterator[Engine]:
-    """Give the engine to the calling thread, to step it by hand: its service stands still within."""
+    """Give the engine to the calling thread, to step it by hand: its service is stopped within."""
     thread: Any = llm._async._service
     service, held, goes_on = thread._service, threading.Event(), threading.Event()
 

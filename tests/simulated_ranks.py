@@ -43,7 +43,7 @@ class SimulatedCommunicator(Communicator):
     def __init__(self, info: RankInfo, meeting: _Meeting) -> None:
         self.info = info
         self._meeting = meeting
-        self.memories = meeting.memories  # what all ranks can read and write
+        self.memories = meeting.memories  # shared by all ranks
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         parts = self._meeting.exchange(self.info.rank, tensor)

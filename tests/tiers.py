@@ -1,7 +1,7 @@
 """The two tiers of the tests.
 
 A test marked ``slow`` is in the rest, which ``scripts/test --all`` adds to the fast tier of ``scripts/test``.  The rest
-has what takes long and what repeats: more seeds, more numbers of ranks, other GPUs, and clients and soaks of minutes.
+has slow and repetitive tests: more seeds, more numbers of ranks, other GPUs, and clients and soaks of minutes.
 """
 
 from __future__ import annotations

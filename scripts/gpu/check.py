@@ -2,10 +2,10 @@
 
 Every section has a time limit and ends with a verdict.  After a failure the next section still runs.  --out keeps
 gpu_check.log (all output), gpu_check.json (reports, figures, verdicts) and gpu_check.txt (the table), written anew
-after each section, those of a plan in a folder of their own; --document FILE ... writes the figures of such JSON files
-into docs/benchmarks/gpu.md.  --pack downloads what a machine without a package index lacks, and says what to call
-there; --again FILE runs what failed or did not run, by the gpu_check.json of an earlier call.  Exit code 0: all passed;
-1: something failed; 2: no GPU here; 3: something did not run.
+after each section, those of a plan in a separate folder; --document FILE ... writes the figures of such JSON files into
+docs/benchmarks/gpu.md.  --pack downloads what a machine without a package index lacks, and says what to call there;
+--again FILE runs what failed or did not run according to the gpu_check.json of an earlier call.  Exit code 0: all
+passed; 1: something failed; 2: no GPU here; 3: something did not run.
 """
 
 from __future__ import annotations

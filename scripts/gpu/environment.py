@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def main() -> None:
-    """Print it."""
+    """Print all of it."""
     print(get_pretty_env_info())
     if shutil.which("nvidia-smi"):
         for query in ((), ("topo", "-m")):

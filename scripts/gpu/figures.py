@@ -12,7 +12,7 @@ _SHARE = {("qwen3-0.6b", "latency"): 0.60, ("qwen3-8b", "latency"): 0.85}
 _QUANTISED_SHARE = 0.80  # of the copy bandwidth, in bytes of weights that a token needs, at batch 1
 _PAGED_DECODE_SHARE = 0.80
 _GAP_US = 50.0
-_FIRST_TOKEN_MS = {"qwen3-0.6b": 3.0}  # of a prompt of 128 tokens that is alone, recorded
+_FIRST_TOKEN_MS = {"qwen3-0.6b": 3.0}  # of a single prompt of 128 tokens, recorded
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _is_large_decode(row: Mapping[str, Any]) -> bool:
 
 
 def _steps(report: Mapping[str, Any]) -> Iterator[Figure]:
-    """Decodes, prompts, and what recordings of steps with prompts gain over the first engine's way and cost."""
+    """Decodes, prompts, and the gain and cost of recordings of steps with prompts against the first engine."""
     first, rows = report["results"][0], report["batch_size"]
     for found in report["results"]:
         label, is_first = f"{report['shape']}, {rows} rows, prompts of {report['prompt_len']}", found is first

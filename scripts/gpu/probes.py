@@ -1,4 +1,4 @@
-"""Small jobs on a GPU that no test has, each a section of scripts/gpu_check.
+"""Small jobs on a GPU that no test covers, each a section of scripts/gpu_check.
 
 python scripts/gpu/probes.py start|nccl|kill; the last line is JSON, with the verdict and figures.
 """
@@ -28,7 +28,7 @@ RAISE_S = 30.0
 
 
 def start() -> dict[str, Any]:
-    """Start the demo model with empty and with full kernel caches; each rank has a context on its own GPU alone."""
+    """Start the demo model with empty and with full kernel caches; each rank has a context only on its own GPU."""
     seconds, contexts, size = {}, Counter[str](), min(2, torch.cuda.device_count())
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
@@ -118,7 +118,7 @@ def _recorded(step: Any) -> torch.cuda.CUDAGraph:
 
 
 def _abort_in_a_graph(file: str) -> float:
-    """Seconds until a group is gone that another thread aborts while a long graph with its collectives runs."""
+    """Seconds that it takes to abort a group from another thread while a long graph with its collectives runs."""
     _join(file)
     tensor = torch.ones(1 << 26, device="cuda")
 
@@ -176,7 +176,7 @@ def main(probe: str) -> int:
     report = {"start": start, "nccl": nccl, "kill": kill}[probe]()
     print(json.dumps(report), flush=True)
     sys.stdout.flush()
-    os._exit(0 if report["is_right"] else 1)  # an aborted group or a broken job may keep threads
+    os._exit(0 if report["is_right"] else 1)  # an aborted group or a broken job may leave threads
 
 
 if __name__ == "__main__":

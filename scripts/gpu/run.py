@@ -19,7 +19,7 @@ from gpu.sections import Section
 from gpu.wheels import missing
 
 ROOT = Path(__file__).resolve().parents[2]
-# A server takes a moment to stop, and pytest to say which tests have failed until then.
+# A server takes a moment to stop, as does pytest to say which tests have failed so far.
 _STOPS = ((signal.SIGINT, 10.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0))
 STOP_S = sum(grace_s for _, grace_s in _STOPS)
 _LEAST_S, _READ_S = 15.0, 5.0
@@ -44,7 +44,7 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """What the section has shown, in one line: its own verdict, the goals of its figures, or how it ended."""
+        """The section's result in one line: its own verdict, the goals of its figures, or how it ended."""
         if "verdict" in self.report:
             return str(self.report["verdict"])
         goals = [figure for figure in figures_of(self.report) if figure.goal is not None]
@@ -133,7 +133,7 @@ def _environment() -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Interrupt the process, then ask its group to end, then kill what is left of it."""
+    """Interrupt the process, then ask its group to end, then kill what remains of it."""
     for number, grace_s in _STOPS:
         with contextlib.suppress(ProcessLookupError):
             if number != signal.SIGINT:

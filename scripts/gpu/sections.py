@@ -1,7 +1,7 @@
 """The sections of scripts/gpu_check: commands that also work by hand, each with its own time limit.
 
-Each plan is a call of at most ``PLAN_S`` seconds; ``PLANS`` says what it answers.  The first one alone says whether all
-is right and how fast a rank is, because a machine may be there for one call.
+Each plan is a call of at most ``PLAN_S`` seconds; ``PLANS`` says what it answers.  The first one already says whether
+all is right and how fast a rank is, because a machine may be available for a single call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PLANS = {
 }
 PLAN_S = 560
 AGAIN_S = 200
-_REHEARSAL_S = 3600  # a section's limit where nothing is as fast as on a GPU
+_REHEARSAL_S = 3600  # a section's limit on a fake GPU, where all is slower
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +88,8 @@ def _rehearsal(name: str, command: str, args: argparse.Namespace) -> list[str]:
 
 
 def again(sections: Sequence[Section], failed: Mapping[str, Sequence[str]]) -> list[Section]:
-    """Those of ``sections`` that have failed or not run, once more, but for what only compiles: of tests the failed
-    ones alone, if any is known, and the first failure at length.  They share the time equally."""
+    """Those of ``sections`` that have failed or not run, except those that only compile; of tests only the failed
+    ones, if any are known, with the first failure in full.  They share the time equally."""
     chosen = [one for one in sections if one.name in failed and not one.beside]
     whole = [replace(one, limit_s=AGAIN_S / len(chosen)) for one in chosen]
     return [
@@ -113,7 +113,7 @@ def _modules(command: str) -> tuple[str, ...]:
 
 
 def _pytest(arguments: str, most: int = _WORKERS) -> str:
-    """Tests in several processes, two cores for each and at most so many, if pytest-xdist is installed."""
+    """Tests in several processes, with two cores each and at most ``most``, if pytest-xdist is installed."""
     processes = max(1, min(most, len(os.sched_getaffinity(0)) // 2))
     side_by_side = "" if importlib.util.find_spec("xdist") is None else f"-n {processes} "
     return f"{_PYTEST} {side_by_side}{arguments}"
@@ -150,9 +150,9 @@ _EACH_KIND = (
     "quantised"
 )
 _DECODES = "decode and (paged_attention or cuda_graph) and not flash_attn"
-# What sections of plan 1 get besides in a rehearsal on a fake GPU.  Engines of these sizes take hours in Triton's
-# interpreter; the jobs of tests/fake_cuda are engines of each kind.  What stands there for a library's products of
-# 8-bit floats is the CPU's, which rounds otherwise, and what keeps a GPU busy keeps a CPU busy for ten minutes.
+# Further arguments of plan 1's sections in a rehearsal on a fake GPU.  Engines of these sizes take hours in Triton's
+# interpreter; the jobs of tests/fake_cuda are engines of each kind.  A library's products of 8-bit floats are replaced
+# there by the CPU's, which rounds otherwise, and what keeps a GPU busy keeps a CPU busy for ten minutes.
 _REHEARSALS = {
     "new_kernels": "-k 'not (scaled_product or gpu_is_busy)'",
     "each_kind": "--collect-only",

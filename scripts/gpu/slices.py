@@ -1,7 +1,7 @@
-"""One rank of a large model as a model of its own: everything of its step but the all-reduces, on one GPU.
+"""One rank of a large model as a separate model: everything in its step but the all-reduces, on one GPU.
 
-A slice is a folder with a config.json whose heads, inner sizes and vocabulary are one rank's share; the experts' inner
-size is shared too, as under tensor parallelism.  Its kernels, launches and bytes are those of a rank of the whole.
+A slice is a folder with a config.json whose heads, inner sizes and vocabulary are one rank's share, as is the experts'
+inner size under tensor parallelism.  Its kernels, launches and bytes are those of a rank of the whole.
 
     python scripts/gpu/slices.py NAME --steps ROWSxTOKENS      measures a slice's decode steps (bench offline --steps)
     python scripts/gpu/slices.py --compile                     runs a few layers of all at once, and measures nothing
@@ -57,7 +57,7 @@ class Whole:
     num_layers: int | None = None
 
     def slice(self) -> dict[str, Any]:
-        """Return the config.json of one rank's share."""
+        """The config.json of one rank's share."""
         config = {**COMMON, **self.sizes}
         for name in _SHARED:
             if name in config:
@@ -67,13 +67,13 @@ class Whole:
         return config
 
     def rehearsal(self) -> dict[str, Any]:
-        """Return the config.json of a tiny model of the same kind."""
+        """The config.json of a tiny model of the same kind."""
         config = self.slice()
         config |= {name: min(config[name], most) for name, most in _TINY.items() if name in config}
         return config | self.first_layers()
 
     def first_layers(self) -> dict[str, Any]:
-        """Return what is different in the config.json of a model that has so many layers that each kind is there."""
+        """What differs in the config.json of a model with just enough layers for one of each kind."""
         kinds = self.sizes.get("layer_types")
         if kinds is None:
             return {"num_hidden_layers": self.sizes.get("first_k_dense_replace", 0) + 1}
@@ -129,14 +129,14 @@ WHOLES = {
 }  # fmt: skip
 
 
-# One row, but for the model whose step of many rows is asked for.
+# One row, except for the model with a goal for many rows.
 STEPS = dict.fromkeys(WHOLES, "1x128") | {"qwen3-235b-tp8": "64x512"}
 # Engines that compile share the GPU with each other and with tests.
 _SMALL_SHARE = {"gpu_memory_utilization": 0.1, "num_gpu_blocks_override": 4096}
 
 
 def command_of(name: str, steps: str, config: Mapping[str, Any], num_steps: int, **options: Any) -> list[str]:
-    """The benchmark of a slice's steps, whose folder is written."""
+    """The command that benchmarks a slice's steps; writes the slice's folder."""
     folder = Path(tempfile.mkdtemp(prefix="slice-")) / name
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
@@ -147,7 +147,7 @@ def command_of(name: str, steps: str, config: Mapping[str, Any], num_steps: int,
 
 
 def rehearsed(name: str) -> list[str]:
-    """The same of a tiny model, with a row and few steps."""
+    """The same for a tiny model, with one row and few steps."""
     return command_of(name, "1x16", WHOLES[name].rehearsal(), 4, **_FEW)
 
 
@@ -169,7 +169,7 @@ def compile_all(commands: Mapping[str, Sequence[str]]) -> int:
 
 
 def main() -> int:
-    """Become the benchmark of a slice's steps, or compile what all of them launch."""
+    """Become the benchmark of a slice's steps, or compile the kernels of all slices."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=WHOLES, nargs="?")
     parser.add_argument("--steps", metavar="ROWSxTOKENS", help="default: 1x128, or 64x512 of qwen3-235b-tp8")

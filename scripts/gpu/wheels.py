@@ -1,9 +1,9 @@
-"""What a GPU machine that can install nothing lacks: wheels that travel beside the checkout, and compiled kernels.
+"""What a GPU machine without installation lacks: wheels that travel beside the checkout, and compiled kernels.
 
 ::
 
     here      gpu_check --pack     pip download -> .gpu_carry/*.whl
-    there     gpu_check            unpacks those that the machine lacks, and the compiled kernels of the last time
+    there     gpu_check            unpacks those that the machine lacks, and the last run's compiled kernels
               at its end           OUT/triton_cache.tar.xz, which is put into .gpu_carry for the next time
 
 A wheel is a zip file whose content is importable as it is.
@@ -30,19 +30,19 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 ROOT = Path(__file__).resolve().parents[2]
 CARRY = ROOT / ".gpu_carry"
 CACHE = "triton_cache.tar.xz"
-# Importable names of what sections need -> what brings them.
+# By importable name that sections need: the package with it.
 PACKAGES = {
     "msgspec": ("msgspec",), "zmq": ("pyzmq",), "xxhash": ("xxhash",), "psutil": ("psutil",),
     "llguidance": ("llguidance",), "prometheus_client": ("prometheus-client",), "multipart": ("python-multipart",),
     "pydantic": ("pydantic", "pydantic-core", "annotated-types", "typing-inspection"),
     "fastapi": ("fastapi", "starlette", "annotated-doc", "opentelemetry-api"), "uvicorn": ("uvicorn", "h11"),
 }  # fmt: skip
-# PyTorch, Triton, transformers and pytest are there, and of what they need this.
+# PyTorch, Triton, transformers and pytest are there, with these of their dependencies.
 _THERE = {"anyio", "click", "typing-extensions"}
 _PYTHON = "3.12"
 _PLATFORMS = tuple(f"manylinux{version}_x86_64" for version in ("2014", "_2_12", "_2_17", "_2_28", "_2_31"))
-_MOST_BYTES = 14 << 20  # of a file that comes back, of which a compressor still holds a part
-_LOADED = (".json", ".cubin", ".so")  # the others say how a kernel was compiled, and are four fifths of its bytes
+_MOST_BYTES = 14 << 20  # of a file that comes back, without what the compressor still holds
+_LOADED = (".json", ".cubin", ".so")  # the others describe the compilation, and are four fifths of a kernel's bytes
 
 
 def pack() -> int:
@@ -72,7 +72,7 @@ def pack() -> int:
 
 
 def not_packed(folder: Path) -> set[str]:
-    """Return what the wheels in ``folder`` need on the GPU machine, and neither it nor the folder has."""
+    """Dependencies of the wheels in ``folder`` that neither the GPU machine nor the folder has."""
     wheels = list(folder.glob("*.whl"))
     packed = {str(parse_wheel_filename(path.name)[0]) for path in wheels}
     environment = {"python_version": _PYTHON, "python_full_version": f"{_PYTHON}.0", "extra": ""}
@@ -103,12 +103,12 @@ def unpack() -> list[str]:
 
 
 def missing(modules: tuple[str, ...]) -> list[str]:
-    """Return those of ``modules`` that cannot be imported here."""
+    """Those of ``modules`` that cannot be imported here."""
     return [name for name in modules if importlib.util.find_spec(name) is None]
 
 
 def bring_kernels() -> Path:
-    """Let Triton use one folder for all sections, with what ``CARRY`` has of an earlier machine; return it."""
+    """Have Triton use one folder for all sections, with an earlier machine's kernels from ``CARRY``; returns it."""
     folder = Path(os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp(prefix="gpu_check-triton-")))
     folder.mkdir(parents=True, exist_ok=True)
     if (CARRY / CACHE).exists():
@@ -120,7 +120,7 @@ def bring_kernels() -> Path:
 
 
 def _move_group(path: Path) -> None:
-    """Let a kernel's list of files name those beside it: it has the places that they were compiled at, and Triton
+    """Point a kernel's list of files at those beside it: it has the paths at which they were compiled, and Triton
     compiles again if one of them is missing."""
     files = json.loads(path.read_text(encoding="utf-8"))["child_paths"]
     here = {name: str(path.parent / name) for name in files if (path.parent / name).exists()}
@@ -128,8 +128,8 @@ def _move_group(path: Path) -> None:
 
 
 def keep_kernels(folder: Path, out: Path) -> str:
-    """Write what runs of the compiled kernels to a file in ``out``, the small ones first, as many as may come back;
-    returns what there is to say of it."""
+    """Write the executable parts of compiled kernels to a file in ``out``, small ones first, as many as may come back;
+    returns a message about it."""
     path, part = out / CACHE, out / f"{CACHE}.part"
     kernels = {one: sum(file.stat().st_size for file in _loaded(one)) for one in folder.iterdir() if one.is_dir()}
     kept = 0

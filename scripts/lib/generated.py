@@ -31,7 +31,7 @@ INTRO = (
     "`scripts/generate` writes this page from the options themselves; `--help` prints the same. "
     "[Command line](command_line.md#flags) tells how flags are written, and has notes on some."
 )
-# Sections of --help -> where the documents say more.
+# By section of --help: where the documents say more.
 MORE = {
     "Model": "[Models](models.md)",
     "KV cache": "[Tiers](tiers.md), [KV memory](architecture.md#kv-memory)",
@@ -58,7 +58,7 @@ spellings and from `tp_engine/options/foreign.toml`; `--help=WORD` tells the sam
 
 ## Taken as options of this engine
 """
-# What a caller may give for a field, by the first word of its metadata that says so.
+# The type that a caller may give for a field, by the first word of its metadata that decides it.
 GIVEN = {"json": "Mapping[str, Any] | str", "numbers": "Sequence[int] | str", "size": "int | str", "count": "int | str"}
 KEYWORDS = '''"""The keywords of {who}, for editors and type checkers: the fields of
 {kinds}.
@@ -80,7 +80,7 @@ class {name}({base}, total=False):
 
 
 def files() -> dict[str, str]:
-    """Return the text of each file by its path in the repository."""
+    """The text of each file by its path in the repository."""
     of_llm = keywords(EngineConfig, SamplingDefaultOptions, TemplateOptions, without={"model"})
     of_batch = keywords(BatchConfig, without={"input_file", "output_file", *of_llm})
     return {f"docs/{name}": text for name, text in pages().items()} | {
@@ -111,7 +111,7 @@ def lines(found: Mapping[str, str]) -> str:
 
 
 def keywords(*kinds: type[Any], without: Set[str] = frozenset()) -> dict[str, str]:
-    """Return the types that a caller may give for the fields of configuration dataclasses, as code."""
+    """The types that a caller may give for the fields of configuration dataclasses, as code."""
     specs = [spec for kind in kinds for spec in dataclasses.fields(kind)]
     return {spec.name: keyword_type(spec) for spec in specs if spec.name not in without}
 
@@ -125,7 +125,7 @@ def keyword_type(spec: dataclasses.Field[Any]) -> str:
 
 
 def pages() -> dict[str, str]:
-    """Return the text of each page by its name in docs/."""
+    """The text of each page by its name in docs/."""
     engine, server = ({name: kind} for name, kind in (("engine", EngineConfig), ("server", ServerConfig)))
     of_server = sections(server)
     known = {flag for actions in of_server.values() for action in actions for flag in action.option_strings}
@@ -142,7 +142,7 @@ def pages() -> dict[str, str]:
 
 
 def sections(tables: Mapping[str, type[Any]], *, plain: bool = False) -> dict[str, list[argparse.Action]]:
-    """Return the options by their section of ``--help``; with ``plain`` those of argparse itself too."""
+    """The options by their section of ``--help``; with ``plain`` also those of argparse itself."""
     parser = make_parser("serve", "", tables)
     groups = {group.title or "": group._group_actions for group in parser._action_groups}
     found = {
@@ -154,7 +154,7 @@ def sections(tables: Mapping[str, type[Any]], *, plain: bool = False) -> dict[st
 
 
 def other_servers() -> str:
-    """Return the page of vLLM's and SGLang's options, by what becomes of them."""
+    """The page of vLLM's and SGLang's options, by their treatment here."""
     text = [OTHER_SERVERS]
     for spec in (spec for kind in (EngineConfig, ServerConfig) for spec in dataclasses.fields(kind)):
         if flags := [flag for flag in spec.metadata.get("flags", ()) if flag.startswith("--")]:

@@ -1,7 +1,7 @@
 """Run the tests' two sessions one after the other: ``run_tests.py [--all | --rest]``; see scripts/test.
 
-The processor time of each is printed: user and system time of all its processes, those without a parent too, because
-this process adopts them.
+The processor time of each is printed: user and system time of all its processes, including orphans, which this process
+adopts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from importlib.util import find_spec
 
 LAST_PROCESS_S = 30.0
 _PR_SET_CHILD_SUBREAPER = 36
-# Tests wait about half of the time for other processes, so a worker that has no test left takes one from another.
+# Tests wait about half of the time for other processes, so a worker without tests takes some from another.
 PYTEST = ("-m", "pytest", "-q", "-n", "auto", "--dist", "worksteal", "--expected-skips", "tests/expected_skips.txt")
 SESSIONS = ("tests", "tests/interpreted") if find_spec("triton") else ("tests",)
 
@@ -40,7 +40,7 @@ def run_reaping(command: list[str]) -> int:
 
 
 def wait_for_all() -> None:
-    """Wait for the processes that are left, which end because the one that they serve has."""
+    """Wait for the remaining processes, which end because the one that they serve has ended."""
     deadline_s = time.monotonic() + LAST_PROCESS_S
     with contextlib.suppress(ChildProcessError):
         while time.monotonic() < deadline_s:

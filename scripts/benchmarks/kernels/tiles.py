@@ -22,9 +22,9 @@ WEIGHTS = ("none", *FORMATS)
 
 @dataclass(frozen=True, kw_only=True)
 class TileCase:
-    """One kernel at one size, with ``num_bytes`` and ``num_flops`` that it needs at least.  ``make`` allocates a set of
-    its tensors, ``launch`` gives the launch of one set with these tiles.  ``others`` do the same work in another
-    way."""
+    """One kernel at one size, with the ``num_bytes`` and ``num_flops`` that it needs at least.  ``make`` allocates a
+    set of its tensors, ``launch`` gives the launch of one set with given tiles.  ``others`` are other implementations
+    of the same work."""
 
     name: str
     num_bytes: int

@@ -115,7 +115,7 @@ class Oracle(Closing):
         self._layers_name, self.layers = _decoder_layers(self._model)
         self._places = _Places(self._model, self.stored)
         self._has_second = False
-        # A module outside of the layers is loaded when it first runs; one that never does, such as a tower, is not read.
+        # A module outside of the layers is loaded when it first runs; one that never does, such as a tower, is not.
         inside = set(self.layers.modules())
         for name, module in self._model.named_modules():
             if module not in inside and any(True for _ in module.parameters(recurse=False)):
