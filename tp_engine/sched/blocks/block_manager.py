@@ -244,27 +244,32 @@ class BlockManager:
         the keys and values of all its tokens before any attention."""
         if not self._caching:
             return
-        added, lasting, size = [NO_BLOCKS], [NO_BLOCKS], self.block_size
+        added, lasting = [NO_BLOCKS], [NO_BLOCKS]
         for sequence, num_tokens in chunks:
-            row, first, end = sequence.row, sequence.num_published, num_tokens // size
-            if first < end:
-                if is_lost(sequence.place) and not self.windows.has_full:
-                    first, sequence.place = (
-                        0,
-                        sequence.group.cache_key,
-                    )  # the blocks before were left behind, and evicted
-                blocks = self._rows.block_table[row, first:end].astype(np.intp)
-                if self._has_windows:
-                    blocks = _without(blocks, self._rows.first_block[row] - first, NO_BLOCK)
-                known = self._rows.tokens[row, first * size : end * size].tobytes()
-                new, sequence.place = self.cache.insert(blocks, sequence.place, known)
-                sequence.num_published = end
+            end = num_tokens // self.block_size
+            if sequence.num_published < end:
+                new = self._insert(sequence, end)
                 added.append(new)
                 if self.tier.outlives_process:
+                    row = sequence.row
                     new = new[np.isin(new, self._rows.block_table[row, : self._num_lasting(row, end)])]
                 lasting.append(new)
         self.pool.mark_full(np.concatenate(added))
         self.tier.published(np.concatenate(lasting))
+
+    def _insert(self, sequence: Sequence, end: int) -> BlockIds:
+        """Publish a sequence's full blocks before block ``end``; returns those that the cache did not have."""
+        row, first, size = sequence.row, sequence.num_published, self.block_size
+        if is_lost(sequence.place) and not self.windows.has_full:
+            first = 0  # the blocks before were left behind, and evicted
+            sequence.place = sequence.group.cache_key
+        blocks = self._rows.block_table[row, first:end].astype(np.intp)
+        if self._has_windows:
+            blocks = _without(blocks, self._rows.first_block[row] - first, NO_BLOCK)
+        known = self._rows.tokens[row, first * size : end * size].tobytes()
+        new, sequence.place = self.cache.insert(blocks, sequence.place, known)
+        sequence.num_published = end
+        return new
 
     def publish_tail(self, sequence: Sequence) -> None:
         """Offer the computed tokens in the last, partly filled block of a sequence that is about to be released."""
