@@ -103,7 +103,7 @@ def gpu_path(
     recorded, by ``steps``.  The start warms up as on a GPU if it records, or as ``warms_up`` says."""
     stand_ins: dict[str, Any] = {
         "worker.runner_maker.SamplingState": partial(SamplingState, has_tables=True),
-        "worker.start.select_backend": lambda _, needs: backend(needs),
+        "worker.start.select_backend": lambda _, needs, choices: backend(needs),
         "worker.graphs.step_runner.CapturedSteps": steps,
     }
     if products:

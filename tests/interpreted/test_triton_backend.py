@@ -9,11 +9,12 @@ import torch
 
 from tests.paged_batches import make_batch
 from tests.unit.attention.test_mla import differing_alone
-from tp_engine.attention import mla, triton_backend
+from tp_engine.attention import mla
 from tp_engine.attention.base import AttentionShape
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.attention.triton_mla import TritonMLABackend
+from tp_engine.kernels.attention import paged_candidates
 from tp_engine.kernels.kv_cache.layer_kv import LARGEST_VALUE, KeyValue, LayerKv
 
 MIXED = [(1, 40), (1, 1), (1, 0), (5, 5), (7, 30), (40, 55)]
@@ -64,6 +65,6 @@ def test_quantised_cache(cache_dtype: torch.dtype) -> None:
 @pytest.mark.slow
 def test_latent_attention_has_the_same_bits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: each request in a step of its own, on one multiprocessor, by whose number keys are split."""
-    monkeypatch.setattr(triton_backend, "_INTERPRETED_MULTIPROCESSORS", 1)
+    monkeypatch.setattr(paged_candidates, "_INTERPRETED_MULTIPROCESSORS", 1)
     monkeypatch.setattr(mla, "MIN_EXPANDED_QUERIES", 12)
     assert differing_alone(TritonMLABackend(), [(1, 17), (13, 13), (9, 21), (12, 17)]) == []

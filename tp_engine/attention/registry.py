@@ -11,6 +11,7 @@ from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.attention.triton_mla import TritonMLABackend
 from tp_engine.cpu import native_library, simd_width_of
 from tp_engine.errors import ConfigError
+from tp_engine.kernels.candidates import DEFAULTS, Choices
 from tp_engine.system.log import get_logger
 
 _logger = get_logger(__name__)
@@ -25,7 +26,7 @@ class _Backend:
     """
 
     rules: Callable[[AttentionNeeds], str | None]
-    make: Callable[[AttentionNeeds], AttentionBackend]
+    make: Callable[[AttentionNeeds, Choices], AttentionBackend]
     takes_latents: bool = False
 
     def why_not(self, needs: AttentionNeeds) -> str | None:
@@ -41,14 +42,16 @@ class _Backend:
 _KINDS: dict[str, _Backend] = {
     "triton": _Backend(
         lambda needs: (triton_mla.why_not_latents if needs.has_latents else triton_backend.why_not)(needs),
-        lambda needs: TritonMLABackend() if needs.has_latents else TritonBackend(is_invariant=needs.is_invariant),
+        lambda needs, choices: (
+            TritonMLABackend() if needs.has_latents else TritonBackend(is_invariant=needs.is_invariant, choices=choices)
+        ),
         takes_latents=True,
     ),
     "flash_attn": _Backend(
-        flash_attn.why_not, lambda needs: flash_attn.FlashAttnBackend(flash_attn.best_version(needs) or 2)
+        flash_attn.why_not, lambda needs, _: flash_attn.FlashAttnBackend(flash_attn.best_version(needs) or 2)
     ),
-    "native": _Backend(native_backend.why_not, lambda needs: native_backend.NativeBackend(), takes_latents=True),
-    "torch": _Backend(lambda needs: None, lambda needs: TorchBackend(), takes_latents=True),
+    "native": _Backend(native_backend.why_not, lambda needs, _: native_backend.NativeBackend(), takes_latents=True),
+    "torch": _Backend(lambda needs: None, lambda needs, _: TorchBackend(), takes_latents=True),
 }
 
 
@@ -85,9 +88,9 @@ def _choose(needs: AttentionNeeds) -> str:
     return chosen
 
 
-def select_backend(name: str, needs: AttentionNeeds) -> AttentionBackend:
+def select_backend(name: str, needs: AttentionNeeds, choices: Choices = DEFAULTS) -> AttentionBackend:
     """Return a new backend of the kind that ``check_backend`` returns for the same arguments."""
-    backend = _KINDS[check_backend(name, needs)].make(needs)
+    backend = _KINDS[check_backend(name, needs)].make(needs, choices)
     return MLABackend(backend, needs.index_topk) if needs.has_latents else backend
 
 

@@ -1,18 +1,29 @@
 """Paged attention with Triton kernels: decodes split over their keys, prompt chunks tile by tile."""
 
-from functools import cache, partial
+from collections.abc import Iterable
+from functools import cache
+from typing import NamedTuple
 
 import torch
 
 from tp_engine.attention.base import AttentionMetadata, AttentionNeeds, AttentionShape
+from tp_engine.kernels.attention.paged_candidates import DECODES, PROMPTS, shape_of
+from tp_engine.kernels.attention.prompt_packages import PromptStep
+from tp_engine.kernels.candidates import DEFAULTS, Choices, Run, Shape, Wanted, chosen
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 from tp_engine.kernels.ops import has_triton
 
 MIN_CAPABILITY = (8, 0)
 MIN_FP8_CAPABILITY = (8, 9)
 MAX_HEAD_DIM = 512
-# For Triton's interpreter, which has no GPU to ask.
-_INTERPRETED_MULTIPROCESSORS = 4
+
+
+class _Runs(NamedTuple):
+    """``padded_prompts``: of steps that are padded."""
+
+    decodes: Run
+    prompts: Run
+    padded_prompts: Run
 
 
 class TritonBackend:
@@ -25,20 +36,18 @@ class TritonBackend:
     can_capture_decodes = True
     can_capture_prompts = True
 
-    def __init__(self, *, is_invariant: bool = False) -> None:
-        from tp_engine.kernels.attention import paged_decode_triton, paged_prefill_triton
+    def __init__(self, *, is_invariant: bool = False, choices: Choices = DEFAULTS) -> None:
+        from tp_engine.kernels.attention import paged_decode_triton
         from tp_engine.kernels.kv_cache.store_kv_triton import store_kv_triton
 
         self._store_kv = store_kv_triton
-        self._decode = paged_decode_triton.paged_decode_triton
-        self._decode_sizes = cache(partial(paged_decode_triton.decode_sizes, is_fixed=is_invariant))
-        self._prefill = paged_prefill_triton.paged_prefill_triton
-        self._prefill_sizes = cache(paged_prefill_triton.prefill_sizes)
+        self._is_invariant, self._choices = is_invariant, choices
+        self._runs_of = cache(self._choose)
         self._max_arrivals = paged_decode_triton.MAX_ARRIVALS * (
             paged_decode_triton.FIXED_SPLITS if is_invariant else 1
         )
         self._arrivals: torch.Tensor | None = None
-        self._num_prefill_tokens = 0
+        self._prompts: PromptStep | None = None
         self._decode_tables = (
             torch.empty(0, dtype=torch.float32, device="cpu"),
             torch.empty(0, dtype=torch.float32, device="cpu"),
@@ -47,7 +56,14 @@ class TritonBackend:
     def prepare(self, metadata: AttentionMetadata) -> None:
         """Find where the decodes end; see ``AttentionBackend``."""
         first = metadata.num_decodes
-        self._num_prefill_tokens = int(metadata.host_query_lens[first:].sum())
+        query_lens = metadata.host_query_lens[first:]
+        num_queries = int(query_lens.sum())
+        self._prompts = None
+        if num_queries:
+            self._prompts = PromptStep(
+                metadata.block_table, metadata.seq_lens, metadata.query_start, first, num_queries, query_lens,
+                metadata.host_seq_lens[first:],
+            )  # fmt: skip
         self._decode_tables = (metadata.block_table[:first], metadata.seq_lens[:first])
 
     def forward(
@@ -55,58 +71,74 @@ class TritonBackend:
     ) -> torch.Tensor:
         if new is not None:
             self._store_kv(new, kv, metadata.slot_mapping)
-        has_padding = metadata.is_padded and self._num_prefill_tokens > 0  # only the device knows behind which chunk
-        num_decodes = metadata.num_decodes
+        prompts, num_decodes = self._prompts, metadata.num_decodes
+        has_padding = metadata.is_padded and prompts is not None  # only the device knows after which chunk
         out = (torch.zeros if has_padding else torch.empty)(query.shape, dtype=query.dtype, device=query.device)
+        runs = self._runs_of(shape, shape.sinks is not None, query.dtype, kv.cache.dtype, kv.cache.shape[2], out.device)
         if num_decodes:
-            self._attend_decodes(query[:num_decodes], kv, out[:num_decodes], shape)
-        if self._num_prefill_tokens:
-            self._prefill(
-                query, kv, metadata.block_table, metadata.seq_lens, metadata.query_start, out,
-                scale=shape.scale,
-                sizes=self._prefill_sizes(shape.head_dim, query.dtype.itemsize, _shared_memory(query.device)),
-                num_queries=self._num_prefill_tokens, first_request=num_decodes, window=shape.sliding_window,
-                softcap=shape.softcap, sinks=shape.sinks,
-            )  # fmt: skip
-        if num_decodes + self._num_prefill_tokens < len(query):
-            out[num_decodes + self._num_prefill_tokens :] = 0.0
+            arrivals = self._own_arrivals(query.device)
+            own_query, own_out = query[:num_decodes], out[:num_decodes]
+            runs.decodes(own_query, own_out, kv, *self._decode_tables, shape.scale, shape.sinks, arrivals)
+        num_tokens = num_decodes
+        if prompts is not None:
+            attend = runs.padded_prompts if has_padding else runs.prompts
+            attend(query, out, kv, prompts, shape.scale, shape.sinks)
+            num_tokens += prompts.num_queries
+        if num_tokens < len(query):
+            out[num_tokens:] = 0.0
         return out
 
-    def _attend_decodes(self, query: torch.Tensor, kv: LayerKv, out: torch.Tensor, shape: AttentionShape) -> None:
-        """``query`` and ``out`` (D, heads, head_dim), one token of each of the first D requests."""
-        sizes = self._decode_sizes(
-            len(query),
-            shape.num_kv_heads,
-            shape.head_dim,
-            query.dtype.itemsize,
-            num_multiprocessors(query.device),
-            is_quantised=kv.scales is not None,
-        )
+    def _own_arrivals(self, device: torch.device) -> torch.Tensor:
         if self._arrivals is None:
-            self._arrivals = torch.zeros(self._max_arrivals, dtype=torch.int32, device=query.device)
-        self._decode(
-            query, kv, *self._decode_tables, out,
-            scale=shape.scale, sizes=sizes, arrivals=self._arrivals, window=shape.sliding_window, softcap=shape.softcap,
-            sinks=shape.sinks,
-        )  # fmt: skip
+            self._arrivals = torch.zeros(self._max_arrivals, dtype=torch.int32, device=device)
+        return self._arrivals
+
+    def _choose(
+        self,
+        shape: AttentionShape,
+        has_sinks: bool,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        block_size: int,
+        device: torch.device,
+    ) -> _Runs:
+        """What layers of a kind run; packages take steps whose lengths the host knows."""
+        own = shape_of_layer(shape, has_sinks, dtype, cache_dtype, block_size, is_fixed=self._is_invariant)
+        decodes, prompts = (chosen(name, own, device, self._choices) for name in (DECODES, PROMPTS))
+        return _Runs(decodes, prompts, chosen(PROMPTS, own, device, DEFAULTS))
 
 
-@cache
-def num_multiprocessors(device: torch.device) -> int:
-    """The multiprocessors of ``device``, over which work is split."""
-    if device.type != "cuda":
-        return _INTERPRETED_MULTIPROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def shape_of_layer(
+    shape: AttentionShape,
+    has_sinks: bool,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    block_size: int,
+    *,
+    is_fixed: bool = False,
+) -> Shape:
+    """The shape of a layer's attention, for candidates."""
+    return shape_of(
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        block_size=block_size,
+        window=shape.sliding_window,
+        softcap=shape.softcap,
+        has_sinks=has_sinks,
+        is_fixed=is_fixed,
+    )
 
 
-@cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that one program may use."""
-    from tp_engine.kernels.attention.paged_prefill_triton import LARGE_SHARED_MEMORY
-
-    if device.type != "cuda":
-        return LARGE_SHARED_MEMORY
-    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", LARGE_SHARED_MEMORY))
+def kernels_of(shapes: Iterable[AttentionShape], needs: AttentionNeeds) -> list[Wanted]:
+    """The operations with candidates that layers of these ``shapes`` run."""
+    found: list[Wanted] = []
+    for shape in shapes:
+        own = shape_of_layer(shape, shape.sinks is not None, needs.dtype, needs.kv_cache_dtype, needs.block_size)
+        found += [(DECODES, own), (PROMPTS, own)]
+    return found
 
 
 def why_not(needs: AttentionNeeds) -> str | None:

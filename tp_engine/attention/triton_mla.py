@@ -5,8 +5,9 @@ from functools import cache
 import torch
 
 from tp_engine.attention.base import AttentionMetadata, AttentionNeeds, AttentionShape
-from tp_engine.attention.triton_backend import num_multiprocessors, why_no_triton
+from tp_engine.attention.triton_backend import why_no_triton
 from tp_engine.kernels.attention.index_keys import ChosenKeys
+from tp_engine.kernels.attention.paged_candidates import num_multiprocessors
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv
 
 MAX_ROW_DIM = 576

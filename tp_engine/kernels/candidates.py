@@ -39,6 +39,8 @@ CANDIDATES: dict[str, str] = {
     "gated_delta_net_prefill": "recurrent_candidates#GATED_DELTA_NET",
     "mamba2_prefill": "recurrent_candidates#MAMBA2",
     "short_conv_prefill": "recurrent_candidates#SHORT_CONV",
+    "decode_attention": "attention.paged_candidates#DECODE",
+    "prompt_attention": "attention.paged_candidates#PROMPT",
     "draw_of_shares": ":tp_engine.sampling.ranked_shares",
 }
 
@@ -49,7 +51,7 @@ Wanted: TypeAlias = tuple[str, Shape]
 """An operation, and a shape that a model has of it."""
 
 Inputs: TypeAlias = tuple[Any, ...]
-"""What a candidate is called with; the first is a tensor (rows, ...).  Tensors may lie in tuples."""
+"""What a candidate is called with; the first is a tensor (rows, ...).  Others may lie in tuples and dataclasses."""
 
 Run: TypeAlias = Callable[..., torch.Tensor]
 
@@ -110,7 +112,9 @@ class Operation:
     A candidate returns a tensor, and changes those of its inputs that ``changed`` returns, and no other.  Errors are
     bounded for each row (``is_by_row``), or for a result as a whole.  What is not ``is_recorded`` never runs in a CUDA
     graph.  It is tried with ``least_rows`` to ``most_rows`` rows.  If it ``comes_first``, it is tried before others:
-    the code's own choice is plain PyTorch, because no GPU has proven the kernel before.
+    the code's own choice is plain PyTorch, because no GPU has proven the kernel before.  Times are over copies of
+    inputs too, if these are what takes the time to read (``copies_inputs``).  ``num_terms`` are those of a sum, None:
+    as many as a row has numbers.
     """
 
     candidates: Sequence[Candidate]
@@ -128,6 +132,8 @@ class Operation:
     least_rows: int = 1
     most_rows: int = MANY
     comes_first: bool = False
+    copies_inputs: bool = False
+    num_terms: int | None = None
 
     def named(self, name: str) -> Candidate | None:
         """The candidate ``name``; None if this version has none."""

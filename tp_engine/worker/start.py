@@ -74,15 +74,18 @@ def start_rank(
     may be changed.  ``note_inputs`` gets digests of the inputs.
     """
     config, start_up = effective.config, StartUp(groups.host, groups.progress)
-    backends = tuple(
-        select_backend(config.attention_backend, effective.attention_needs) for _ in effective.kv_layout.groups
-    )
     profiler = make_step_profiler(config, groups.info.rank)
     if profiler is not None:
         closing.callback(profiler.close)
     with _kernels_compiled_once(config.device, groups.progress.done):
         device = _open_device(effective, groups, start_up, closing)
-        effective = _choose_kernels(effective, groups, start_up, device)
+        run_phase = start_up.run_agreed_phase
+        choices = choose_kernels(effective, groups.host, device.torch_device, run_phase)
+        effective = dataclasses.replace(effective, choices=choices)
+        backends = tuple(
+            select_backend(config.attention_backend, effective.attention_needs, choices)
+            for _ in effective.kv_layout.groups
+        )
         utilization = effective.gpu_memory_utilization
         meter = start_up.run_agreed_phase("first snapshot", lambda: MemoryMeter(device, utilization=utilization))
         if owns_process:
@@ -166,16 +169,6 @@ def _open_device(effective: EffectiveConfig, groups: RankGroups, start_up: Start
     device = start_up.run_agreed_phase("opening the device", open_own)
     check_devices(groups.host, device.torch_device, may_share=effective.device_map.is_shared)
     return device
-
-
-def _choose_kernels(
-    effective: EffectiveConfig, groups: RankGroups, start_up: StartUp, device: Device
-) -> EffectiveConfig:
-    """``effective`` with the choices of kernels on all ranks' devices: before the first snapshot, so that no memory of
-    the search is counted."""
-    config, run = effective.config, start_up.run_agreed_phase
-    choices = choose_kernels(config, effective.model, effective.dtype, groups.host, device.torch_device, run)
-    return dataclasses.replace(effective, choices=choices)
 
 
 def _load(

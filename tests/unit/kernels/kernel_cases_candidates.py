@@ -6,12 +6,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from unittest.mock import patch
 
 import torch
 
 from tests.unit.kernels.kernel_cases_layer_ops import Case
+from tp_engine.kernels.attention import paged_candidates
+from tp_engine.kernels.attention.prompt_packages import PACKAGES
 from tp_engine.kernels.candidates import MANY, Shape, Twin, operation, why_no_triton
 from tp_engine.kernels.quantization.scaled_products import has_fp8_units
+from tp_engine.worker.tuning import proof
 from tp_engine.worker.tuning.proof import ProofQuestions, largest_error
 
 _QUANTISED: Shape = {
@@ -28,6 +32,12 @@ _EXPERTS: Shape = {
     "codes": "none", "rows": "whole",
 }  # fmt: skip
 _RECURRENT: Shape = {"key_heads": 1, "value_heads": 2, "key": 16, "value": 8, "taps": 4, "type": "bfloat16"}
+_ATTENTION: Shape = {
+    "heads": 4, "kv_heads": 2, "dim": 32, "type": "float32", "cache": "float32", "block": 16, "window": 0, "cap": "",
+    "sinks": 0, "fixed": 0,
+}  # fmt: skip
+# tests/unit/attention/test_prompt_packages.py has these, with stand-ins.
+OF_PACKAGES = {one.name for one in PACKAGES}
 # Operation, shape, numbers of rows; None: the fewest of each candidate, and one more than a tile has.
 SHAPES: dict[str, tuple[str, Shape, tuple[int, ...] | None]] = {
     "int4": ("quantised_linear", _QUANTISED, None),
@@ -73,6 +83,10 @@ SHAPES: dict[str, tuple[str, Shape, tuple[int, ...] | None]] = {
         {**_RECURRENT, "value_heads": 1, "key": 0, "value": 30, "taps": 3, "type": "float32"},
         (1, 40),
     ),
+    "decodes": ("decode_attention", _ATTENTION, (3,)),
+    "decodes, int8": ("decode_attention", {**_ATTENTION, "cache": "int8", "window": 20, "sinks": 1}, (3,)),
+    "prompts": ("prompt_attention", _ATTENTION, (17,)),
+    "prompts, window": ("prompt_attention", {**_ATTENTION, "window": 20, "cap": "1.5", "sinks": 1}, (17,)),
     "draws of 2 ranks": ("draw_of_shares", {"ranks": 2, "width": 64}, (1, 48)),
     "draws of 8 ranks": ("draw_of_shares", {"ranks": 8, "width": 64}, (48,)),
 }
@@ -90,17 +104,29 @@ def check_candidates(device: str, name: str) -> None:
         reason = candidate.why_not(shape, where)
         if reason not in (None, why_no_triton(shape, where)) or (where.type == "cpu" and "library" in candidate.name):
             continue
+        if candidate.name in OF_PACKAGES:
+            continue
         if candidate.twin is not None and candidate.twin not in asked:
             asked[candidate.twin] = ProofQuestions(replace(table, twin=candidate.twin), weights, shape, where)
         rows = SHAPES[name][2] or sorted({candidate.least_rows, min(candidate.most_rows, 17)} - {0})
         run = candidate.build(weights, shape)
-        error, at = largest_error(run, asked[candidate.twin], filter(candidate.takes, rows), where)
+        with patch.object(proof, "_INPUTS", 1 if device == "cpu" else 3):  # an interpreter takes its time
+            error, at = largest_error(run, asked[candidate.twin], filter(candidate.takes, rows), where)
         assert error <= 1, (candidate.name, error, at)
     has_codes = len(asked) == 2
     assert has_codes == (shape.get("rows") == "e4m3") or (where.type == "cuda" and not has_fp8_units(where))
 
 
-CASES: dict[str, Case] = {f"candidates-{name}": partial(check_candidates, name=name) for name in SHAPES}
+def check_attention(device: str, name: str) -> None:
+    """With few keys, which an interpreter reads in time."""
+    with patch.multiple(paged_candidates, _MOST_KEYS=50, _LEAST_KEYS=50, _BEFORE=30):
+        check_candidates(device, name)
+
+
+CASES: dict[str, Case] = {
+    f"candidates-{name}": partial(check_attention if "attention" in place else check_candidates, name=name)
+    for name, (place, _, _) in SHAPES.items()
+}
 
 
 def launch_all() -> None:

@@ -75,5 +75,5 @@ def _search(engine: EngineConfig, *, quick: bool, again: bool) -> TunedTable:
     device = torch.device(effective.config.device)
     if device.type == "cuda":
         device = torch.device("cuda", effective.device_map.indices[0])
-    wanted = wanted_shapes(effective.config, effective.model, effective.dtype, device.type)
+    wanted = wanted_shapes(effective, device.type)
     return find_table(device, wanted, "quick" if quick else "full", again=again)

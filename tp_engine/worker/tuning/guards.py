@@ -9,6 +9,7 @@ are; a library's own outputs are not.  In a CUDA graph the guards are set anew i
 """
 
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -49,6 +50,10 @@ class Guards(TorchFunctionMode):
         found = inside.view(made.dtype).view(made.shape)
         return found.copy_(made) if keeps else found
 
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` in guarded memory."""
+        return self._guarded(tensor, keeps=True) if tensor.is_contiguous() and tensor.numel() else tensor.clone()
+
     def check(self) -> None:
         """Raise ``ValueError`` if a guard was written to."""
         for held in self._held:
@@ -58,17 +63,27 @@ class Guards(TorchFunctionMode):
 
 
 def tensors_of(inputs: Any) -> list[torch.Tensor]:
-    """Return the tensors among ``inputs``, and in tuples among them."""
+    """The tensors among ``inputs``, also in tuples and dataclasses among them."""
     if isinstance(inputs, torch.Tensor):
         return [inputs]
-    return [found for one in inputs for found in tensors_of(one)] if isinstance(inputs, tuple) else []
+    parts = inputs if isinstance(inputs, tuple) else _fields(inputs).values()
+    return [found for one in parts for found in tensors_of(one)]
 
 
-def copied(inputs: Any) -> Any:
-    """Return ``inputs`` with tensors in memory of their own."""
+def copied(inputs: Any, allocate: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> Any:
+    """``inputs`` with tensors in memory of their own, as ``allocate`` makes it."""
     if isinstance(inputs, torch.Tensor):
-        return inputs.clone()
+        return allocate(inputs)
     if not isinstance(inputs, tuple):
-        return inputs
-    parts = [copied(one) for one in inputs]
-    return type(inputs)(*parts) if hasattr(inputs, "_fields") else tuple(parts)
+        parts = _fields(inputs)
+        return replace(inputs, **{name: copied(one, allocate) for name, one in parts.items()}) if parts else inputs
+    own = [copied(one, allocate) for one in inputs]
+    return type(inputs)(*own) if hasattr(inputs, "_fields") else tuple(own)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """What a dataclass with tensors is made of."""
+    if not is_dataclass(value) or isinstance(value, type):
+        return {}
+    found = {one.name: getattr(value, one.name) for one in fields(value) if one.init}
+    return found if any(tensors_of(one) for one in found.values()) else {}

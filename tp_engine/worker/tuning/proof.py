@@ -103,7 +103,7 @@ class ProofQuestions:
             compared = _some_rows(num_rows, device)
             asked = operation.rows_of(asked, compared)
         exact, twin = (_in_order(one) for one in operation.twin(self._weights, self._shape, asked))
-        depth = x[0].numel() if len(x) else 1
+        depth = operation.num_terms or x[0].numel()
         expected = [
             Expected(wide, _bound(wide, own, depth, by_row=operation.is_by_row), None if place else compared)
             for place, (wide, own) in enumerate(zip(exact, twin, strict=True))
@@ -163,7 +163,7 @@ def _called(run: Run, questions: ProofQuestions, num_rows: int, device: torch.de
     largest = 0.0
     for number in (*range(_INPUTS), 0):
         question, guards = questions.of(num_rows, number), Guards(device)
-        held = copied(question.inputs)
+        held = copied(question.inputs, guards.copy)
         with guards:
             found = _results(run, held, questions.operation)
         guards.check()
@@ -179,7 +179,7 @@ def _results(run: Run, held: Inputs, operation: Operation) -> Found:
 def _replayed(run: Run, questions: ProofQuestions, num_rows: int, device: torch.device) -> float:
     """On a GPU: recorded, and replayed many times, with other inputs in the same memory."""
     asked, guards = [questions.of(num_rows, number) for number in range(_INPUTS)], Guards(device)
-    held = copied(asked[0].inputs)
+    held = copied(asked[0].inputs, guards.copy)
     places = tensors_of(held)
     with guards:
         graph, found = record(lambda: _results(run, held, questions.operation))

@@ -22,14 +22,13 @@ from typing import TypeAlias
 import msgspec
 import torch
 
-from tp_engine.config import EngineConfig
 from tp_engine.distributed.rank import Agreeing
 from tp_engine.errors import ConfigError
 from tp_engine.kernels.candidates import CANDIDATES, DEFAULTS, Choice, Choices, operation
 from tp_engine.kernels.compile_turn import take_turn
-from tp_engine.model_config.spec import ModelSpec
 from tp_engine.system.log import get_logger
 from tp_engine.system.units import GIB
+from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.tuning.shapes import wanted_shapes
 from tp_engine.worker.tuning.table import (
     Extent,
@@ -53,23 +52,17 @@ _PINNED_FACTS = ("device", "capability", "units")  # in which a pinned file must
 RunPhase: TypeAlias = Callable[[str, Callable[[], TunedTable | None]], TunedTable | None]
 
 
-def choose_kernels(
-    config: EngineConfig,
-    model: ModelSpec,
-    dtype: torch.dtype,
-    host: Agreeing,
-    device: torch.device,
-    run_phase: RunPhase,
-) -> Choices:
-    """Return the choices for ``model`` on ``device``, as the resolved ``config`` asks, equal on all ranks.  It is a
-    collective, but for the code's own choice."""
+def choose_kernels(effective: EffectiveConfig, host: Agreeing, device: torch.device, run_phase: RunPhase) -> Choices:
+    """Return the choices for the model on ``device``, as the resolved configuration asks, equal on all ranks.
+    It is a collective, but for the code's own choice."""
+    config = effective.config
     if config.tuned is None and config.tune == "off":
         return DEFAULTS
 
     def find() -> TunedTable:
         if config.tuned is not None:
             return pinned_table(config.tuned, device)
-        wanted = wanted_shapes(config, model, dtype, device.type)
+        wanted = wanted_shapes(effective, device.type)
         return find_table(device, wanted, "full" if config.tune == "full" else "quick")
 
     is_finder = host.info.is_first if config.tuned is not None else host.info.local_rank == 0

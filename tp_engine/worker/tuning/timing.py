@@ -36,15 +36,16 @@ def num_copies(num_bytes: int, device: torch.device) -> int:
 
 def time_rounds(
     runs: Mapping[str, Sequence[Run]],
-    inputs: Inputs,
+    inputs: Sequence[Inputs],
     device: torch.device,
     default: str | None,
     note: Callable[[str], None],
     *,
     is_recorded: bool = True,
 ) -> dict[str, list[float]]:
-    """Return each candidate's nanoseconds of a call, round by round.  ``runs``: its copies; ``note`` is called with a
-    candidate before it runs.  One that is hopeless beside the ``default``, if that is among them, has few rounds."""
+    """Each candidate's nanoseconds of a call, round by round.  ``runs``: its copies, which get ``inputs`` in turns;
+    ``note`` is called with a candidate before it runs.  One that is hopeless beside the ``default``, if that is among
+    them, has few rounds."""
     clocks: dict[str, Clock] = {}
     for name, copies in runs.items():
         note(name)
@@ -73,12 +74,12 @@ def take_rounds(
     return times
 
 
-def _thread_clock(copies: Sequence[Run], inputs: Inputs) -> Clock:
+def _thread_clock(copies: Sequence[Run], inputs: Sequence[Inputs]) -> Clock:
     def once() -> float:
         began, calls = time.thread_time_ns(), 0
         while True:
-            for run in copies:
-                run(*inputs)
+            for place, run in enumerate(copies):
+                run(*inputs[place % len(inputs)])
             calls += len(copies)
             took = time.thread_time_ns() - began
             if took >= _LEAST_ROUND_NS:
@@ -88,21 +89,21 @@ def _thread_clock(copies: Sequence[Run], inputs: Inputs) -> Clock:
     return once
 
 
-def _graph_clock(copies: Sequence[Run], inputs: Inputs) -> Clock:
+def _graph_clock(copies: Sequence[Run], inputs: Sequence[Inputs]) -> Clock:
     calls = max(_CALLS_OF_GRAPH, len(copies))
     graph, _ = record(lambda: _in_turns(copies, inputs, calls))
     return _between_events(graph.replay, calls)
 
 
-def _event_clock(copies: Sequence[Run], inputs: Inputs) -> Clock:
+def _event_clock(copies: Sequence[Run], inputs: Sequence[Inputs]) -> Clock:
     calls = max(_CALLS_WITHOUT_GRAPH, len(copies))
     return _between_events(lambda: _in_turns(copies, inputs, calls), calls)
 
 
-def _in_turns(copies: Sequence[Run], inputs: Inputs, calls: int) -> tuple[torch.Tensor, ...]:
+def _in_turns(copies: Sequence[Run], inputs: Sequence[Inputs], calls: int) -> tuple[torch.Tensor, ...]:
     """Call the copies in turns; each result's memory is free for the next."""
     for number in range(calls):
-        found = copies[number % len(copies)](*inputs)
+        found = copies[number % len(copies)](*inputs[number % len(inputs)])
     return (found,)
 
 

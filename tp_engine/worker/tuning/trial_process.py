@@ -164,8 +164,11 @@ class ShapeTrial:
                 winners[num_rows] = None if own in fitting else next(iter(fitting))
                 continue
             beside = own if own in fitting else None
-            inputs, note = copied(questions.of(num_rows).inputs), self._say_candidate
-            times = time_rounds(fitting, inputs, self._device, beside, note, is_recorded=table.is_recorded)
+            count = len(fitting[beside or next(iter(fitting))]) if table.copies_inputs else 1
+            inputs = [copied(questions.of(num_rows).inputs) for _ in range(count)]
+            times = time_rounds(
+                fitting, inputs, self._device, beside, self._say_candidate, is_recorded=table.is_recorded
+            )
             taken = fastest(times, beside)
             winners[num_rows] = None if taken == own else taken
             for name, found in times.items():

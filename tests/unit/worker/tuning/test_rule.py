@@ -69,7 +69,7 @@ def test_a_drift_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the rounds of a clock by hand, whose first ten rounds drift."""
     now = iter([1.0] * 5 + [1.5] * 5 + [2.0] * 10)
     monkeypatch.setattr(timing, "_thread_clock", lambda copies, inputs: lambda: next(now))
-    times = timing.time_rounds({"own": []}, (), torch.device("cpu"), "own", lambda name: None)
+    times = timing.time_rounds({"own": []}, [], torch.device("cpu"), "own", lambda name: None)
     assert times == {"own": [2.0] * 10}
 
 

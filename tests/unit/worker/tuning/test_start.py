@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import threading
@@ -10,18 +11,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import msgspec
 import pytest
 import torch
 
+from tests.paged_batches import make_batch
 from tests.unit.models.test_models import BACKENDS
+from tp_engine.attention.base import AttentionShape
+from tp_engine.attention.triton_backend import TritonBackend
 from tp_engine.config import EngineConfig
 from tp_engine.distributed.collectives import SingleRank
 from tp_engine.errors import ConfigError
 from tp_engine.job.topology import RankInfo
+from tp_engine.kernels.attention.paged_candidates import DECODES, PROMPTS
 from tp_engine.kernels.candidates import MANY, Choice, Choices, key_of
+from tp_engine.kernels.kv_cache.layer_kv import LayerKv
 from tp_engine.kernels.quantization.int8_products import NAME
 from tp_engine.layers.quantization import dense, quantised_products
 from tp_engine.model_config import load_model_config
@@ -230,18 +236,51 @@ def test_options() -> None:
         EngineConfig(tp_invariant=True, tune="quick")
     effective = resolve(EngineConfig(device="cpu"))
     nobody: Any = None
-    assert choose_kernels(effective.config, effective.model, effective.dtype, nobody, CPU, nobody) == Choices()
+    assert choose_kernels(effective, nobody, CPU, nobody) == Choices()
 
 
 def test_shapes_of_a_model(checkpoint: Callable[..., Path]) -> None:
     """Oracle: by hand; two layers of a Llama, on two ranks, each linear shape once."""
-    spec, _ = load_model_config(str(checkpoint("llama", num_layers=2)))
-    config = EngineConfig(device="cpu", quantization="int8", tensor_parallel_size=2)
-    wanted = wanted_shapes(config, spec, torch.bfloat16, "cpu")
-    attention = spec.layers[0].attention
-    assert attention is not None and sum(one.count for one in wanted) == 4 * spec.num_layers
+    options: dict[str, Any] = {"model": str(checkpoint("llama", num_layers=2)), "device": "cpu", "dtype": "bfloat16"}
+    effective = resolve(EngineConfig(**options, quantization="int8", tensor_parallel_size=2))
+    wanted = wanted_shapes(effective, "cpu")
+    assert sum(one.count for one in wanted) == 4 * effective.model.num_layers
     assert all(one.operation == NAME and one.shape["type"] == "bfloat16" for one in wanted)
-    assert wanted_shapes(EngineConfig(device="cpu"), spec, torch.bfloat16, "cpu") == []
+    assert wanted_shapes(resolve(EngineConfig(**options)), "cpu") == []
+
+
+def test_operations_of_a_model_on_gpus(checkpoint: Callable[..., Path]) -> None:
+    """Oracle: by hand, of what a layer's operations have candidates: attention of Triton's backend, prompts of layers
+    with a state, and draws of several ranks; what the tuner is told is what the backend asks for."""
+    folder = str(checkpoint("lfm2", num_layers=2, layer_types=["conv", "full_attention"]))
+    effective = resolve(EngineConfig(model=folder, device="cpu", dtype="bfloat16", tensor_parallel_size=2))
+    config = dataclasses.replace(effective.config, attention_backend="triton")
+    on_gpus = dataclasses.replace(effective, config=config)
+    wanted = {one.operation: one.shape for one in wanted_shapes(on_gpus, "cuda")}
+    assert wanted.keys() == {DECODES, PROMPTS, "short_conv_prefill", "draw_of_shares"}
+    assert wanted["draw_of_shares"] == {"ranks": 2, "width": 64} and wanted["short_conv_prefill"]["taps"] == 3
+    needs = effective.attention_needs
+    own = wanted[DECODES]
+    asked: list[str] = []
+
+    class Asked(Choices):
+        def of(self, name: str, shape: Any, device: torch.device) -> Choice:
+            asked.append(key_of(name, shape))
+            return super().of(name, shape, device)
+
+    heads: dict[str, Any] = {
+        "num_heads": int(own["heads"]),
+        "num_kv_heads": int(own["kv_heads"]),
+        "head_dim": int(own["dim"]),
+    }
+    shape = AttentionShape(**heads, scale=1.0)
+    batch = make_batch([(1, 5), (3, 3)], shape, block_size=needs.block_size)
+    backend = TritonBackend(choices=Asked())
+    backend.prepare(batch.metadata)
+    cache = LayerKv(batch.kv_cache.bfloat16())
+    with patch.object(backend, "_store_kv"), patch("tp_engine.attention.triton_backend._Runs", Mock()):
+        backend.forward(batch.query.bfloat16(), None, cache, batch.metadata, shape)
+    assert {key_of(name, wanted[name]) for name in (DECODES, PROMPTS)} <= set(asked)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +291,7 @@ def test_shapes_are_those_of_the_products(
 ) -> None:
     """Oracle: the shapes of the loaded weights, for a model that is quantised online, as on a GPU, and for experts."""
     spec, folder = load_model_config(str(checkpoint(family)))
-    config = EngineConfig(device="cpu", quantization=quantization)
+    effective = resolve(EngineConfig(model=str(folder), device="cpu", dtype="bfloat16", quantization=quantization))
     asked: list[str] = []
 
     class Asked(Choices):
@@ -271,7 +310,7 @@ def test_shapes_are_those_of_the_products(
         patch.object(quantised_products, "native_library", lambda: None),
     ):
         model.finish_loading()
-    wanted = wanted_shapes(config, spec, torch.bfloat16, "cuda")
+    wanted = wanted_shapes(effective, "cuda")
     assert {one.key for one in wanted} == set(asked) and sum(one.count for one in wanted) == len(asked)
     has_experts = any(one.operation == "experts" for one in wanted)
     assert has_experts == (family == "qwen3-moe") and (quantization is None) == all("experts " in key for key in asked)
