@@ -33,6 +33,7 @@ _BLOCK = 1_000_003  # random numbers that are drawn; a host would need seconds f
 # By operation: the module below ``tp_engine.kernels``, or a whole name with a colon in front, and behind # what it is
 # called there, unless it is ``OPERATION``.
 CANDIDATES: dict[str, str] = {
+    "dense_linear": "linear.dense_candidates",
     "experts": "experts.experts_candidates",
     "int8_linear": "quantization.int8_products",
     "quantised_linear": "quantization.linear_candidates",
@@ -172,9 +173,9 @@ class Choices:
 
     @property
     def digest(self) -> str:
-        """Four characters that differ where a choice differs; ``own`` if all are the code's own."""
+        """A word that differs where a choice differs; ``own`` if all are the code's own."""
         lines = sorted(f"{key}: {choice}" for key, choice in self.found.items())
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:4] if lines else "own"
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8] if lines else "own"
 
 
 DEFAULTS = Choices()

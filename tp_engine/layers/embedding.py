@@ -19,10 +19,11 @@ from torch import nn
 
 from tp_engine.cpu import PackedWeight
 from tp_engine.job.topology import RankInfo
+from tp_engine.kernels.candidates import Wanted
 from tp_engine.kernels.quantization.row_codes import Rows
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.linear import LocalLinear
-from tp_engine.layers.quantization.base import LinearFormat, ParameterFactory, Product
+from tp_engine.layers.quantization.base import LinearFormat, ParameterFactory, Product, TunedFormat
 from tp_engine.layers.quantization.dense import Dense
 from tp_engine.layers.quantization.stored import LinearShape, Part
 from tp_engine.model_config import padded_vocab_size
@@ -154,6 +155,14 @@ class _Tied(Dense):
     def finish(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype) -> Product:
         assert self._embedding.weight is not None
         return self._format.finish({"weight": self._embedding.weight}, shape, dtype)
+
+    def tuned(
+        self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype, device_type: str
+    ) -> Wanted | None:
+        weight = self._embedding.weight
+        if weight is None or not isinstance(self._format, TunedFormat):
+            return None
+        return self._format.tuned({"weight": weight}, shape, dtype, device_type)
 
 
 def _vocab_shape(vocab_size: int, hidden_size: int, num_rows: int, context: LayerContext) -> LinearShape:

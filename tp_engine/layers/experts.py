@@ -47,7 +47,7 @@ class Router(Layer):
             Part(name=context.at(name).path, stored_rows=rows, rows=Span(0, rows), room=rows) for name, rows in modules
         )
         shape = LinearShape(stored_columns=hidden_size, columns=Span(0, hidden_size), parts=parts)
-        chosen = Dense(is_invariant=context.tp_invariant)
+        chosen = Dense(is_invariant=context.tp_invariant, choices=context.choices)
         router = own.unadapted.at(spec.router)
         self.linear = LocalLinear(shape, bias=spec.router_bias, context=router, format=chosen)
         self.norm = None

@@ -40,4 +40,5 @@ def _linear(linear: HeadLinear, in_size: int, context: LayerContext) -> LocalLin
     own, rows = context.at(linear.name), Span(0, linear.out_size)
     part = Part(name=own.path, stored_rows=linear.out_size, rows=rows, room=linear.out_size)
     shape = LinearShape(stored_columns=in_size, columns=Span(0, in_size), parts=(part,))
-    return LocalLinear(shape, bias=linear.has_bias, context=own, format=Dense(is_invariant=context.tp_invariant))
+    dense = Dense(is_invariant=context.tp_invariant, choices=context.choices)
+    return LocalLinear(shape, bias=linear.has_bias, context=own, format=dense)

@@ -36,7 +36,7 @@ class Indexer(Layer):
         self.wq_b = whole_linear("wq_b", query_rank, width, context)
         self.wk = whole_linear("wk", hidden_size, spec.dim, context)
         # Never quantised, whatever config.json says.
-        exact = replace(context, dtype=torch.float32, format_of=lambda names: Dense())
+        exact = replace(context, dtype=torch.float32, format_of=lambda names: Dense(choices=context.choices))
         self.weights_proj = whole_linear("weights_proj", hidden_size, spec.num_heads, exact)
         path = context.at("k_norm").path
         self.norm, self.norm_bias = (

@@ -23,6 +23,7 @@ _QUANTISED: Shape = {
     "zeros": 1, "factors": 1, "parts": 0, "rows": "whole",
 }  # fmt: skip
 _FORMAT = ("codes", "scales", "group", "row_block", "zeros", "factors")
+_DENSE: Shape = {"in": 384, "out": 128, "type": "bfloat16", "parts": 0}
 _WHOLE: Shape = {**_QUANTISED, "scales": "none", "group": 0, "zeros": 0}
 _BLOCKS: Shape = {
     **_WHOLE, "codes": "e4m3", "scales": "float32", "group": 32, "row_block": 32, "factors": 0, "rows": "e4m3",
@@ -36,10 +37,12 @@ _ATTENTION: Shape = {
     "heads": 4, "kv_heads": 2, "dim": 32, "type": "float32", "cache": "float32", "block": 16, "window": 0, "cap": "",
     "sinks": 0, "fixed": 0,
 }  # fmt: skip
-# tests/unit/attention/test_prompt_packages.py has these, with stand-ins.
+# tests/unit/kernels/test_prompt_packages.py has these, with stand-ins.
 OF_PACKAGES = {one.name for one in PACKAGES}
 # Operation, shape, numbers of rows; None: the fewest of each candidate, and one more than a tile has.
 SHAPES: dict[str, tuple[str, Shape, tuple[int, ...] | None]] = {
+    "dense": ("dense_linear", _DENSE, None),
+    "dense, gate and up": ("dense_linear", {**_DENSE, "in": 256, "parts": 2}, None),
     "int4": ("quantised_linear", _QUANTISED, None),
     "int4, gate and up": ("quantised_linear", {**_QUANTISED, "parts": 2}, None),
     "e4m3": ("quantised_linear", {**_WHOLE, "codes": "e4m3"}, None),
@@ -130,11 +133,12 @@ CASES: dict[str, Case] = {
 
 
 def launch_all() -> None:
-    """Tiles that ``--tune full`` tries, of a weight of Qwen3-8B; ``kernel_cases_quantised`` has the other ones."""
-    table, device = operation("quantised_linear"), torch.device("meta")
-    shape: Shape = {**_QUANTISED, "in": 4096, "out": 6144}
-    weights = table.weights(shape, device, torch.Generator())
-    for candidate in table.candidates:
-        if not candidate.is_quick:
-            run = candidate.build(weights, shape)
-            run(*table.inputs(shape, min(candidate.most_rows, 128), device, torch.Generator()))
+    """What ``kernel_cases_quantised`` and others do not launch: tiles that ``--tune full`` tries, and products of few
+    rows, of weights of Qwen3-8B."""
+    for name, shape in (("quantised_linear", _QUANTISED), ("dense_linear", _DENSE)):
+        table, device, large = operation(name), torch.device("meta"), {**shape, "in": 4096, "out": 6144}
+        weights = table.weights(large, device, torch.Generator())
+        for candidate in table.candidates:
+            if not candidate.is_quick or candidate.name.startswith("few"):
+                run = candidate.build(weights, large)
+                run(*table.inputs(large, min(candidate.most_rows, 128), device, torch.Generator()))

@@ -33,7 +33,9 @@ NEEDS_E4M3 = ("kernel_cases_norm_codes",)
 JOINS = tuple(f"kernel_cases_{name}" for name in ("index_keys", "latents", "paged_attention", "sampling"))
 # Modules with products: how much shared memory their kernels need depends on their tiles, so on each launch.
 ATTENTION = {"kernel_cases_index_keys", "kernel_cases_latents", "kernel_cases_paged_attention"}
-PRODUCTS = ATTENTION | {f"kernel_cases_{name}" for name in ("adapters", "experts", "quantised", "tree_linear")}
+PRODUCTS = ATTENTION | {
+    f"kernel_cases_{name}" for name in ("adapters", "candidates", "experts", "quantised", "tree_linear")
+}
 
 # Modules without products that take long to compile.  sm_100 has reductions of its own; on sm_120 the instructions of
 # these are those of sm_90 and sm_100: reductions, atomics and conversions, which other modules compile for sm_120.
@@ -43,7 +45,16 @@ AS_ON_SM_100 = {"kernel_cases_heads", "kernel_cases_sampling"}
 # these in the fast tier, too.
 MANY_LAUNCHES = {
     f"kernel_cases_{name}"
-    for name in ("adapters", "experts", "heads", "index_keys", "latents", "paged_attention", "quantised")
+    for name in (
+        "adapters",
+        "candidates",
+        "experts",
+        "heads",
+        "index_keys",
+        "latents",
+        "paged_attention",
+        "quantised",
+    )
 }
 
 

@@ -14,8 +14,7 @@ import yaml
 
 ROOT = Path(__file__).parents[3]
 PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
-REMOVED_FILES = {"docs/lab.md"}  # names files of earlier commits
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", *(page for page in PAGES if page not in REMOVED_FILES))
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", *PAGES)
 # `folder/name.py`, `name.c`, `folder/`, but not `--flag`, /an/absolute/path or a NAME that stands for others.
 FILE = re.compile(r"`((?:[a-z0-9_.-]+/)*[a-z0-9_-]+\.(?:py|c|h|md|toml|json|jinja)|(?:[a-z0-9_.-]+/)+)`")
 # scripts/name.py with or without backticks.

@@ -158,7 +158,7 @@ def make_identity(
         types      of weights, of the cache, the quantization and the codec of the tiers
         layout     block size, groups of layers, this rank's heads, and what the codec makes of a block, in which order
         ranks      this rank's number and that of all, and whether experts stay whole
-        kernel     attention backends
+        kernel     attention backends, choices of kernels
         format     of this fingerprint, and the version of the program
 
     Weights count by content, not by the model's name.  Reading all of them would take as long as loading them, so pages
@@ -173,7 +173,7 @@ def make_identity(
             str(config.block_size), repr(effective.model.kv_layout), repr(shape), codec.fingerprint().hex()
         ),
         "ranks": f"{info.rank} of {info.world_size}, experts whole: {config.enable_expert_parallel}",
-        "kernel": _digest(config.device, *backends),
+        "kernel": _digest(config.device, *backends, effective.choices.digest),
         "format": f"{_FORMAT} of {__version__}",
     }
     whole = xxhash.xxh3_128_digest("\n".join(f"{name}={value}" for name, value in sorted(parts.items())).encode())

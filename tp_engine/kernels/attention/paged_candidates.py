@@ -200,7 +200,7 @@ def _cache(shape: Shape, num_blocks: int, device: torch.device, generator: torch
 def _tables(shape: Shape, lengths: Sequence[int], device: torch.device, generator: torch.Generator) -> tuple[Any, ...]:
     """A cache in which the blocks of requests of these ``lengths`` lie in a random order, their table and lengths."""
     counts = [ceil_div(length, int(shape["block"])) for length in lengths]
-    order = torch.randperm(sum(counts), generator=generator, device="cpu").to(torch.int32)
+    order = torch.randperm(sum(counts), generator=generator, dtype=torch.int32, device="cpu")
     table = torch.zeros(len(lengths), max(counts), dtype=torch.int32, device="cpu")
     for row, own in zip(table, order.split(counts), strict=True):
         row[: len(own)] = own
@@ -260,7 +260,7 @@ def _prompt_inputs(shape: Shape, num_rows: int, device: torch.device, generator:
     lengths = [counts[0], *(count + _BEFORE for count in counts[1:])]
     kv, table, seq_lens = _tables(shape, lengths, device, generator)
     query, out, scale, sinks = _queries(shape, num_rows, device, generator)
-    starts = torch.tensor([0, *torch.tensor(counts, device="cpu").cumsum(0).tolist()], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, counts[0], num_rows][: len(counts) + 1], dtype=torch.int32, device=device)
     on_host = (np.array(one, dtype=np.int32) for one in (counts, lengths))
     step = PromptStep(table, seq_lens, starts, 0, num_rows, *on_host)
     return query, out, kv, step, scale, sinks

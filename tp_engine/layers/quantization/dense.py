@@ -1,7 +1,7 @@
 """Weights of the model's own type, and how ``x @ weight.T + bias`` is computed.
 
-On a GPU by PyTorch's library, except for a single row, as in a decode step of one request, which Triton multiplies
-(``OneRowLinear``).  On a CPU:
+On a GPU by a candidate for the number of rows (``kernels/linear/dense_candidates.py``): Triton for one row, PyTorch's
+library for more, unless the device has proven others.  On a CPU:
 
 ==========  ========================================  ==============================
 type        processor                                 by
@@ -44,6 +44,7 @@ from tp_engine.kernels.experts.experts import ExpertWeights, Weights, mix_expert
 from tp_engine.kernels.experts.experts_candidates import NAME as EXPERTS
 from tp_engine.kernels.experts.experts_candidates import shape_of as shape_of_experts
 from tp_engine.kernels.experts.pairs import ExpertRun, multiply_runs
+from tp_engine.kernels.linear.dense_candidates import NAME, shape_of
 from tp_engine.kernels.ops import has_triton, is_recordable, op
 from tp_engine.layers.quantization.base import ExpertsProduct, ParameterFactory, Product
 from tp_engine.layers.quantization.experts import ExpertsShape
@@ -52,8 +53,6 @@ from tp_engine.model_config.mlp import Activation, ExpertsSpec, StoredExperts
 from tp_engine.weights.source import Source
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
-# With more outputs, such as a vocabulary, the library reads the weight of one row as fast as memory allows.
-_MOST_OUTPUTS = 1 << 16
 
 
 class Dense:
@@ -73,7 +72,16 @@ class Dense:
 
     def finish(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype) -> Product:
         weight = parameters["weight"]
-        return invariant_product(weight, shape) if self._is_invariant else choose_product(weight, shape.activation)
+        if self._is_invariant:
+            return invariant_product(weight, shape)
+        return choose_product(weight, shape.activation, self.choices)
+
+    def tuned(
+        self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype, device_type: str
+    ) -> Wanted | None:
+        if self._is_invariant or device_type != "cuda":
+            return None
+        return NAME, shape_of(parameters["weight"], shape.activation)
 
     def kept_bytes(self, name: str, weight: torch.Tensor) -> int:
         return weight.nbytes
@@ -199,33 +207,21 @@ class TreeLinear:
         return self._run(x, self._weight, bias, self._num_shards, keeps_sums=self._keeps_sums)
 
 
-class OneRowLinear:
-    """On a GPU: Triton multiplies a single row, the library more rows; ``activation`` is applied to gate and up."""
+class DenseByRows:
+    """On a GPU: what ``choices`` say, by the number of rows; ``activation`` is applied to gate and up."""
 
     is_recordable = True
 
-    def __init__(self, weight: torch.Tensor, activation: Activation | None) -> None:
-        from tp_engine.kernels.linear.one_row_linear_triton import one_row_linear_triton
-
-        self._one_row, self.weight, self._activation = one_row_linear_triton, weight, activation
-        self._gate = op("gate", weight.device.type)
+    def __init__(self, weight: torch.Tensor, activation: Activation | None, choices: Choices = DEFAULTS) -> None:
+        shape = shape_of(weight, activation)
+        self._parts = build(NAME, weight, shape, choices.of(NAME, shape, weight.device))
+        self.weight, self._activation = weight, activation
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if len(x) == 1:
-            return self._one_row(x, self.weight, bias, self._activation)
-        product = F.linear(x, self.weight, bias)
-        return product if self._activation is None else self._gate(product, self._activation)
+        return pick(self._parts, len(x))(x, bias, self._activation)
 
     def before_activation(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return self._one_row(x, self.weight, bias) if len(x) == 1 else F.linear(x, self.weight, bias)
-
-
-def takes_one_row(weight: torch.Tensor, activation: Activation | None) -> bool:
-    """Whether ``OneRowLinear`` takes ``weight`` (out, in): whole blocks of rows, fewer than a vocabulary."""
-    from tp_engine.kernels.linear.one_row_linear_triton import takes_weight
-
-    is_gated = activation is not None and activation.num_parts == 2
-    return len(weight) <= _MOST_OUTPUTS and takes_weight(weight, is_gated=is_gated)
+        return pick(self._parts, len(x))(x, bias, None)
 
 
 class ThenGate:
@@ -244,13 +240,13 @@ class ThenGate:
 _trusted: dict[tuple[torch.dtype, torch.Size], bool] = {}
 
 
-def choose_product(weight: torch.Tensor, activation: Activation | None = None) -> Product:
+def choose_product(weight: torch.Tensor, activation: Activation | None = None, choices: Choices = DEFAULTS) -> Product:
     """The fastest product that works for this weight (out, in).  Call it once its values are final.
 
     With an ``activation``, the weight is gate rows, then up rows, and the product applies it to both.
     """
-    if runs_triton(weight.device.type) and has_triton() and takes_one_row(weight, activation):
-        return OneRowLinear(weight, activation)
+    if runs_triton(weight.device.type) and has_triton() and weight.is_contiguous():
+        return DenseByRows(weight, activation, choices)
     library = _library_for(weight)
     # With matrix instructions of the processor, oneDNN is faster.
     has_matrices = weight.dtype == torch.bfloat16 and multiplies_bfloat16_matrices()

@@ -75,12 +75,14 @@ def agreed_choices(host: Agreeing, run_phase: RunPhase, find: Callable[[], Tuned
     own = run_phase("choosing kernels", lambda: find() if is_finder else None)
     tables = decode_tables(host.all_gather_bytes(encode_table(own)))
     agreed = agree(tables)
+    choices = TunedTable(device={}, shapes=tuple(agreed)).choices()
     if host.info.is_first:
         differing = [one for one in agreed if one.choice != one.default]
+        logger.info("choices of kernels: %s (%d of %d not the code's own)", choices.digest, len(differing), len(agreed))
         if differing:
             names = "; ".join(f"{one.key}: {shown(one.choice)}" for one in differing)
             logger.info("kernels other than the code's own choice: %s", names)
-    return TunedTable(device={}, shapes=tuple(agreed)).choices()
+    return choices
 
 
 def agree(tables: Sequence[TunedTable]) -> list[TunedShape]:

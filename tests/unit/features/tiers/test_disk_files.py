@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -26,6 +27,7 @@ from tp_engine.features.tiers.rank_disk import DiskTierWorker
 from tp_engine.ipc.job_board import JobBoard
 from tp_engine.job.tier_progress import TierProgressReader
 from tp_engine.job.topology import RankInfo
+from tp_engine.kernels.candidates import DEFAULTS, MANY, Choices
 from tp_engine.system.units import GIB
 from tp_engine.worker.effective_config import resolve
 from tp_engine.worker.memory.kv_cache import KvCacheShape
@@ -267,13 +269,14 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 def test_each_part_of_the_fingerprint_counts(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """Oracle: the same folder twice, then one change each: a weight, rope, type, block size, rank, number of ranks."""
+    """Oracle: the same folder twice, then one change each: a weight, rope, type, block size, rank, number of ranks,
+    choice of kernels."""
     folder = tmp_path / "model"
     shutil.copytree(checkpoint("qwen3", num_kv_heads=4), folder)
 
-    def parts(info: RankInfo | None = None, **options: object) -> dict[str, str]:
+    def parts(info: RankInfo | None = None, choices: Choices = DEFAULTS, **options: object) -> dict[str, str]:
         config = EngineConfig(model=str(folder), device="cpu", dtype="float32", **options)  # type: ignore[arg-type]
-        effective = resolve(config)
+        effective = dataclasses.replace(resolve(config), choices=choices)
         layout = effective.model.kv_layout_on(1)
         shape = KvCacheShape(layout=layout, block_size=config.block_size, dtype=effective.kv_cache_dtype)
         found = make_identity(effective, info or RankInfo(), shape, ["torch"], codec=codec)
@@ -289,6 +292,7 @@ def test_each_part_of_the_fingerprint_counts(checkpoint: Callable[..., Path], tm
         ("layout", parts(block_size=32)),
         ("types layout", parts(kv_cache_dtype="int8")),
         ("model", parts(max_model_len=64)),
+        ("kernel", parts(choices=Choices({"int8_linear": ((MANY, "panels"),)}))),
     ]
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 12345.0, "rope_parameters": None}))
@@ -301,4 +305,4 @@ def test_each_part_of_the_fingerprint_counts(checkpoint: Callable[..., Path], tm
     changes.append(("weights", parts()))
     for name, found in changes:
         assert {one for one in found if found[one] != first[one]} == set(name.split())
-    assert len(whole) == 7
+    assert len(whole) == 8

@@ -95,11 +95,16 @@ def never() -> TunedTable:
     raise AssertionError("only the first rank of a host looks")
 
 
-def test_two_ranks_of_a_host_have_the_first_one_s_choice() -> None:
-    """Oracle: the table of rank 0, which alone looks; each rank takes part in one gather, found or waiting."""
-    choices, gathers = on_ranks([found, never], local_world_size=2)
+def test_two_ranks_of_a_host_have_the_first_one_s_choice(caplog: pytest.LogCaptureFixture) -> None:
+    """Oracle: the table of rank 0, which alone looks; each rank takes part in one gather, found or waiting.  The log
+    has a word for all choices, which is another one where a choice differs."""
+    with caplog.at_level(logging.INFO):
+        choices, gathers = on_ranks([found, never], local_world_size=2)
     assert [one.found for one in choices] == [{KEY: PANELS}] * 2
     assert sorted(gathers) == [0, 1]
+    word = choices[0].digest
+    assert len(word) == 8 and f"choices of kernels: {word} (1 of 1 not the code's own)" in caplog.text
+    assert Choices().digest == "own" != Choices({KEY: ((MANY, "onednn"),)}).digest != word
 
 
 @pytest.mark.parametrize(
@@ -257,7 +262,7 @@ def test_operations_of_a_model_on_gpus(checkpoint: Callable[..., Path]) -> None:
     config = dataclasses.replace(effective.config, attention_backend="triton")
     on_gpus = dataclasses.replace(effective, config=config)
     wanted = {one.operation: one.shape for one in wanted_shapes(on_gpus, "cuda")}
-    assert wanted.keys() == {DECODES, PROMPTS, "short_conv_prefill", "draw_of_shares"}
+    assert wanted.keys() == {DECODES, PROMPTS, "dense_linear", "short_conv_prefill", "draw_of_shares"}
     assert wanted["draw_of_shares"] == {"ranks": 2, "width": 64} and wanted["short_conv_prefill"]["taps"] == 3
     needs = effective.attention_needs
     own = wanted[DECODES]
@@ -313,4 +318,6 @@ def test_shapes_are_those_of_the_products(
     wanted = wanted_shapes(effective, "cuda")
     assert {one.key for one in wanted} == set(asked) and sum(one.count for one in wanted) == len(asked)
     has_experts = any(one.operation == "experts" for one in wanted)
-    assert has_experts == (family == "qwen3-moe") and (quantization is None) == all("experts " in key for key in asked)
+    assert has_experts == (family == "qwen3-moe") and (quantization is None) == all(
+        key.startswith(("experts ", "dense_linear ")) for key in asked
+    )
