@@ -1,11 +1,11 @@
-"""From the engine's steps to the updates that wait in each request's mailbox.
+"""From the engine's steps to the updates in each request's mailbox.
 
 ::
 
     StepOutput -> process: states, detokenizing -> updates -> mailbox of each request -> its reader
 
     a small step, none before it    processed and handed out at once
-    any other step                  processed in a thread, handed out SLICE updates per turn of the event loop
+    any other step                  processed in a thread, handed out SLICE updates per iteration of the event loop
 """
 
 from __future__ import annotations
@@ -95,8 +95,7 @@ class Outputs:
             return None if state is None else self._output(state, time.monotonic())
 
     def process(self, deltas: StepOutput | Iterable[SequenceDelta]) -> Processed:
-        """Apply what a step added, or other deltas, in the engine's order; those of unknown and ended requests are
-        ignored."""
+        """Apply a step's deltas, or others, in the engine's order; those of unknown and ended requests are ignored."""
         processed, now_s = Processed(), time.monotonic()
         output = deltas if isinstance(deltas, StepOutput) else StepOutput(deltas=list(deltas))
         self._weight_version = output.weight_version or self._weight_version
@@ -140,13 +139,13 @@ class Outputs:
         self.decoder = None if tokenizer is None else TokenDecoder(tokenizer)
 
     async def close(self) -> None:
-        """Hand out what is left after the client has been closed, so that the streams end."""
+        """Hand out what remains after the client has been closed, so that the streams end."""
         while self._handing_out is not None:
             await asyncio.wait([self._handing_out])
         self._thread.shutdown(wait=False)
 
     def hold(self) -> None:
-        """Send no new request until ``release``; streams that have begun go on."""
+        """Send no new request until ``release``; streams that have begun continue."""
         self._holds = True
 
     def release(self) -> None:
@@ -189,7 +188,7 @@ class Outputs:
     ) -> AsyncGenerator[list[SequenceUpdate], None]:
         """Send the request and yield all updates that came since the last time together; leaving early aborts it."""
         request_id = request.request_id
-        if request_id in self._left:  # what the engine still says of its namesake comes before this answer
+        if request_id in self._left:  # the engine's last updates of its namesake come before this answer
             del self._left[request_id]
             await self._client.act("weight_info")
             await self.wait_delivered()
@@ -228,7 +227,7 @@ class Outputs:
         return self._handing_out is not None
 
     async def wait_delivered(self) -> None:
-        """Wait until all has been handed out and other tasks have had a turn; raises what went wrong."""
+        """Wait until all has been handed out and other tasks have run; raises what went wrong."""
         if self._handing_out is None:
             await asyncio.sleep(0)
         else:
@@ -244,7 +243,7 @@ class Outputs:
                 del self._mailboxes[request_id]
 
     def on_ended(self, error: EngineDeadError) -> None:
-        """Give every reader an error of its own, behind the updates that came before."""
+        """Give every reader its own error, after the earlier updates."""
         self.release()
         if self._handing_out is None:
             self._fail_all(error)
@@ -319,8 +318,8 @@ class Outputs:
 class Receiver(Protocol):
     """Where requests' updates go, and the errors that end them; for the event loop's thread only.
 
-    ``is_shared``: it receives several requests, none of them behind its end.  ``wants_all``: it has no use for some of
-    them if others are refused.
+    ``is_shared``: it receives several requests, none of them after its end.  ``wants_all``: if one is refused, it has
+    no use for the others.
     """
 
     is_shared: bool
@@ -334,7 +333,7 @@ class Receiver(Protocol):
 
 
 class Mailbox(Receiver):
-    """One request's updates that its reader has not taken, and the error behind them; for the event loop's thread only.
+    """One request's updates that its reader has not taken, and the error after them; for the event loop's thread only.
 
     ::
 
@@ -358,7 +357,7 @@ class Mailbox(Receiver):
         self._wake()
 
     def fail(self, request_id: str, error: Exception) -> None:
-        """Raise ``error`` in ``take``, behind the updates."""
+        """Raise ``error`` in ``take``, after the updates."""
         self._error = error
         self._wake()
 

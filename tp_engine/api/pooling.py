@@ -7,7 +7,7 @@
     classify         scores                a number for each label, of the last token
     token_classify   scores, by a head     a number for each label, of each token
 
-A classifier's activation makes probabilities of its scores: a softmax over the labels, or a sigmoid of each.
+A classifier's activation turns its scores into probabilities: a softmax over the labels, or a sigmoid of each.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SERVE = {
     "token_classify": "this model gives no scores of each token; serve one whose architecture ends in "
     "ForTokenClassification, ForProcessRewardModel or ForSequenceClassification",
 }
-"""What to do where a task is asked for that the model does not have."""
+"""What to do about a task that the model does not have."""
 
 
 @takes_names_of_others((*translated(to_option("use_activation"), "normalize"), *accepted("is the method's", "task")))
@@ -117,7 +117,7 @@ PoolingLike: TypeAlias = PoolingParams | Mapping[str, Any] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pooler:
-    """What a ``task`` makes of the outputs of the ``processor``'s model; ``of`` checks that it can."""
+    """Turns outputs of the ``processor``'s model into results of ``task``; ``of`` checks that this is possible."""
 
     processor: InputProcessor
     params: PoolingParams
@@ -140,8 +140,8 @@ class Pooler:
 
     @staticmethod
     def of_rewards(processor: InputProcessor, params: object = None) -> Pooler:
-        """The pooler of a reward model: for each text or, if it judges steps, each token; a single score as it
-        is."""
+        """The pooler of a reward model: for each text or, if it judges steps, each token; a single score stays as
+        it is."""
         found, classifier = PoolingParams.of(params), processor.model.classifier
         if classifier is None or not classifier.linears:
             raise RequestError(
@@ -205,7 +205,7 @@ class Pooler:
         return found
 
     def pooled(self, output: RequestOutput) -> PoolingRequestOutput[PoolingOutput]:
-        """The values of a finished request, with what was read for them."""
+        """The values of a finished request, with the prompt that was read."""
         return PoolingRequestOutput(outputs=PoolingOutput(data=self.values(output)), **_read(output))
 
     def embedding(self, output: RequestOutput) -> EmbeddingRequestOutput:

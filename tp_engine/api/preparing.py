@@ -4,14 +4,13 @@
 
     small requests    one thread, so that none waits for long
     large ones        two: long texts wait for each other
-    with images       eight: files are fetched, and decoded apart; nobody else waits for that, and those that take long
+    with images       eight: files are fetched, and decoded in other processes; only these wait for that, and slow ones
                       make room for others
-    with forced calls two: another process reads the schemas of tools, which may take it seconds; as with images
+    with forced calls two: another process reads the schemas of tools, which may take seconds; otherwise as with images
     large bodies      one: the parser of JSON keeps the GIL, so it pauses after each as long as that took
 
-Who waits has a place by the time it came, and later by its size: a small request passes larger ones.  What a thread
-does for a task that is cancelled ends soon if it is an isolated call (``system/isolation/``), and its result is
-dropped.
+Waiting requests are ordered by arrival plus a delay for their size: a small request passes larger ones.  What a thread
+does for a cancelled task ends soon if it is an isolated call (``system/isolation/``), and its result is dropped.
 """
 
 import asyncio
@@ -38,7 +37,7 @@ _NUM_SCHEMA_THREADS, _NUM_SLOW_SCHEMAS, _MOST_SCHEMAS_OF_ONE = 2, 6, 6
 _SLOW_S = 3.0
 _S_PER_UNIT = 1e-4  # of a request's size; tokenizing takes about a hundredth of that
 _LONGEST_PAUSE_S = 1.0
-_HEAP_PER_UNIT = 200  # bytes that tokenizing takes for a while
+_HEAP_PER_UNIT = 200  # bytes that tokenizing takes temporarily
 
 Result = TypeVar("Result")
 
@@ -91,12 +90,12 @@ class PreparingThreads:
         return await self._bodies.run(size, partial(self._paused, partial(_call, partial(function, *arguments))))
 
     def busy_s(self) -> float:
-        """How long the small request that is prepared now has taken; 0 if none is."""
+        """The seconds that the small request in preparation has taken so far; 0 if there is none."""
         began_s = self._began_s
         return 0.0 if began_s is None else time.monotonic() - began_s
 
     def close(self) -> None:
-        """End the threads after what they do now, without waiting for them."""
+        """End the threads after their present work, without waiting for them."""
         for line in (self._small, self._large, self._images, self._schemas, self._bodies):
             line.threads.shutdown(wait=False, cancel_futures=True)
 
@@ -125,7 +124,7 @@ def _call(work: Callable[[], Result]) -> Result:
 class _Line:
     """Some places for work, a thread for each, and those who wait for one.
 
-    ``num_slow``: up to that many that have worked for ``_SLOW_S`` give their places to others, and go on.
+    ``num_slow``: up to that many that have worked for ``_SLOW_S`` give their places to others, and continue.
     ``most_of_one``: how many places one client may have, those of slow ones too.
     """
 
@@ -166,7 +165,7 @@ class _Line:
             raise
 
     def _admit(self) -> None:
-        """Give free places to those who wait: in order, but for clients that have as many as they may."""
+        """Give free places to those who wait: in order, except to clients that have as many as they may."""
         passed = []
         while self._num_free and self._waiting:
             entry = heapq.heappop(self._waiting)

@@ -1,4 +1,4 @@
-"""One request between its first and its last delta: its sequences, its log-probabilities, its times."""
+"""One request between its first and its last delta: its sequences, log-probabilities and times."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SequenceUpdate(CompletionOutput):
         self.num_draft_tokens, self.num_accepted_tokens = later.num_draft_tokens, later.num_accepted_tokens
 
     def as_output(self, request: EngineRequest, prompt: str | None) -> RequestOutput:
-        """What is new, as an output of ``request`` that holds nothing else."""
+        """What is new, as an output of ``request`` without anything else."""
         last = self.request_output
         new = CompletionOutput(
             index=self.index,
@@ -89,7 +89,7 @@ class _SequenceState:
             self.output.logprobs, self.output.cumulative_logprob = ScoredTokens(self._scored), 0.0
 
     def add(self, token_ids: list[int], delta: SequenceDelta | None) -> tuple[str, int]:
-        """The new text and the number of new tokens; further ``token_ids`` lie behind a stop string."""
+        """Add tokens; returns the new text and the number of new tokens: further ones follow a stop string."""
         text, num_tokens, output = "", len(token_ids), self.output
         reason = None if delta is None else delta.finish_reason
         if delta is not None and reason is not None:
@@ -173,7 +173,7 @@ class RequestState:
         return self._num_running > 0
 
     def apply(self, delta: SequenceDelta, now_s: float) -> SequenceUpdate | None:
-        """What a delta adds; None if its sequence had ended before."""
+        """Apply a delta; returns what it adds, None if its sequence has ended already."""
         if delta.finish_reason is not None:
             self._num_running -= 1
         update = self.add(delta.index, delta.new_token_ids, now_s, delta)
@@ -192,7 +192,8 @@ class RequestState:
     def add(
         self, index: int, token_ids: list[int], now_s: float, delta: SequenceDelta | None = None
     ) -> SequenceUpdate | None:
-        """What ``token_ids`` add to a sequence, which may be only a part of ``delta``; None if it had ended."""
+        """Add ``token_ids``, perhaps only a part of ``delta``; returns what they add, None if the sequence has
+        ended."""
         sequence, times = self._sequence(index), self._times
         output = sequence.output
         if output.finish_reason is not None:

@@ -1,4 +1,4 @@
-"""Rows through the engine, for a thread that waits: all at once, or a window of them where there may be very many."""
+"""Rows through the engine, for a thread that waits: all at once, or a window if there may be very many."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Result: TypeAlias = RequestOutput | RequestError
 class RowRun:
     """One run of ``rows``: iterating gives their results as they end.
 
-    At most ``window`` rows are in the engine at a time; None: all are made before one runs, and with ``on_error``
-    raise none runs if one is bad.  A row that turns out to be bad later raises behind the ends of those that run, so
-    that nothing is lost that has been computed.  After ``timeout_s`` those that run end with what they have, and rows
-    that were not made yet are left out.
+    At most ``window`` rows are in the engine at a time; None: all are made before one runs, and with ``on_error`` raise
+    none runs if one is bad.  A row that turns out to be bad later raises after the ends of those that run, so that no
+    computed result is lost.  After ``timeout_s`` running rows end with what they have, and rows that were not made yet
+    are left out.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class RowRun:
         self._num_tokens, self._started_s = 0, time.monotonic()
 
     def results(self, made: Callable[[RequestOutput], Any] = lambda output: output) -> list[Any]:
-        """All results in the order of the rows, of each output what is ``made`` of it.  An error or interrupt
-        has those that are there as its ``outputs``."""
+        """All results in the order of the rows, each output turned by ``made``.  An error or interrupt has those
+        that have ended as its ``outputs``."""
         found: list[tuple[int, Any]] = []
         try:
             for one in self:

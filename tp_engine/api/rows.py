@@ -57,7 +57,7 @@ class Rows:
                 yield Row(number, error=self.naming(error, number))
 
     def naming(self, error: RequestError, number: int) -> RequestError:
-        """``error`` with the row that it is about in its words and its ``param``."""
+        """``error`` with the row named in its message and its ``param``."""
         if not self._is_one:
             place = f"{self.name}[{number}]"
             error.args = (f"{place}: {error}",)

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens that follow each other, kept as the arrays that the engine gives.
+"""Log-probabilities of successive tokens, kept as the engine's arrays.
 
 A prompt of 1,000 tokens with 20 alternatives has 21,000 of them: an object for each takes longer to make than the
 prompt takes to compute.  So nothing is made before somebody reads it, and answers are made from ``ScoredPosition``,
@@ -30,7 +30,7 @@ class Texts(Protocol):
     """The texts of the tokens of one position."""
 
     def of(self, token_id: int) -> tuple[str, bytes]:
-        """What a token adds to the text, and its own bytes."""
+        """The text that a token adds, and its own bytes."""
 
     def texts(self, token_ids: Sequence[int]) -> Sequence[str | None]:
         """What each adds to the text; None if it was not decoded."""
@@ -104,8 +104,7 @@ class ScoredRun:
         self.length += num_positions
 
     def scored(self, start: int, stop: int) -> Iterator[ScoredPosition]:
-        """Make these positions.  Texts depend on the tokens before, so whoever reads a stream in its order goes on
-        where he stopped."""
+        """Make these positions.  Texts depend on earlier tokens, so a reader of a stream continues where it stopped."""
         with self._lock:
             stopped, self._stopped = self._stopped, None
         if stopped is not None and stopped[0] == start:
@@ -126,7 +125,7 @@ class ScoredRun:
         return self._made[place]
 
     def _from_begin(self) -> Iterator[ScoredPosition]:
-        """Make one after the other, those too that are added meanwhile."""
+        """Make one after the other, including those that are added meanwhile."""
         texts = None if self._begin is None else self._begin.copy()
         for part, num_positions in self._parts:
             for token_ids, logprobs, rank in zip(
@@ -163,7 +162,7 @@ class ScoredTokens(_MadeWhenRead[Position]):
         self._texts = texts
 
     def texts(self) -> list[str]:
-        """What each of the actual tokens adds to the text; better after ``scored``, which finds them, too."""
+        """The text that each of the actual tokens adds; cheaper after ``scored``, which also finds it."""
         if len(self._texts) < len(self):
             self._texts = [position.text for position in self.scored()]
         return self._texts
@@ -173,7 +172,7 @@ class ScoredTokens(_MadeWhenRead[Position]):
 
 
 class PromptLogprobs(_MadeWhenRead["Position | None"]):
-    """Those of a prompt, whose first token has none, only None."""
+    """Those of a prompt, with None for its first token."""
 
     def __init__(
         self,
@@ -269,5 +268,5 @@ class _KnownTexts:
 
 
 def id_text(token_id: int) -> str:
-    """How a token is named whose text is not known, or not wanted."""
+    """The name of a token whose text is unknown or not wanted."""
     return f"token_id:{token_id}"

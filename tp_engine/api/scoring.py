@@ -1,13 +1,13 @@
-"""Scores of pairs, of a query and a document: the cosine of two embeddings, or what a classifier says of both.
+"""Scores of pairs of a query and a document: the cosine of two embeddings, or a classifier's score of both.
 
 A model for embeddings gives each text its vector.  Every other model reads both texts in one prompt and has one score,
-of which the activation makes a probability:
+which the activation turns into a probability:
 
 ::
 
     Qwen3-Reranker     its own template, part of the model: without it scores mean nothing (the model card)
     others             the chat template, if it writes the roles query and document, as those of vLLM's examples do;
-                       else both texts, one behind the other, as the tokenizer writes pairs
+                       else both texts, one after the other, as the tokenizer writes pairs
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tp_engine.requests.outputs import RequestOutput, ScoringOutput, ScoringRequ
 from tp_engine.requests.request import EngineRequest
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-"""Of a reranker's request that brings none: that of the models' card."""
+"""Of a reranker's request without one: that of the models' card."""
 
 _PREFIX = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
@@ -207,7 +207,7 @@ def _pair_prompt(
 def _parts(
     pooler: Pooler, pair: tuple[str, str], instruction: str | None, *, must_fit: bool, field: str
 ) -> list[list[int]]:
-    """The tokens before, of and behind the pair, or those of the pair alone."""
+    """The tokens before, of and after the pair, or only those of the pair."""
     processor, (query, document) = pooler.processor, pair
     if processor.chat.writes_pairs:
         if not must_fit:

@@ -1,4 +1,4 @@
-"""Requests to a server of OpenAI's API.  What the server sends is read up to a limit, and checked before it is used."""
+"""Requests to a server with OpenAI's API.  Answers are read up to a limit, and checked before they are used."""
 
 from __future__ import annotations
 

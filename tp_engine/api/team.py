@@ -1,4 +1,4 @@
-"""Ranks of a trainer that make one engine together, as vLLM's ``external_launcher``: all get what the first answers.
+"""Ranks of a trainer that share one engine, as with vLLM's ``external_launcher``: all get the first one's results.
 
 ::
 
@@ -33,10 +33,10 @@ class Team:
         self._is_doing = False
 
     def do(self, method: str, work: Callable[[], Any], meanwhile: Callable[[], object] = lambda: None) -> Any:
-        """What ``work`` returned on the first rank, or raise what it raised; on the others it does not run, but
+        """Return what ``work`` returned on the first rank, or raise what it raised; on the others it does not run, but
         ``meanwhile`` does.
 
-        Work that is a part of other work is not told.
+        Nested calls are not exchanged.
         """
         if self._is_doing:
             return work()
@@ -47,7 +47,7 @@ class Team:
             self._is_doing = False
 
     def close(self) -> None:
-        """Leave; the other ranks need not be there any more."""
+        """Leave; the other ranks may have ended."""
         self._rank.close()
 
 
@@ -83,7 +83,7 @@ def join_team(model: Any, options: dict[str, Any]) -> tuple[Team | None, dict[st
 
 
 def together(method: _Method) -> _Method:
-    """Let the first rank of a team do a method of ``LLM``, for all of them."""
+    """Have the first rank of a team run a method of ``LLM`` for all of them."""
 
     @functools.wraps(method)
     def call(llm: Any, *arguments: Any, **named: Any) -> Any:

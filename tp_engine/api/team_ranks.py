@@ -1,15 +1,15 @@
-"""How the ranks of a team hear of each other: over a Unix socket in a folder that only this user may enter.
+"""How the ranks of a team communicate: over a Unix socket in a folder that only this user may enter.
 
 ::
 
     first rank                                    each other rank
       <-- 7, generate ---------------------------   call 7 begins there
       --- 7, generate --------------------------->  call 7 begins here
-      --- 7, generate, its outcome -------------->  the first rank has done it
+      --- 7, generate, its outcome -------------->  the first rank has finished it
 
-The first rank waits for no rank that is within a call: one that an exception has struck misses that outcome, and makes
-the next call as the others do.  Ranks that make different calls are told, and so is at once that a rank's process has
-ended.  The sockets are served in a thread of their own, which nothing from outside strikes.
+The first rank does not wait for ranks within a call: one that an exception has interrupted misses that outcome, and
+makes the next call with the others.  Ranks that make different calls get an error, as do all at once if a rank's
+process ends.  The sockets are served in a separate thread, in which no exceptions are set from outside.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TeamRank(Closing):
 
     @abstractmethod
     def do(self, method: str, work: Callable[[], Any], meanwhile: Callable[[], object]) -> Any:
-        """What ``work`` returned on the first rank, or raise what it raised; on the others it does not run, but
+        """Return what ``work`` returned on the first rank, or raise what it raised; on the others it does not run, but
         ``meanwhile`` does."""
 
     @abstractmethod
@@ -67,7 +67,7 @@ class TeamRank(Closing):
         """Close the sockets."""
 
     def close(self) -> None:
-        """Leave; the other ranks need not be there any more."""
+        """Leave; the other ranks may have ended."""
         self._loop.finish(self._leave)
 
     def _next_call(self, method: str) -> CallName:
@@ -86,7 +86,7 @@ class TeamRank(Closing):
 
 
 class FirstRank(TeamRank):
-    """The first of ``num_ranks``: it does the calls.  The others find it at ``address``; ``meet`` waits for them."""
+    """The first of ``num_ranks``, which runs the calls.  The others find it at ``address``; ``meet`` waits for them."""
 
     def __init__(self, num_ranks: int) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class FirstRank(TeamRank):
         self._loop.run(self._listen)
 
     def meet(self) -> None:
-        """Wait for the other ranks; ``TimeoutError`` if they do not come."""
+        """Wait for the other ranks; raises ``TimeoutError`` if they do not come."""
         late_s = time.monotonic() + _MEET_S
         self._wait_for(lambda: len(self._writers) == len(self._places) or time.monotonic() > late_s)
         if len(self._writers) < len(self._places):
@@ -255,7 +255,7 @@ async def _message(reader: asyncio.StreamReader) -> bytes:
 
 
 async def _close(writer: asyncio.StreamWriter) -> None:
-    """Send what is left, to a peer that reads, and close."""
+    """Send what remains, if the peer reads, and close."""
     writer.close()
     with contextlib.suppress(OSError, TimeoutError):
         await asyncio.wait_for(writer.wait_closed(), _LINGER_S)

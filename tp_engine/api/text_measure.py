@@ -1,9 +1,9 @@
-"""How many tokens a text has at least, found without tokenizing it, so that one that cannot fit is refused early.
+"""A lower bound on a text's number of tokens without tokenizing it, so that one that cannot fit is refused early.
 
 A token of a BPE vocabulary stands for as many bytes of the text as it has itself, and each byte has a token; letters
-may have been put together before.  White space counts where the tokenizer keeps it: some split words at it, and some
-tokens take the white space beside them with them, in runs of any length.  Tokenizers that drop other characters, or
-make one token of many unknown ones, tell nothing about lengths.
+may have been composed before.  White space counts where the tokenizer keeps it: some split words at it, and some tokens
+absorb adjacent white space, in runs of any length.  For tokenizers that drop other characters, or turn many unknown
+ones into one token, no bound is known.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 from tp_engine.engine.byte_letters import byte_letters
 from tp_engine.system.units import ceil_div
 
-# Characters that Python or Rust take for white space, those of ASCII first.
+# Characters that Python or Rust regard as white space, those of ASCII first.
 _ASCII_SPACES = "\t\n\v\f\r\x1c\x1d\x1e\x1f "
 _SPACES = _ASCII_SPACES + "\x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
 # Unicode's normal forms and lower case put at most this many bytes into one.
@@ -32,7 +32,7 @@ class TextMeasure:
         self._tokenizer = tokenizer
 
     def least_tokens(self, text: str) -> int:
-        """A number of tokens that ``text`` does not fall below; 0 if nothing is known."""
+        """A lower bound on the number of tokens of ``text``; 0 if none is known."""
         longest, longest_word = self._longest_tokens
         if longest_word == 0:
             return 0
@@ -49,7 +49,7 @@ class TextMeasure:
 
     @cached_property
     def _steps(self) -> list[dict[str, Any]]:
-        """What happens to a text before its tokens are found: the parts of normalizer and pre-tokenizer."""
+        """The steps before a text's tokens are found: the parts of normalizer and pre-tokenizer."""
         backend = self._tokenizer.backend_tokenizer
         return [*_parts(backend.normalizer, "normalizers"), *_parts(backend.pre_tokenizer, "pretokenizers")]
 
@@ -70,7 +70,7 @@ class TextMeasure:
 
     @cached_property
     def _stripping_tokens(self) -> list[str]:
-        """Tokens that take white space beside them with them."""
+        """Tokens that absorb adjacent white space."""
         added = self._tokenizer.added_tokens_decoder.values()
         return [token.content for token in added if token.lstrip or token.rstrip]
 
@@ -98,7 +98,7 @@ class TextMeasure:
 
 
 def _parts(step: Any, key: str) -> list[dict[str, Any]]:
-    """The parts of a normalizer or pre-tokenizer, one for each thing that it does."""
+    """The steps of a normalizer or pre-tokenizer."""
     written = {} if step is None else json.loads(step.__getstate__())
     found: list[dict[str, Any]] = written[key] if written.get("type") == "Sequence" else [written] if written else []
     return found

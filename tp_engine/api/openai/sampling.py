@@ -1,4 +1,4 @@
-"""From an OpenAI request body to prompts and ``SamplingParams``; refuses by name fields that it cannot honour."""
+"""From an OpenAI request body to prompts and ``SamplingParams``; fields without support are refused by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tp_engine.requests.sampling_params import BeamSearchParams, SamplingParams
 
 SAMPLING_NAMES = frozenset(spec.name for spec in dataclasses.fields(SamplingParams))
 _CONVERTED = {"logprobs", "max_tokens", "logit_bias", "structured_outputs"}
-# These would change log-probabilities or the end of a beam.  Fields for drawing (top_p, seed) change nothing.
+# These would change log-probabilities or the end of a beam.  Fields for random draws (top_p, seed) change nothing.
 _NOT_IN_BEAM_SEARCH = (
     "allowed_token_ids",
     "bad_words",
@@ -32,7 +32,7 @@ _NOT_IN_BEAM_SEARCH = (
 )
 
 
-# Fields of vLLM whose silent absence would change answers: what stands for none, and what to do instead.
+# Fields of vLLM that would change answers if ignored: their neutral values, and what to do instead.
 _NOT_HERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "suffix": ((None, ""), "put the text into the prompt"),
     "logprob_token_ids": (
@@ -86,7 +86,7 @@ def chat_params(body: ChatBody, defaults: Mapping[str, Any] | None = None) -> Sa
 
 @contextlib.contextmanager
 def fields_of(body: CompletionBody | ChatBody) -> Iterator[None]:
-    """Within, errors about ``SamplingParams`` name the fields that a chat has for them."""
+    """Within, errors about ``SamplingParams`` name a chat's fields."""
     sent = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"} if isinstance(body, ChatBody) else {}
     try:
         yield
@@ -142,7 +142,7 @@ def listed_prompts(param: str, given: str | list[str] | list[int] | list[list[in
     if not given:
         raise RequestError(f"{param} is an empty list; give text, token ids, or a list of either", param=param)
     if isinstance(given[0], int):
-        return [given]  # a list whose first element is an id has ids alone
+        return [given]  # a list whose first element is an id has only ids
     return list(given)
 
 

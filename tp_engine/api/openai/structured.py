@@ -21,7 +21,7 @@ from tp_engine.api.openai.tools.request import ToolRequest
 from tp_engine.errors import RequestError, shown
 from tp_engine.requests.structured_outputs import PARAM, StructuredOutputsParams
 
-# The prompt decides about what comes first.
+# The preamble follows from the prompt.
 _NAMES = frozenset(spec.name for spec in dataclasses.fields(StructuredOutputsParams)) - {"preamble"}
 # The place of a tool's parameters in the schema of forced calls.
 _DEFINITION = re.compile(r"#/\$defs/([0-9]+)\b")
@@ -72,7 +72,7 @@ def named_refusal(error: RequestError, body: GenerationBody) -> RequestError:
 
 
 def _tool_at_fault(error: str, tools: ToolRequest) -> str:
-    """The tool whose parameters a library's ``error`` is about, if that tells."""
+    """The tool whose parameters a library's ``error`` is about, if it says so."""
     place, name = _DEFINITION.search(error), tools.name
     if name is None and place is not None and int(place[1]) < len(tools.tools):
         name = tools.tools[int(place[1])]["function"]["name"]

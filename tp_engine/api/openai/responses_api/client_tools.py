@@ -1,4 +1,4 @@
-"""Tools of the Responses API that OpenAI has described and the client runs: what the model is told, and their calls.
+"""Tools of the Responses API that OpenAI defines and the client runs: what the model sees of them, and their calls.
 
 | tool | the model sees | its call is |
 | --- | --- | --- |
@@ -50,7 +50,7 @@ _ACTION = _object(
 
 
 def _fits(value: object, schema: Mapping[str, Any]) -> bool:
-    """Whether a value is what one of the schemas of this module allows, but for fields that it does not name."""
+    """Whether a value follows one of this module's schemas, except for fields that it does not name."""
     match schema.get("type"):
         case "string":
             return isinstance(value, str) and value in schema.get("enum", (value,))

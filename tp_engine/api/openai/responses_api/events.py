@@ -109,7 +109,7 @@ class ResponseWriter(ChatEventWriter):
         return self._numbered([{"type": name, "response": self._response}])
 
     def _new_logprobs(self) -> list[Mapping[str, Any]]:
-        """Those for the open item; a message alone has any."""
+        """Those for the open item; only a message has any."""
         if self.kind != "content":
             return []
         found, self._logprobs = self._logprobs, []
@@ -171,7 +171,7 @@ class _OutputItem:
         return [*deltas, self._named("done", {"input": text})]
 
     def json(self, status: str, seal: ReasoningSeal | None = None) -> JsonObject:
-        """The item as it stands; ``seal`` seals reasoning too."""
+        """The item as it stands; ``seal`` also seals reasoning."""
         text = "".join(self._pieces)
         item: JsonObject = {"id": self._id["item_id"], "type": self._kind}
         if self._tool is not None:
@@ -210,7 +210,7 @@ class _OutputItem:
 
 
 class _ClientCall(_OutputItem):
-    """A call of a tool that OpenAI has described; it comes whole, because its item cannot be told from a part of it.
+    """A call of a tool that OpenAI defines; it comes whole, because its item cannot be made from a part of it.
 
     Arguments that the tool does not have are those of a function, so that the client sees what the model wrote.
     """

@@ -9,7 +9,7 @@
     outputs of these calls                    a message of the role tool
     mcp_call, with its output or error        both: a call of the assistant's message, and its answer
     what a server's own tool found or made    its texts and images, as the assistant's message
-    what tells the model nothing              nothing; the log says so
+    what the model need not see               nothing; the log says so
 """
 
 import json
@@ -29,15 +29,15 @@ Messages = list[dict[str, Any]]
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _TEXT_PARTS = {"input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"}
-# What a server's own tools did, what it alone can read, and settings: nothing that a chat's model could learn from.
-# ``additional_tools`` below reads those.
+# What a server's own tools did, what only that server can read, and settings: nothing for a chat's model.
+# ``additional_tools`` below reads the last.
 _UNTOLD = frozenset({
     "additional_tools", "code_interpreter_call", "compaction", "compaction_trigger", "configuration_update",
     "file_search_call", "image_generation_call", "mcp_approval_request", "mcp_approval_response", "mcp_call",
     "mcp_list_tools", "program", "program_output", "tool_search_call", "tool_search_output", "web_search_call",
 })  # fmt: skip
-# The kind of an output -> what stands for one that is missing; None if it may not be missing.  Null is an empty text: a
-# tool had nothing to say.
+# By kind of output: the value of a missing one; None if it is required.  Null is an empty text: a tool had nothing to
+# say.
 _OUTPUTS: Mapping[str, str | None] = {
     "function_call_output": None,
     "custom_tool_call_output": None,
@@ -127,7 +127,7 @@ def _answer(where: str, kind: str, item: Item, *, takes_images: bool) -> dict[st
     if kind == "computer_call_output" and not isinstance(output, list):  # one part
         output = [output]
     answer: Any = _parts(place, output, _output_part) if takes_images and _has_image(output) else None
-    if answer is None and isinstance(output, list):  # a note stands for a picture or a file
+    if answer is None and isinstance(output, list):  # with a note instead of a picture or a file
         answer = "".join(_output_part(f"{place}[{number}]", part) for number, part in enumerate(output))
     content = _text(place, output) if answer is None else answer
     return {"role": "tool", "tool_call_id": _call_id(where, item), "content": content}
@@ -246,7 +246,7 @@ def _text(where: str, content: object) -> str:
 
 
 def _output_part(where: str, part: object) -> str:
-    """A part of what a tool answered.  A note stands for a picture, which would else end the conversation for good."""
+    """A part of a tool's answer.  A note stands for a picture, lest an error end the conversation for good."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if isinstance(part, Mapping) and kind is None:  # of a shell: {"stdout": ..., "stderr": ..., "outcome": ...}
         return json.dumps(part, ensure_ascii=False)

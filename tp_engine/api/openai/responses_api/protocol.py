@@ -28,7 +28,7 @@ _REFUSED = {
     "use_beam_search": "beam search is served at /v1/chat/completions",
     "prompt_logprobs": "prompt_logprobs are served at /v1/completions",
 }
-_TRUNCATIONS = ("disabled", "auto")  # an input that does not fit is refused with both: nothing is lost unseen
+_TRUNCATIONS = ("disabled", "auto")  # both refuse an input that does not fit: nothing is lost silently
 
 
 class TextOptions(RequestBody):
@@ -72,7 +72,7 @@ class ResponsesBody(ThinkingBody, GenerationBody):
 
     @property
     def wants_sealed(self) -> bool:
-        """Whether reasoning comes sealed too, for a client that sends it back."""
+        """Whether reasoning also comes sealed, for a client that sends it back."""
         return INCLUDE_SEALED in (self.include or ())
 
     @property

@@ -58,7 +58,7 @@ def chat_body(body: ResponsesBody, *, takes_images: bool = False, seal: Reasonin
 
 
 def count_tokens(body: ResponsesBody, processor: InputProcessor) -> int:
-    """The length of the prompt that ``body`` has; raises ``RequestError``."""
+    """The number of prompt tokens of ``body``; raises ``RequestError``."""
     asked = chat_body(body, takes_images=processor.images is not None, seal=processor.chat.seal)
     try:
         chat = chat_prompt(asked, processor)
@@ -69,7 +69,7 @@ def count_tokens(body: ResponsesBody, processor: InputProcessor) -> int:
 
 
 def _opened(items: str | list[dict[str, Any]], seal: ReasoningSeal | None) -> str | list[dict[str, Any]]:
-    """``items`` with the text of the reasoning that is there only sealed; of another server's seal, its summary."""
+    """``items`` with the text of sealed reasoning; if another server has sealed it, with its summary."""
     if isinstance(items, str) or seal is None:
         return items
     opened = []

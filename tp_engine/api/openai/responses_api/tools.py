@@ -38,8 +38,8 @@ _INPUT_SCHEMA = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallableTool:
-    """A tool that the model may call.  ``function`` is what a chat has of it; ``name`` and ``namespace`` are the
-    client's own names.  ``is_custom``: its argument is plain text.  ``client``: it is one that OpenAI has described."""
+    """A tool that the model may call.  ``function`` is its form in a chat; ``name`` and ``namespace`` are the client's
+    names.  ``is_custom``: its argument is plain text.  ``client``: it is one that OpenAI defines."""
 
     function: Mapping[str, Any]
     name: str
@@ -151,7 +151,7 @@ class ResponseTools:
 
 
 def flat_name(namespace: object, name: object) -> str:
-    """What the model sees as the name of a function of a namespace, as in vLLM."""
+    """The name that the model sees for a function of a namespace, as in vLLM."""
     return f"{namespace}__{name}"
 
 
@@ -161,8 +161,7 @@ def custom_arguments(text: str) -> str:
 
 
 def custom_input(arguments: str) -> str:
-    """The text that a custom tool was called with, as far as it has come; arguments of another form are the
-    text."""
+    """The text that a custom tool was called with, as far as it has arrived; arguments of another form are the text."""
     try:
         text = from_json(arguments, allow_partial="trailing-strings")[_INPUT]
     except (ValueError, LookupError, TypeError):
@@ -201,7 +200,7 @@ def _custom(where: str, tool: Mapping[str, Any]) -> CallableTool:
     return replace(_function(where, shim), is_custom=True)
 
 
-# The kind of a tool that the model may call -> the tool.
+# By kind of tool that the model may call: the tool.
 _CALLABLE: Mapping[str, Callable[[str, Mapping[str, Any]], CallableTool]] = {"function": _function, "custom": _custom}
 
 

@@ -1,4 +1,4 @@
-"""Values of arguments that models write as plain text: the tool's JSON schema tells what they are."""
+"""Values of arguments that models write as plain text, typed by the tool's JSON schema."""
 
 import ast
 import json
@@ -14,7 +14,7 @@ _MAX_PYTHON = 10_000
 
 class ArgumentTypes:
     """The types of one tool's arguments; ``parameters`` is the JSON schema of all of them.  For all sequences of a
-    request: each part of the schema is looked at once."""
+    request: each part of the schema is read once."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         properties = parameters.get("properties")

@@ -17,7 +17,7 @@ class ResponseMarks:
 
     def __init__(self, opening: str = OPEN, closing: str = CLOSE) -> None:
         self._pending = ""
-        self._is_behind = False  # of the closing mark
+        self._is_behind = False  # after the closing mark
         self._reading = self._read(opening, closing)
 
     def feed(self, text: str) -> str:
@@ -56,7 +56,7 @@ class ResponseMarks:
 
 
 class Ernie45ToolParser(JsonCallsParser):
-    """The parser of Hermes, behind ``ResponseMarks``."""
+    """The parser of Hermes, after ``ResponseMarks``."""
 
     def __init__(self, block: CallBlock) -> None:
         super().__init__(block)

@@ -1,6 +1,6 @@
 """Tool calls that the request forces: a constraint of the engine makes the text such calls.
 
-They are in the model's own form (``ForcedForm``), or JSON without marks where that is not known, or cannot be kept.
+They are in the model's own form (``ForcedForm``), or JSON without marks if that form is unknown or does not fit.
 """
 
 from __future__ import annotations

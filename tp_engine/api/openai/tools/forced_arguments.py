@@ -1,7 +1,7 @@
 """How the arguments of forced calls are written, as rules of a grammar: JSON, values between marks, or literals.
 
-``ArgumentForm`` is one of these ways.  Only JSON can keep every schema, so each form tells whether it fits one; where
-it does not, the whole answer is JSON (``forced.py``).  In other forms arguments come in the order of the schema.
+``ArgumentForm`` is one of these ways.  Only JSON can follow every schema, so each form says whether it fits one; if it
+does not, the whole answer is JSON (``forced.py``).  In other forms arguments come in the order of the schema.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tp_engine.api.openai.tools.token_writing import TokenWriting
 
 _Schema = Mapping[str, Any]
-# Keywords that these forms keep in an object.
+# Keywords of objects that these forms can follow.
 _OF_OBJECTS = NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 _OF_TEXTS = NOTES | {"type", "enum", "const", "minLength", "maxLength"}
 _DEFINITIONS = ("$defs", "definitions")
@@ -39,14 +39,14 @@ _MAX_CHOICE_CHARACTERS = 1 << 16
 
 
 class UnfitError(Exception):
-    """A form cannot keep a schema."""
+    """A form cannot follow a schema."""
 
 
 class ArgumentForm(ABC):
     """One way to write arguments."""
 
     def fits(self, schema: _Schema) -> bool:
-        """Whether this form can keep ``schema``, which is one of objects."""
+        """Whether this form can follow ``schema``, which is for objects."""
         try:
             self.write("arguments", schema, FormWriting((), None, StructuredOutputsParams(json_object=True)))
         except UnfitError:
@@ -55,8 +55,8 @@ class ArgumentForm(ABC):
 
     @abstractmethod
     def write(self, rule: str, schema: _Schema, writing: FormWriting) -> None:
-        """Write ``rule``, and those that it needs, of arguments that follow ``schema``.  ``UnfitError`` if it does not
-        fit."""
+        """Write ``rule``, and those that it needs, for arguments that follow ``schema``.  Raises ``UnfitError`` if it
+        does not fit."""
 
     @abstractmethod
     def written(self, arguments: Mapping[str, Any]) -> str:
@@ -72,7 +72,7 @@ class PlacedRoot(SchemaRoot):
         self.number = number
 
     def key(self, text: str) -> str:
-        """What tells rules for the schema ``text`` from those of other tools, whose definitions are others."""
+        """A key that differs from other tools', whose definitions may differ, for rules of the schema ``text``."""
         return str(self.number) if '"$ref"' in text else ""
 
 
@@ -99,7 +99,7 @@ class FormWriting:
     def add(self, rule: str, *ways: str) -> None:
         """Add the rule of this name: one of ``ways``.
 
-        ``UnfitError`` if no grammar may be so long: definitions stand in each rule that refers to one.
+        Raises ``UnfitError`` if the grammar gets too long: definitions are repeated in each rule that refers to one.
         """
         self.rules.append(f"{rule}: {' | '.join(ways)}")
         self._num_characters += len(self.rules[-1])
@@ -125,7 +125,7 @@ class FormWriting:
         )
 
     def until(self, text: str, end: str, stops: Sequence[str] = ()) -> str:
-        """The name of a rule: a text that matches the expression ``text``, and ``end`` behind it.
+        """The name of a rule: a text that matches the expression ``text``, followed by ``end``.
 
         The text has none of ``stops``.
         """
@@ -168,8 +168,8 @@ JSON = JsonArguments()
 class MarkedArguments(ArgumentForm):
     """A value between marks for each argument.
 
-    In ``argument`` stand the words KEY, VALUE, and IS_TEXT for ``true`` if the value is text and ``false`` if it is
-    JSON.
+    ``argument`` contains the words KEY, VALUE, and IS_TEXT, which is ``true`` if the value is text and ``false`` if it
+    is JSON.
     """
 
     argument: str
@@ -194,7 +194,7 @@ class MarkedArguments(ArgumentForm):
         return "".join(texts)
 
     def _around(self, *, is_text: bool) -> tuple[str, str]:
-        """What stands in front of a value and behind it."""
+        """What precedes and follows a value."""
         before, _, end = self.argument.replace("IS_TEXT", str(is_text).lower()).partition("VALUE")
         return before, end
 
@@ -218,8 +218,8 @@ class MarkedArguments(ArgumentForm):
 class LiteralArguments(ArgumentForm):
     """Keys and values as in a program: ``city="Paris", n=1``.
 
-    With a ``quote`` of its own, which stands on both sides of every text, a language has its own lists and objects too;
-    without one, these and texts are JSON, which Python reads.
+    With its own ``quote``, which surrounds every text, a language also has its own lists and objects; without one,
+    these and texts are JSON, which Python reads.
     """
 
     equals: str
@@ -315,7 +315,7 @@ def _properties(schema: _Schema) -> list[_Property]:
 def _text_and_other(schema: Any, root: PlacedRoot) -> tuple[str | None, Any]:
     """How a value is written between marks: as a text of this expression, or as JSON of this schema; None if not so.
 
-    ``UnfitError`` if the format's reader could take one for the other.
+    Raises ``UnfitError`` if the format's reader could confuse the two.
     """
     if is_any(schema):
         return _ANY_TEXT, None
@@ -332,7 +332,7 @@ def _text_and_other(schema: Any, root: PlacedRoot) -> tuple[str | None, Any]:
 
 
 def _branches(schema: Any, root: PlacedRoot) -> list[_Schema]:
-    """Schemas of one type each, of which a value follows one.  ``UnfitError`` if that cannot be told."""
+    """Schemas of one type each, of which a value follows one.  Raises ``UnfitError`` if that is not clear."""
     found: list[_Schema] = []
     open_ones = [(schema, 0)]
     while open_ones:

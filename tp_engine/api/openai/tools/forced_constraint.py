@@ -1,7 +1,7 @@
-"""What constrains calls that a request forces, made of the schemas of its tools in a process that may die.
+"""The constraint of calls that a request forces, made from its tools' schemas in a process that may be killed.
 
-A schema is a client's, and what is written of it may be many times as large, or take long.  So nothing reads schemas
-of forced calls in this process; one that takes too long is refused, and whose client leaves is given up.
+Schemas come from clients, and a grammar may be many times as large, or take long to write.  So nothing reads schemas of
+forced calls in this process; one that takes too long is refused, and one whose client leaves is given up.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def forced_grammar(
 ) -> str | None:
     """The grammar, in Lark, of the calls that ``tools`` force, in a model's own ``form``.
 
-    None if that form cannot keep a schema, or is not known: then calls are JSON without marks.  In messages they
-    stand behind reasoning if the model ``thinks``.  White space is as in ``like``.  Raises ``RequestError``.
+    None if that form cannot follow a schema, or is unknown: then calls are JSON without marks.  In messages they follow
+    reasoning if the model ``thinks``.  White space is as in ``like``.  Raises ``RequestError``.
     """
     name = next((name for name, one in TOOL_FORMATS.items() if _is_of(form, one)), None)
     if name is None or tools.choice == "auto":
@@ -112,7 +112,7 @@ def _tools(job: dict[str, Any]) -> ToolRequest:
 
 
 def _written(function: Callable[[bytes], bytes], job: dict[str, Any]) -> str:
-    """What ``function`` writes there.  Agents send the same tools with each turn, so that is remembered."""
+    """``function(job)``, run in that process.  Remembered, as agents send the same tools with each turn."""
     try:
         data = json.dumps(job, ensure_ascii=False).encode(errors="surrogatepass")
     except RecursionError:

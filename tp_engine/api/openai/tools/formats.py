@@ -1,6 +1,6 @@
-"""The formats of tool calls: for each the marks that its reader finds, and how its models write calls that are forced.
+"""The formats of tool calls: for each the marks that its reader finds, and how its models write forced calls.
 
-Most are rows of marks for one of three readers; ``json_calls.py`` reads JSON objects behind a mark, ``marked_calls.py``
+Most are rows of marks for one of three readers; ``json_calls.py`` reads JSON objects after a mark, ``marked_calls.py``
 arguments between marks, and ``literal_calls.py`` calls as in a program.
 """
 
@@ -59,7 +59,7 @@ def _coder_calls(of: CallMarks) -> ForcedForm:
 
 
 def _kimi_ids(tools: ToolRequest) -> Callable[[str], str]:
-    """The ids of one answer's calls, which go on behind those of the conversation."""
+    """The ids of one answer's calls, numbered after those of the conversation."""
     numbers = count(tools.num_earlier_calls)
     return lambda name: marks.KIMI_ID.format(name=name, number=next(numbers))
 

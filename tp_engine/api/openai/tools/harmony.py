@@ -6,7 +6,7 @@
     <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
     <|start|>assistant<|channel|>final<|message|>It is 4.<|return|>
 
-The prompt ends with ``<|start|>assistant``.  The header tells what a body is: a call, for a message to
+The prompt ends with ``<|start|>assistant``.  The header says what a body is: a call, for a message to
 ``functions.NAME`` (the recipient may stand before the channel); content, for the channel ``final``; reasoning, for the
 channel ``analysis`` and for messages to others; else content.  A call that the request does not want is reasoning.  An
 empty line joins texts of one kind.

@@ -1,6 +1,6 @@
 """Tool calls of Hy3, whose every mark ends in the name of a version: ``<tool_call:opensource>``.
 
-The tokenizer tells the version, since the marks are tokens of its own.  Marks without one are read too.
+The tokenizer reveals the version, since the marks are separate tokens.  Marks without one are read, too.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _VERSION = re.compile(r"<tool_sep(:[^<>\s]+)?>")
 
 
 def version_of(tokens: Iterable[str]) -> str:
-    """What the marks among a tokenizer's tokens end in; that of the published models if there are none."""
+    """The ending of the marks among a tokenizer's tokens; that of the published models if there are none."""
     found = {match[1] or "" for token in tokens if (match := _VERSION.fullmatch(token))}
     return max(found, key=lambda version: (version == _PUBLISHED, version), default=_PUBLISHED)
 
 
 def tool_format(tokens: Iterable[str] = ()) -> ToolFormat:
-    """The format of the version that a tokenizer has."""
+    """The format of a tokenizer's version."""
     return _of_version(version_of(tokens))
 
 

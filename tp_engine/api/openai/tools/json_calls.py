@@ -1,8 +1,8 @@
-"""Tool calls that are JSON objects behind a mark: ``<tool_call>{"name": "f", "arguments": {...}}</tool_call>``.
+"""Tool calls that are JSON objects after a mark: ``<tool_call>{"name": "f", "arguments": {...}}</tool_call>``.
 
 Once the name is known, arguments are passed on as they come, in the model's own spelling.  They are not checked to be
-JSON; only strings and brackets are followed, to find their end.  Raw control characters inside of strings, which models
-write and JSON forbids, become escapes.  Arguments in a string are the text of an object, or else stay a string.
+JSON; only strings and brackets are followed, to find their end.  Raw control characters in strings, which models write
+and JSON forbids, become escapes.  Arguments in a string are the text of an object, or else stay a string.
 
 ``CallBlock`` names the marks of one format.
 """
@@ -49,10 +49,10 @@ class CallBlock:
     """The marks of one format.
 
     One of ``opens`` begins a block, which ``close`` ends; ``is_closed`` False: so does any other text.  Marks
-    ``between`` the calls of a block are passed over.  ``head`` matches what stands in front of the arguments' object,
-    where that is not a whole call, and its group 1 is the call's name; such a call begins behind an opening mark, or
-    one ``between``.  The mark ``arguments``, where the model writes it, ends the head; ``in_head`` are its other marks.
-    Texts outside of blocks never show ``drops``.
+    ``between`` the calls of a block are skipped.  ``head`` matches what precedes the arguments' object, where that is
+    not a whole call, and its group 1 is the call's name; such a call begins after an opening mark, or one ``between``.
+    The mark ``arguments``, where the model writes it, ends the head; ``in_head`` are its other marks.  Texts outside
+    blocks never show ``drops``.
     """
 
     opens: tuple[str, ...]
@@ -82,7 +82,7 @@ class ObjectsParser(TextParser):
 
     _names: frozenset[str] | None = None
     _checks_arguments = False
-    _limit: int | None = None  # how many characters may be read before a call is sure
+    _limit: int | None = None  # of characters that may be read before a call is certain
     _name = ""
     _waiting: list[str]  # arguments that came before the name, in pieces
     _has_arguments = False
@@ -96,7 +96,7 @@ class ObjectsParser(TextParser):
             raise NoCallError
 
     def _read_call(self, names: frozenset[str] | None = None, *, checks_arguments: bool = False) -> Reading[None]:
-        """Read the object of a call, from behind its brace to its end.  ``NoCallError`` if it is not a call.
+        """Read the object of a call, from after its brace to its end.  Raises ``NoCallError`` if it is not a call.
 
         ``names`` are for text that may only look like a call: its first keys must be those of a call, and the name must
         come first and be one of these.  ``checks_arguments``: the call is known with the first key of its arguments, up
@@ -173,7 +173,7 @@ class ObjectsParser(TextParser):
         yield from self._read_value(self._give_arguments if char != "n" else lambda text: None)
 
     def _read_string(self) -> Reading[str]:
-        """Read a string, and return what it means."""
+        """Read a string, and return its value."""
         parts: list[str] = []
         if self._pending[self._at] != '"':
             raise NoCallError
@@ -205,7 +205,7 @@ class ObjectsParser(TextParser):
                 yield from self._more()
 
     def _read_value(self, give: Callable[[str], None]) -> Reading[None]:
-        """Read a value up to its end, which its brackets tell, and pass it on."""
+        """Read a value up to its end, found by its brackets, and pass it on."""
         depth, is_empty = 0, True
         while True:
             found = _BETWEEN_STRINGS.match(self._pending, self._at)
@@ -287,7 +287,7 @@ class JsonCallsParser(ObjectsParser):
         self._is_unsure = False
 
     def _read_named_call(self) -> Reading[None]:
-        """Read a call whose name stands in front of its arguments."""
+        """Read a call whose name precedes its arguments."""
         block, start = self._block, self._at
         found = yield from self._up_to(tuple(filter(None, (block.arguments, "{"))), _MAX_HEAD)
         assert block.head is not None
@@ -328,7 +328,7 @@ class Llama3JsonToolParser(ObjectsParser):
             yield from self._read_call(names, checks_arguments=True)
         except NoCallError:
             self._limit = None
-            if self._is_unsure:  # content; a call may begin behind its first brace
+            if self._is_unsure:  # content; a call may begin after its first brace
                 self._is_unsure = False
                 self._give(self._take(1))
                 return

@@ -1,9 +1,9 @@
 """Tool calls that look like those of a program: ``[f(city='Paris'), g()]``, or ``call:f{city:<|"|>Paris<|"|>}``.
 
 ``LiteralMarks`` names the marks of one format, ``literals.py`` reads the arguments.  Each is passed on when it has
-ended, and a string as it comes.  A mark in front tells that this is a call; without one, the first argument tells,
-which must be a literal, or no call was meant.  In a call, what is not a literal is a string.  Models forget to escape
-quotes: one ends a string if what is behind it may be behind a string.
+ended, a string as it comes.  An opening mark shows that this is a call; without one, the first argument must be a
+literal, or no call was meant.  In a call, what is not a literal is a string.  Models forget to escape quotes: one ends
+a string if what follows may follow a string.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LAYOUT = " \t\r\n,;[]"
 _BETWEEN = re.compile(f"[{re.escape(_LAYOUT)}]*")
 _HALF_HEAD = re.compile(r"[\w.\-:]*\s*")
 _MAX_HEAD = 256
-# What may stand behind the string of an argument with a key, operators too; and what may become that.
+# What may follow the string of an argument with a key, operators included; and what may become that.
 _BEHIND_STRING = re.compile(r"\s*(?:[\]}+%*]|,\s*(?:[\w.\-]+\s*=(?!=)|\))|\)(?:\s*[\],;]|[ \t\r]*\n))")
 _HALF_BEHIND = re.compile(r"\s*(?:,\s*[\w.\-]*\s*=?|\)\s*)?")
 
@@ -45,7 +45,7 @@ class LiteralMarks:
     """The marks of one format.
 
     One of ``opens`` begins a block, which ``close`` ends.  ``bare``: an answer may also begin with a list of calls of
-    the request's tools, without marks.  ``head`` matches a name, its group 1, and the opening bracket behind it.
+    the request's tools, without marks.  ``head`` matches a name, its group 1, and the opening bracket after it.
     ``echoes``: models write a block again, without its opening mark.  Texts never show ``drops``.
     """
 
@@ -108,7 +108,7 @@ class LiteralCallsParser(TextParser):
         return False
 
     def _read_head(self, space: re.Pattern[str]) -> Reading[re.Match[str] | None]:
-        """Pass over white space; returns what is behind it if it is the head of a call."""
+        """Skip white space; returns the head of a call if one follows."""
         while True:
             found = space.match(self._pending, self._at)
             assert found is not None
@@ -153,7 +153,7 @@ class LiteralCallsParser(TextParser):
             yield from self._read_echo()
 
     def _read_echo(self) -> Reading[None]:
-        """Drop a list that comes again without its opening mark, if the closing mark is behind it."""
+        """Drop a list that is repeated without its opening mark, if the closing mark follows."""
         try:
             found = yield from self._up_to((self._marks.close, *self._opens))
         except EndOfTextError:
@@ -168,7 +168,7 @@ class LiteralCallsParser(TextParser):
         self._called.add(self._name)
 
     def _read_call(self) -> Reading[None]:
-        """Read the arguments of a call, and its closing bracket.  ``NoCallError`` if it is not a call."""
+        """Read the arguments of a call and its closing bracket.  Raises ``NoCallError`` if it is not a call."""
         self._types = self._tools.get(self._name, NO_TYPES)
         self._num_arguments, self._num_used, self._keys, mark = 0, 0, set(), ","
         while mark == ",":
@@ -194,7 +194,7 @@ class LiteralCallsParser(TextParser):
         return mark
 
     def _give_argument(self, text: str) -> None:
-        """Pass on an argument as a whole, if there is one.  ``NoCallError`` if it shows that this is not a call."""
+        """Pass on a whole argument, if there is one.  Raises ``NoCallError`` if it shows that this is not a call."""
         if not text.strip():
             return
         free = self._next_name()
@@ -226,9 +226,9 @@ class LiteralCallsParser(TextParser):
         self._keys.add(key)
 
     def _read_string(self, quote: str) -> Reading[str]:
-        """Read a string, others behind it that belong to it, and the end of the argument, which it returns.
+        """Read a string, further ones concatenated with it, and the end of the argument, which it returns.
 
-        Other text behind a string is a part of it.
+        Other text after a string is a part of it.
         """
         language, mark = self._marks.language, ")"
         self._sink.arguments('"')
@@ -267,7 +267,7 @@ class LiteralCallsParser(TextParser):
         self._take(len(quote))
 
     def _is_behind_string(self, place: int) -> bool | None:
-        """Whether what is pending at ``place`` may be behind a string's quote; None if that is not known yet."""
+        """Whether the pending text at ``place`` may follow a string's quote; None if that is not known yet."""
         rest = self._pending[place : place + _MAX_HEAD]
         solid, close = rest.lstrip(), self._marks.close
         quote = self._marks.language.quote_of(solid)
@@ -291,7 +291,7 @@ class LiteralCallsParser(TextParser):
         language, depth, quote = self._marks.language, 0, ""
         if not self._is_unsure:
             self._take(self._at)
-        place = self._at  # what is before it has been looked at
+        place = self._at  # text before it has been read
         try:
             while True:
                 text = self._pending

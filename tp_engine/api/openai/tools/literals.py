@@ -1,4 +1,4 @@
-"""Arguments that models write as literals of a language, such as ``city='Paris'`` or ``days=[1, 2]``, read to JSON."""
+"""Arguments that models write as literals of a language, such as ``city='Paris'`` or ``days=[1, 2]``, as JSON."""
 
 import json
 import re
@@ -41,11 +41,11 @@ class Language:
     bare_texts: bool = False
 
     def pattern(self, quote: str) -> re.Pattern[str]:
-        """What to look for in a string of ``quote``, or, if that is empty, outside of strings."""
+        """What to look for in a string of ``quote``, or, if that is empty, outside strings."""
         return _pattern(self, quote)
 
     def quote_of(self, text: str) -> str | None:
-        """The quote with which ``text`` begins, empty if with none; None if that is not known yet."""
+        """The quote with which ``text`` begins, empty for none; None if that is not known yet."""
         if any(len(text) < len(quote) and quote.startswith(text) for quote in self.quotes):
             return None
         return next((quote for quote in self.quotes if text.startswith(quote)), "")
@@ -66,7 +66,7 @@ class Language:
         return key, start + len(quote), quote
 
     def divided(self, text: str) -> tuple[str | None, str]:
-        """The key of an argument, None if it has none, and the text behind it."""
+        """The key of an argument, None if it has none, and the text after it."""
         found = _WORD.match(text)
         assert found is not None
         key, end = found.group().strip(), found.end()
@@ -75,17 +75,17 @@ class Language:
         return key, text[end + len(self.equals) :].lstrip()
 
     def settled(self, text: str, quote: str) -> int:
-        """How many characters of ``text``, in a string of ``quote``, mean the same whatever follows."""
+        """How many characters of ``text``, in a string of ``quote``, keep their meaning whatever follows."""
         length = len(text) - partial_suffix(text, quote)
         found = _SETTLED.match(text, 0, length)
         return found.end() if found is not None and self.escapes else length
 
     def unescaped(self, text: str) -> str:
-        """What ``text`` in a string means."""
+        """The value of ``text`` in a string."""
         return valid_unicode(_ESCAPE.sub(_unescaped, text)) if self.escapes else text
 
     def string_end(self, text: str, start: int, quote: str) -> int | None:
-        """The place behind the quote that ends a string whose text begins at ``start``; None if none does."""
+        """The place after the quote that ends a string whose text begins at ``start``; None if none does."""
         while (found := self.pattern(quote).search(text, start)) is not None:
             if found.group() == quote:
                 return found.end()
@@ -145,7 +145,7 @@ class LiteralReader:
         return is_here
 
     def _quote(self) -> str:
-        """The quote that begins here, behind white space; empty if there is none."""
+        """The quote that begins here, after white space; empty if there is none."""
         self._next()
         return next((quote for quote in self._language.quotes if self._text.startswith(quote, self._place)), "")
 
@@ -162,7 +162,7 @@ class LiteralReader:
         text = self._string(raw="r" in prefix)
         if "f" in prefix and "{" in text:
             raise ValueError("a text with a hole")
-        while self._quote():  # strings directly behind each other are one
+        while self._quote():  # adjacent strings are one
             text += self._string()
         return text
 

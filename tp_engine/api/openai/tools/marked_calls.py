@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"(?=.*\w)[^\s<>{}\[\]\"']+")
 _WRAPPERS = ("arguments", "input")
 _QUOTES = "\"'"
-# A key in quotes, and an attribute that tells whether its value is text.
+# A key in quotes, and an attribute that says whether its value is text.
 _QUOTED_KEY = re.compile(r"""\s*(["'])([^"']*)\1\s+string=["']?(\w*)""")
 _MAX_NAME = 256
 
@@ -40,15 +40,13 @@ class CallMarks:
     ``name_ends``: the first of these ends the name; one that is a mark of its own is read again.  ``value`` empty: the
     end of the key begins the value.  A value whose ``value_end`` is missing ends at one of ``value_breaks``, at the
     next key (on a line of its own, if the value is), and at marks that close its call, if another call or the end
-    follows.
-    ``own_lines``: a value that begins with a line end is on lines of its own, and the line ends around it do not belong
-    to it.  A key in quotes may have ``string="true"`` behind it: its value is text unless the schema says otherwise.
+    follows.  ``own_lines``: a value that begins with a line end is on separate lines, and the line ends around it do
+    not belong to it.  ``string="true"`` may follow a key in quotes: its value is text unless the schema says otherwise.
     ``bare``: a call may come without ``open`` if it names a tool of the request.  Texts never show ``drops``.
-    ``behind_name`` is a mark of its own that may end the name.  The pair ``verbatim`` may stand around a value, which
-    then ends behind the second of them alone.  ``others`` are the marks of other versions of the models: the mark that
-    begins a block tells whose they are.
-    Models also write the arguments of a call as one JSON object, without marks or as the only argument ``arguments`` or
-    ``input``, which the tool does not have; each format reads that.
+    ``behind_name`` is a separate mark that may end the name.  The pair ``verbatim`` may surround a value, which then
+    ends only after the second of them.  ``others`` are the marks of other versions of the models: the mark that begins
+    a block decides between them.  Models also write the arguments of a call as one JSON object, without marks or as the
+    only argument ``arguments`` or ``input``, which the tool does not have; each format reads that.
     """
 
     open: str
@@ -86,7 +84,7 @@ class CallMarks:
         return tuple(mark for mark in marks if mark)
 
     def behind(self, mark: str) -> tuple[str, ...]:
-        """What must follow ``mark``, which closes a call or a block, if a value in front of it has ended."""
+        """What must follow ``mark``, which closes a call or a block, if a value before it has ended."""
         return tuple(one for one in (self.close if mark == self.call_end else "", self.open, self.call) if one)
 
     @property
@@ -235,7 +233,7 @@ class MarkedCallsParser(TextParser):
 
     def _read_value(self, *, streams: bool) -> Reading[str]:
         """Read a value and its closing mark; if it ``streams``, return only what has not been passed on."""
-        marks, has_begun, on_own_lines, settled = self._marks, False, False, 0  # characters that are surely the value's
+        marks, has_begun, on_own_lines, settled = self._marks, False, False, 0  # characters certain to be the value's
         value_end, ends, sure = marks.value_end, marks.value_marks, tuple[str, ...]()
         try:
             if marks.verbatim is not None and (yield from self._mark(marks.verbatim[0], space=NO_SPACE)):

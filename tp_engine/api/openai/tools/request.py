@@ -13,7 +13,7 @@ from tp_engine.errors import RequestError, shown
 from tp_engine.grammar.schema import lenient_schema, normal_schema, object_schema, placed_schema, unkept_keywords
 
 if TYPE_CHECKING:
-    from tp_engine.api.openai.protocol import ChatBody  # pydantic, which the process that reads schemas does without
+    from tp_engine.api.openai.protocol import ChatBody  # imports pydantic, which the process that reads schemas lacks
 
 Choice: TypeAlias = Literal["auto", "required", "named"]
 _MAX_NAME = 256
@@ -76,8 +76,8 @@ class ToolRequest:
     def argument_schemas(self) -> list[tuple[str, dict[str, Any]]]:
         """The schemas that forced arguments follow, with the names of the tools that the choice allows.
 
-        All are for objects.  Those of tools that are not ``strict`` leave out what a grammar cannot keep; others raise
-        ``RequestError``.
+        All are for objects.  Those of tools that are not ``strict`` leave out what a grammar cannot express; others
+        raise ``RequestError``.
         """
         return [
             (tool["function"]["name"], _argument_schema(tool["function"]))

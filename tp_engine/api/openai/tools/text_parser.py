@@ -1,9 +1,9 @@
 """Base of the parsers of generated text, which comes in pieces and becomes events as soon as they are certain.
 
-A parser is a generator that reads the pending text in the order in which it is written, and yields where it needs more.
-So its states are the places of ordinary code, with loops and local variables::
+A parser is a generator that reads the pending text in order, and yields where it needs more.  So its states are places
+in ordinary code, with loops and local variables::
 
-    feed(piece) -> _pending grows -> _reading goes on, up to the next yield (_more) -> events
+    feed(piece) -> _pending grows -> _reading continues up to the next yield (_more) -> events
     _read:  text up to an opening mark (_read_text) -> a block of calls (_read_block) -> text -> ...
 
 What may turn out to be no call stays pending, and ``_at`` is the place up to which it has been read.  ``json_calls.py``
@@ -29,9 +29,9 @@ from tp_engine.api.openai.tools.events import (
 
 TextEvent: TypeAlias = ContentText | ReasoningText | CallArguments
 _Found = TypeVar("_Found")
-# What reads pending text: it yields where it needs more.
+# A reader of pending text, which yields where it needs more.
 Reading: TypeAlias = Generator[None, None, _Found]
-# Pending text is looked at again and again, and copied with each mark, so a long text is read in pieces.
+# Pending text is read repeatedly, and copied with each mark, so a long text is read in pieces.
 _PIECE = 4096
 WHITE_SPACE, NO_SPACE = re.compile(r"\s*"), re.compile("")
 
@@ -83,7 +83,7 @@ class EventSink:
             self._pieces.append(event.text)
 
     def take(self) -> list[ChatEvent]:
-        """The events since the last time."""
+        """Remove and return the events so far."""
         self._join()
         given, self._events = self._events, []
         return given
@@ -192,7 +192,7 @@ class TextParser:
         yield
 
     def _next(self, space: re.Pattern[str] = WHITE_SPACE) -> Reading[str]:
-        """Pass over white space, and return the character behind it."""
+        """Skip white space, and return the character after it."""
         while True:
             found = space.match(self._pending, self._at)
             assert found is not None
@@ -202,7 +202,7 @@ class TextParser:
             yield from self._more()
 
     def _mark(self, *marks: str, space: re.Pattern[str] = WHITE_SPACE) -> Reading[str]:
-        """Pass over white space and one of ``marks``, and return that; empty if other text follows."""
+        """Skip white space and one of ``marks``, and return that; empty if other text follows."""
         while True:
             yield from self._next(space)
             found = next((mark for mark in marks if self._pending.startswith(mark, self._at)), "")
@@ -216,7 +216,7 @@ class TextParser:
         return any(len(mark) > len(self._pending) - place and mark.startswith(self._pending[place:]) for mark in marks)
 
     def _up_to(self, marks: Sequence[str], limit: int | None = None) -> Reading[tuple[str, str] | None]:
-        """Pass over text and the first of ``marks``, and return both; None, and pass nothing, behind ``limit``."""
+        """Skip text and the first of ``marks``, and return both; None, and skip nothing, beyond ``limit``."""
         seen = self._at
         while True:
             found = first_mark(self._pending, marks, seen)
@@ -231,7 +231,7 @@ class TextParser:
             seen -= waits_at - self._at
 
     def _skip(self, close: str, *others: str) -> Reading[None]:
-        """Drop text behind a broken call up to a mark, and the mark if it is ``close``."""
+        """Drop text after a broken call up to a mark, and the mark if it is ``close``."""
         self._is_unsure = False
         while (found := first_mark(self._pending, (close, *others), self._at)) is None:
             self._at = max(self._at, num_settled(self._pending, (close, *others)))
@@ -240,7 +240,7 @@ class TextParser:
 
 
 class MessageParser(TextParser):
-    """A parser of whole messages: it finds the reasoning too.
+    """A parser of whole messages, which also finds the reasoning.
 
     ``has_reasoning``: the text is known to begin with reasoning.  ``in_answer``: that has ended, or there is none; None
     while a call may have ended it.  ``num_reasoning_characters``: its length, with its marks, if a call has ended it.

@@ -44,7 +44,7 @@ class TokenWriting:
         return token_ids[0] if len(token_ids) == 1 else None
 
     def mark(self, mark: str) -> str:
-        """What stands for ``mark``: its own token, which may begin it, or its text."""
+        """The expression for ``mark``: its own token, which may begin it, or its text."""
         if mark not in self._written:
             first = max((token for token in self.apart if token and mark.startswith(token)), key=len, default="")
             rest = json.dumps(mark[len(first) :], ensure_ascii=False) if first != mark else ""
@@ -72,12 +72,12 @@ class TokenWriting:
 
 @lru_cache(maxsize=4)
 def writing_of(tokenizer: Any | None) -> TokenWriting:
-    """``TokenWriting.of`` a tokenizer that serves many requests."""
+    """``TokenWriting.of``, cached for a tokenizer that serves many requests."""
     return TokenWriting.of(tokenizer)
 
 
 def _special_ids(tokenizer: Any) -> Mapping[str, int]:
-    """The special tokens, by their text; none for a tokenizer that does not tell."""
+    """The special tokens, by their text; none for a tokenizer that does not list them."""
     added = getattr(tokenizer, "added_tokens_decoder", None)
     if added is None:
         texts = getattr(tokenizer, "all_special_tokens", ())

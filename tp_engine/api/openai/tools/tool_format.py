@@ -1,4 +1,4 @@
-"""What a format of tool calls, or of whole messages, tells of itself."""
+"""The description of a format of tool calls or of whole messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tp_engine.api.openai.tools.forced_arguments import JSON, ArgumentForm
 from tp_engine.api.openai.tools.text_parser import MessageParser, TextParser
 
 if TYPE_CHECKING:
-    from tp_engine.api.openai.tools.request import ToolRequest  # pydantic, which options are read without
+    from tp_engine.api.openai.tools.request import ToolRequest  # imports pydantic, which reading options does not need
     from tp_engine.api.openai.tools.token_writing import TokenWriting
     from tp_engine.requests.structured_outputs import StructuredOutputsParams
 
@@ -25,7 +25,7 @@ CallIds: TypeAlias = "Callable[[ToolRequest], NewCallId]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageFormat:
-    """How some models write whole messages, where reasoning, content and calls cannot be told apart one by one.
+    """How some models write whole messages, where reasoning, content and calls cannot be separated one by one.
 
     ``new_parser`` takes the tools, None if calls are not wanted, and the prompt, which may have begun the message.
     ``preamble`` is what comes before an answer that must follow a grammar (``StructuredOutputsParams.preamble``), with
@@ -43,7 +43,7 @@ class MessageFormat:
 
 @dataclass(frozen=True, slots=True)
 class TemplateMarks:
-    """What tells that a chat template belongs to a format: its source has all of ``has``, and none of ``lacks``."""
+    """Signs that a chat template belongs to a format: its source has all of ``has``, and none of ``lacks``."""
 
     has: tuple[str, ...]
     lacks: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class TemplateMarks:
 class ForcedForm:
     """How a model writes calls that are forced: ``begin``, calls with ``between`` between them, ``end``.
 
-    In ``call`` stand the words NAME, ARGUMENTS, NUMBER for any number, and IDENTIFIER for nine letters and digits,
+    ``call`` contains the words NAME, ARGUMENTS, NUMBER for any number, IDENTIFIER for nine letters and digits, and
     TENCHARS for ten small ones;
     ``arguments`` tells how arguments are written.  ``others`` are forms of other versions of the models: the grammar
     takes each, so that the model decides.
