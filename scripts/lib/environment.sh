@@ -51,7 +51,8 @@ install_into() { # folder extra ...
     echo "$pins" >"$stamp"
 }
 
-# Makes a virtual environment for packages that cannot be beside the server's, or need not; sets OWN_PYTHON.
+# Makes a separate virtual environment for packages that conflict with the server's, or are not needed there; sets
+# OWN_PYTHON.
 set_up_own() { # folder package ...
     local folder="$ROOT/$1"
     shift
@@ -64,7 +65,7 @@ set_up_own() { # folder package ...
     fi
 }
 
-# Installs programs of npm into a folder, whose node_modules/.bin has them then.
+# Installs programs of npm into a folder, below which node_modules/.bin then has them.
 set_up_npm() { # folder package ...
     local folder="$ROOT/$1"
     shift
