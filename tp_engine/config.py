@@ -343,7 +343,7 @@ class EngineConfig:
 
     @property
     def num_spare_rows(self) -> int:
-        """Rows behind those of the sequences, in which a step computes draft tokens."""
+        """Rows after those of the sequences, in which a step computes draft tokens."""
         drafting = self.speculative_config
         return 0 if drafting is None else drafting.num_draft_rows(self.max_num_seqs, self.max_num_batched_tokens)
 

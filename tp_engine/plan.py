@@ -13,7 +13,7 @@ each; those with ``prefill_samples`` reach the end of their known tokens in this
 ``rows_epoch`` numbers the sets of decode rows: plans of an equal epoch above 0 have equal ``decode_rows``, so that a
 reader may keep what it made of them.  Epoch 0 says nothing about the rows.
 
-The last of ``decode_rows`` may be *spare rows*, rows behind those of the batch, of which a feature says in a section
+The last of ``decode_rows`` may be *spare rows*, rows after those of the batch, of which a feature says in a section
 of its own for which row each stands, at a later position of the same step.  Such a plan has no epoch.
 
 New blocks: ``block_rows`` (n,) names the row that grows by a *logical block*, ``block_size`` tokens, which is one block
@@ -194,7 +194,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     asked.  ``prompt_logprobs`` maps a row to the log-probabilities of the prompt positions that this step computed:
     entry i scores the token that follows computed position ``first + i`` of the chunk.  ``pooled`` maps the rows that
     pool to their hidden states (hidden,) or scores (labels,), to those of the chunk's tokens (n, size), or to logits,
-    one for each of their ``pooled_token_ids``.  ``drafts`` maps rows to what the draft head made behind the row's last
+    one for each of their ``pooled_token_ids``.  ``drafts`` maps rows to what the draft head made after the row's last
     token that counts, as many tokens as the plan asked for.
     """
 

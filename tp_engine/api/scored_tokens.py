@@ -99,7 +99,7 @@ class ScoredRun:
         self.length = 0
 
     def add(self, part: TokenLogprobs, num_positions: int) -> None:
-        """Add the first ``num_positions`` of ``part`` behind what is there."""
+        """Add the first ``num_positions`` of ``part`` after what is there."""
         self._parts.append((part, num_positions))
         self.length += num_positions
 

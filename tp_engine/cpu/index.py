@@ -58,7 +58,7 @@ def choose_keys(
     seq_lens: torch.Tensor,
     top_k: int,
 ) -> ChosenKeys:
-    """Compute ``index_keys.choose_keys`` in C.  Positions behind a row's count are not written."""
+    """Compute ``index_keys.choose_keys`` in C.  Positions after a row's count are not written."""
     (num_rows, num_heads, dim), dtype = queries.shape, DTYPE_CODES.get(queries.dtype)
     cache_dtype = CACHE_CODES.get(kv.cache.dtype)
     is_dense = queries.is_contiguous() and weights.is_contiguous() and block_table.stride(1) == 1

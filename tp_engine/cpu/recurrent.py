@@ -1,5 +1,5 @@
 """Layers with a recurrent state in C (``delta.c``, ``mamba2.c``, ``short_conv.c``), for decodes and for prompts, and
-the norm of groups behind Mamba2's.  Prompts go token by token: their results are bit by bit those of decodes."""
+the norm of groups after Mamba2's.  Prompts go token by token: their results are bit by bit those of decodes."""
 
 import ctypes
 from collections.abc import Callable

@@ -87,7 +87,7 @@ def _parts(step: dict[str, Any]) -> list[Any]:
 
 
 def _longest_replacement(charsmap: str) -> float:
-    """The longest of SentencePiece's replacements: behind a table, whose size comes first, each ends with a zero."""
+    """The longest of SentencePiece's replacements: after a table, whose size comes first, each ends with a zero."""
     try:
         data = base64.b64decode(charsmap)
     except (binascii.Error, ValueError):

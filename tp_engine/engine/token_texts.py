@@ -7,7 +7,7 @@ of the tokens, joined, are the text of the sequence::
     texts    a     -       -    😀   b
 
 Decoders with byte fallback show a run of byte tokens as it is only if all of it is UTF-8, else each byte as U+FFFD.  A
-broken run is known only at its end, so the token behind it has what its texts lack.
+broken run is known only at its end, so the token after it has what its texts lack.
 """
 
 from __future__ import annotations

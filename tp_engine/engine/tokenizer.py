@@ -217,7 +217,7 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 
 def _added_tokens(path: Path) -> list[Any]:
-    """The list of added tokens in a tokenizer.json, without the vocabulary behind it, which is large."""
+    """The list of added tokens in a tokenizer.json, without the vocabulary after it, which is large."""
     try:
         text = read_text(path, MAX_TOKENIZER_BYTES)
         found, _ = json.JSONDecoder().raw_decode(text, text.index("[", text.index('"added_tokens"')))

@@ -4,7 +4,7 @@ A word comes in three ways, and each is found before the token that completes it
 
     in one token           " bad"  "\\nbad,"      never allowed
     in one longer word     "badge"  " embad"     allowed: another word, which is a token of its own
-    over several tokens    "b" + "ad"            the second one is not allowed behind the first
+    over several tokens    "b" + "ad"            the second one is not allowed after the first
 
 So a text never has the word between spaces, line ends or punctuation, and never assembles it from pieces.  All of this
 works on bytes: a token may be a part of a character.

@@ -5,7 +5,7 @@
     file -> header: format, size, scans -> ... -> RGB: alpha on white, 16 bits to 8 -> turn (EXIF) -> resize -> pixels
 
 ``read_header`` and ``decode`` are functions of isolated calls (``system/isolation/``).  Their input is a line of JSON,
-which says what to do, and the file behind it.  This module imports Pillow and nothing large, as each call runs in a
+which says what to do, and the file after it.  This module imports Pillow and nothing large, as each call runs in a
 fork.
 """
 
@@ -43,7 +43,7 @@ _TURNS: dict[object, Image.Transpose] = {
     8: Image.Transpose.ROTATE_90,
 }
 _CHANGES_SIDES = range(5, 9)
-# Pillow turns a TIFF itself.  It decodes a PNG to look for metadata behind its pixels: needless, where there is none.
+# Pillow turns a TIFF itself.  It decodes a PNG to look for metadata after its pixels: needless, where there is none.
 _PNG_METADATA = (b"eXIf", b"XML:com.adobe.xmp")
 
 

@@ -21,7 +21,7 @@ from tp_engine.system.isolation.process import IsolatedProcess, Limits
 from tp_engine.system.units import MIB
 
 _HEAD_BYTES = 1024  # where readers look for the mark of a PDF
-# With what the files of images begin, some behind four bytes: clients send them as files of no type.
+# With what the files of images begin, some after four bytes: clients send them as files of no type.
 _IMAGES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"II*\0", b"MM\0*", b"BM")
 _BOXES = (b"ftypavif", b"jP  \r\n\x87\n")
 _LIMITS = Limits(cpu_s=5.0, memory_bytes=1024 * MIB)

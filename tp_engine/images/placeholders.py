@@ -28,7 +28,7 @@ Pieces: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What one family writes: names of tokens in braces.  ``row_ends``: behind each row but the last, and behind it."""
+    """What one family writes: names of tokens in braces.  ``row_ends``: after each row but the last, and after it."""
 
     template: str = "{image}"
     text: str = "{image}"
@@ -143,7 +143,7 @@ class Placeholders:
 
 
 class HiddenMarks:
-    """Marks of images in texts that a template is to show as they are: hidden from it, and shown again behind it."""
+    """Marks of images in texts that a template is to show as they are: hidden from it, and shown again after it."""
 
     def __init__(self, marker: str) -> None:
         self._marker, self._hidden = marker, f"imgmark{uuid4().hex}"

@@ -212,7 +212,7 @@ class SoftTokenRules(ImageRules):
 class LongestEdgeRules(ImageRules):
     """At most ``longest_edge`` pixels a side, rounded up to cells.
 
-    Each row of cells ends with one more token: Mistral's ``[IMG_BREAK]``, behind the last row ``[IMG_END]``.
+    Each row of cells ends with one more token: Mistral's ``[IMG_BREAK]``, after the last row ``[IMG_END]``.
     """
 
     longest_edge: int

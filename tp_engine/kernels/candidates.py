@@ -30,7 +30,7 @@ from tp_engine.system.units import ceil_div
 MANY = 1 << 30  # of rows: more than a step has
 _BLOCK = 1_000_003  # random numbers that are drawn; a host would need seconds for all of a large weight
 
-# By operation: the module below ``tp_engine.kernels``, or a whole name with a colon in front, and behind # what it is
+# By operation: the module below ``tp_engine.kernels``, or a whole name with a colon in front, and after # what it is
 # called there, unless it is ``OPERATION``.
 CANDIDATES: dict[str, str] = {
     "dense_linear": "linear.dense_candidates",

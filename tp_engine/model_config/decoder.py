@@ -138,7 +138,7 @@ class DecoderReader:
         )
 
     def next_token_layer(self, attention: AttentionSpec, mlp: MlpSpec | ExpertsSpec) -> MtpSpec:
-        """DeepSeek-V3's head for multi-token prediction: the layer behind the last, with tensors of its own."""
+        """DeepSeek-V3's head for multi-token prediction: the layer after the last, with tensors of its own."""
         path = f"model.layers.{self.num_layers}"
         return MtpSpec(
             path=path,

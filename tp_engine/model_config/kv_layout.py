@@ -6,7 +6,7 @@ tokens of one group's layers; all blocks have the same bytes, and every group ha
     6 layers, 5 of them with a window        pool  | b0 | b1 | b2 | b3 | b4 | b5 | b6 | ...
                                                        one layer each: 6 groups
     group 0   layer 5, full                  row 0: 0 6 12 18 24 ...     all blocks are kept
-    group 1   layer 0, window                row 0: . .  . 19 25 ...     those behind the window are free again
+    group 1   layer 0, window                row 0: . .  . 19 25 ...     those before the window are free again
     ...
     group 5   layer 4, window                row 0: . .  . 23 29 ...
 
@@ -34,7 +34,7 @@ from math import lcm
 from tp_engine.system.units import ceil_div, format_gib, round_up
 
 MAX_GROUPS = 12
-# Kernels begin at the start of a tile: this many keys behind a window may still be read, and are hidden by a mask.
+# Kernels begin at the start of a tile: this many keys before a window may still be read, and are hidden by a mask.
 TILE_TOKENS = 128
 SCALE_BYTES = 4
 STATE_BYTES = 4
@@ -68,9 +68,9 @@ class KvKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvGroup:
-    """``layers`` in rising order; blocks wholly behind ``window`` are given back, None keeps them all.  Each layer
+    """``layers`` in rising order; blocks wholly before ``window`` are given back, None keeps them all.  Each layer
     keeps ``num_parts`` (keys and values) of ``local_num_kv_heads`` heads, this rank's, of ``head_dim``, and those of
-    ``index_layers`` an index key of ``index_dim``, behind the keys and values of all."""
+    ``index_layers`` an index key of ``index_dim``, after the keys and values of all."""
 
     layers: tuple[int, ...]
     window: int | None

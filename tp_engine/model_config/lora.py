@@ -76,7 +76,7 @@ _READ = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 class AdapterSpec:
     """Rank ``r`` and ``alpha`` of an adapter's modules; patterns, regular expressions of module names, have others.
 
-    The first pattern that matches a whole name, or its end behind a dot, decides.
+    The first pattern that matches a whole name, or its end after a dot, decides.
     """
 
     r: int
@@ -174,5 +174,5 @@ def _number(path: Path, name: str, value: object) -> float:
 
 
 def _of_pattern(patterns: Mapping[str, Value], module: str, default: Value) -> Value:
-    """The value of the first key that is ``module``, or its end behind a dot."""
+    """The value of the first key that is ``module``, or its end after a dot."""
     return next((value for key, value in patterns.items() if re.match(rf"(?:.*\.)?(?:{key})$", module)), default)

@@ -22,7 +22,7 @@ class CheckpointNames:
 
     def mtp_names(self, names: Collection[str], num_layers: int) -> set[str]:
         """Return the tensors of multi-token prediction among ``names``: they begin with ``mtp``, or are in a layer
-        behind the last of ``num_layers`` that has tensors which no other layer has.
+        after the last of ``num_layers`` that has tensors which no other layer has.
 
         A further layer like the others is not of multi-token prediction: config.json is another model's.
         """

@@ -172,7 +172,7 @@ def _read_kind(config: ConfigJson, rules: RopeRules) -> RopeKind:
     if rules.is_multimodal:
         asked = "default" if asked == "mrope" else asked
     asked = "longrope" if asked == "su" else asked
-    if asked == "dynamic":  # scales behind max_position_embeddings only, up to which the model is served
+    if asked == "dynamic":  # scales only beyond max_position_embeddings, up to which the model is served
         config.require("factor", float)
         return "default"
     for kind in _NUMBERS:

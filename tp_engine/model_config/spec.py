@@ -6,7 +6,7 @@ backends, the measurement of memory, the advice and the rules of divisibility re
     residual -> input_norm -> attention -> attention_out_norm -(+)-> mlp_norm -> mlp -> mlp_out_norm -(+)->
 
 A norm may be None: absent.  In a *parallel* layer attention and MLP read the same normalised input, and both outputs
-are added at once.  A layer of *one block* has either attention or an MLP, behind its ``input_norm``.
+are added at once.  A layer of *one block* has either attention or an MLP, after its ``input_norm``.
 """
 
 from collections.abc import Collection, Iterator
@@ -63,9 +63,9 @@ class AttentionSpec:
     into ``ModelSpec.ropes``, None: queries and keys do not turn.  ``fused_name``: the one stored tensor that holds
     query, key and value rows.  ``values_from_keys``: the key projection makes the values too, which are neither turned
     nor normalised as keys are.  ``latent``: keys and values are made of latents; then ``num_kv_heads`` is 1, the cached
-    row, and ``head_dim`` that of queries.  ``has_gate``: behind the rows of each head, the query projection has as many
+    row, and ``head_dim`` that of queries.  ``has_gate``: after the rows of each head, the query projection has as many
     of a gate, by whose sigmoid the head's output is multiplied.  ``kv_source``: the layer makes queries alone, and
-    reads the keys and values of that layer before it.  ``sees_whole_images``: a token of an image sees those behind it
+    reads the keys and values of that layer before it.  ``sees_whole_images``: a token of an image sees those after it
     in the image too, within the window.
     """
 
@@ -160,7 +160,7 @@ class LayerEmbeddingSpec:
 class LayerSpec:
     """One layer; the module's text draws it.  Each block's output is multiplied by ``residual_scale`` when added.
 
-    ``embedding``: the layer has an embedding of its own, and adds what it makes of that behind the MLP.
+    ``embedding``: the layer has an embedding of its own, and adds what it makes of that after the MLP.
     ``stream_scale`` is the name of a stored number, by which the stream is multiplied at the layer's end.
     """
 
@@ -239,7 +239,7 @@ class ModelSpec:
     With ``tie_word_embeddings`` a checkpoint without an output head uses the embedding; if it ``has_own_head``, another
     one, it uses that.  A ``classifier`` makes scores in place of text.  ``max_position_key`` is what bounds its
     positions, ``max_position``, in config.json.  ``beside`` is what a draft head keeps in the cache, as one more layer
-    behind the model's.  ``stored_mtp`` is the model's own head, if the checkpoint has one, and ``mtp`` that if the
+    after the model's.  ``stored_mtp`` is the model's own head, if the checkpoint has one, and ``mtp`` that if the
     engine runs it.  ``vision`` is how it sees images; None: the engine runs text alone.  ``notes`` and ``warnings`` are
     what the operator should know of the checkpoint's files, ``ignored_keys`` those of config.json that have no effect.
     """

@@ -32,8 +32,8 @@ class VisionSpec:
     from 0 to 1 are normalised by ``mean`` and ``std``, per colour.  The tokens ``start_token_id`` and ``end_token_id``,
     if config.json names them, stand around an image as text.
 
-    ``turns_by_place``: tokens of an image turn by time, row and column (``RopeSpec.sections``), and text goes on behind
-    the larger of its rows and columns.  ``deep_layers``: how many further rows of an image are added behind the first
+    ``turns_by_place``: tokens of an image turn by time, row and column (``RopeSpec.sections``), and text goes on after
+    the larger of its rows and columns.  ``deep_layers``: how many further rows of an image are added after the first
     layers of the text part (DeepStack).  ``is_bidirectional``: tokens of an image see all of it, so that no chunk may
     cut it.  ``largest``: height and width of the image with the most rows.  The start takes it, ``mean`` and ``std``
     from the processor's settings (``images/rules.py``).  ``config`` is the object ``vision_config`` of config.json,

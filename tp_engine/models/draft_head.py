@@ -19,7 +19,7 @@ class _Kept(TypedDict):
 
 class DraftHead(nn.Module):
     """A small decoder that drafts a model's next tokens from ``state_size`` elements of the model's states and from the
-    tokens behind them.
+    tokens after them.
 
     The K/V of position p are made of the states at p and of token p + 1.  Draft tokens come from ``lm_head``.
     ``state_size``, ``out_size`` and ``fed_size``: elements of the model's states of a token, and of both results.
@@ -86,7 +86,7 @@ class DraftHead(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``hidden`` (N, hidden) of ``positions`` (N,), which may change, and the tokens behind, ``input_ids`` (N,).
+        """``hidden`` (N, hidden) of ``positions`` (N,), which may change, and the tokens after, ``input_ids`` (N,).
 
         Returns of the tokens ``wanted`` (n,) int64, or of all, what ``lm_head`` reads and what the next draft token
         takes as ``hidden``, both (n, hidden).  Call it inside of ``forward_context``.
@@ -94,7 +94,7 @@ class DraftHead(nn.Module):
         raise NotImplementedError  # each kind of head has its own
 
     def store(self, input_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> None:
-        """Store the keys and values that ``forward`` would, where it ``keeps_kv``; no product behind them is made."""
+        """Store the keys and values that ``forward`` would, where it ``keeps_kv``; no product after them is made."""
         raise NotImplementedError  # heads without keys and values of their own are never asked
 
     def tokens_of(self, drafts: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head on one rank: a model's states and the tokens behind in, draft tokens of the tokens after those out.
+"""An EAGLE-3 head on one rank: a model's states and the next tokens in, draft tokens for those after them out.
 
 It is split over the ranks as the model is (``model_config/draft_head.py`` draws it)::
 

@@ -76,7 +76,7 @@ class Indexer(Layer):
         self._chosen, self._of_rows, self._num_waiting = {}, {}, self.num_layers
 
     def leave(self) -> None:
-        """Count one more layer that has attended; behind the last one, this step's tensors are dropped."""
+        """Count one more layer that has attended; after the last one, this step's tensors are dropped."""
         self._num_waiting -= 1
         if not self._num_waiting:
             self._queries = self._weights = self._queries.new_empty(0)

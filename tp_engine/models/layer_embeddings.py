@@ -45,7 +45,7 @@ class LayerEmbeddings(Layer):
 
 
 class LayerEmbedding(Layer):
-    """What a layer adds to the stream behind its MLP, before the norm of it."""
+    """What a layer adds to the stream after its MLP, before the norm of it."""
 
     def __init__(self, spec: LayerEmbeddingSpec, hidden_size: int, *, context: LayerContext) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A layer of one block, as in Nemotron-H: attention, what runs in its place, or an MLP, behind a norm."""
+"""A layer of one block, as in Nemotron-H: attention, what runs in its place, or an MLP, after a norm."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -25,7 +25,7 @@ class TowerRun:
         self._kept: dict[str, torch.Tensor] = {}
 
     def advance(self, num_layers: int) -> torch.Tensor | None:
-        """Run that many layers; return the image's rows (n, width) behind the last one, else None."""
+        """Run that many layers; return the image's rows (n, width) after the last one, else None."""
         self._until = self._num_done + num_layers
         try:
             with self._intercepted():

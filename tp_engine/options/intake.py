@@ -74,7 +74,7 @@ def takes_names_of_others(
 
 
 def flag_of(name: str) -> str:
-    """``block_size`` -> ``--block-size``; keys behind a dot stay as they are."""
+    """``block_size`` -> ``--block-size``; keys after a dot stay as they are."""
     option, *keys = name.split(".")
     return ".".join(("--" + option.replace("_", "-"), *keys))
 

@@ -18,7 +18,7 @@ _MAX_DEFERRED = 32
 
 
 class Verdict(enum.Enum):
-    """What became of a candidate: it entered, or waits elsewhere; it lets others pass; no one behind it may enter."""
+    """What became of a candidate: it entered, or waits elsewhere; it lets others pass; no one after it may enter."""
 
     GONE = enum.auto()
     DEFERRED = enum.auto()
@@ -86,7 +86,7 @@ class Admitter:
             return Verdict.DEFERRED  # a row that waits for its loads will compute that block
         snapshots = self._blocks.snapshots
         if hits.parted is not None and snapshots is not None and snapshots.is_expected(hits.parted[0]):
-            return Verdict.DEFERRED  # it can begin behind more tokens soon
+            return Verdict.DEFERRED  # it can begin after more tokens soon
         return self._begin(builder, sequence, hits)
 
     def _begin(self, builder: StepPlanBuilder, sequence: Sequence, hits: Hits) -> Verdict:
@@ -123,7 +123,7 @@ class Admitter:
         return Verdict.GONE
 
     def _plan_snapshots(self, snapshots: Snapshots, sequence: Sequence, hits: Hits) -> None:
-        """Where the sequence will take snapshots: behind the last block that an equal one could share, and where it
+        """Where the sequence will take snapshots: after the last block that an equal one could share, and where it
         parts from a known one."""
         last = (len(sequence.token_ids) - 1) // self._blocks.block_size * self._blocks.block_size
         parted = () if hits.parted is None else (hits.parted[1],)
@@ -202,7 +202,7 @@ class Admitter:
         plans before this one ran.
 
         The source of a copy must be complete when the step begins.  A sibling that enters in this step may begin with
-        blocks that are copied or computed in it.  A recurrent state must be that behind just these tokens.
+        blocks that are copied or computed in it.  A recurrent state must be that after just these tokens.
         """
         rows, num_tokens, has_states = self._rows, sequence.num_prompt_tokens - 1, self._state.limits.has_states
         for other in siblings:

@@ -65,7 +65,7 @@ class SchedulerHooks:
     """Changes the running rows before a step that is not steady is put together."""
 
     extend_plan: list[Callable[[StepPlanBuilder], None]] = field(default_factory=list)
-    """Adds to a step that is not steady, behind decodes, prefills and admissions."""
+    """Adds to a step that is not steady, after decodes, prefills and admissions."""
 
     must_send: list[Callable[[], bool]] = field(default_factory=list)
     """Whether a plan must go out although nothing is to run, while no step is in flight."""

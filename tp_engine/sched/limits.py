@@ -23,10 +23,10 @@ class SchedulerLimits:
     each of them for every ``block_size`` tokens.  Kernels may read from the start of the tile of ``tile_tokens`` on
     that the first visible key is in.
 
-    ``num_spare_rows``: rows behind those of the batch, each of which may stand for one of these at a later position of
+    ``num_spare_rows``: rows after those of the batch, each of which may stand for one of these at a later position of
     the same step.
 
-    ``has_states``: each row has a recurrent state too, that behind the row's last computed token; so has each spare
+    ``has_states``: each row has a recurrent state too, that after the row's last computed token; so has each spare
     row.  ``num_snapshots`` more can be kept for the prefix cache.
 
     ``least_chunk_tokens`` may have to be computed in one step: those of an image that no chunk cuts.

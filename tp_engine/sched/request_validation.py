@@ -34,7 +34,7 @@ def build_group(
     seed = drawn if params.seed is None else params.seed
     longest = limits.max_sequence_tokens
     max_total_tokens = longest if params.max_tokens is None else min(longest, len(prompt) + params.max_tokens)
-    if request.pooling is not None:  # its one token is never read, and may lie behind the context
+    if request.pooling is not None:  # its one token is never read, and may lie beyond the context
         max_total_tokens = len(prompt) + 1
     group = RequestGroup(
         request=request,

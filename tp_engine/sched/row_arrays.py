@@ -64,7 +64,7 @@ class RowArrays:
     def __init__(self, limits: SchedulerLimits) -> None:
         rows = limits.max_num_seqs
         # np.empty: the pages of a row are touched when its tokens arrive.
-        width = limits.max_sequence_tokens + 1  # room for the token behind a pooled prompt, which is never read
+        width = limits.max_sequence_tokens + 1  # room for the token after a pooled prompt, which is never read
         self._tokens: IntArray = np.empty((rows, width), dtype=np.int32)
         self._flat_tokens = self._tokens.reshape(-1)
         self._first_tokens = np.arange(rows, dtype=np.int64) * width

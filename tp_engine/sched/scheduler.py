@@ -310,7 +310,7 @@ class Scheduler:
             on_prompts(result, plan.prefill_rows[living])
 
     def _append(self, num_decodes: int, sampled: RowSet, token_ids: IntArray) -> StepOutcome:
-        """Each sampled row has one more token; some behind the ``num_decodes`` got their first one, some end."""
+        """Each sampled row has one more token; some after the ``num_decodes`` got their first one, some end."""
         rows = self.state.rows
         outcome = StepOutcome(sampled, token_ids)
         lengths = rows.append(sampled, token_ids)

@@ -52,8 +52,8 @@ class SchedulerState:
         return len(self.waiting) + self.num_parked + self.num_unmade
 
     def pop_waiting(self) -> Sequence | None:
-        """Remove and return the next living sequence of the queue; None if there is none.  The one behind it of its
-        request takes its place, and is made if need be: keys rise within a request, so it was behind it all along."""
+        """Remove and return the next living sequence of the queue; None if there is none.  The one after it of its
+        request takes its place, and is made if need be: keys rise within a request, so it was after it all along."""
         sequence = self.waiting.pop()
         if sequence is not None and (group := sequence.group).num_unmade and sequence is group.sequences[-1]:
             following = group.make_next()

@@ -99,7 +99,7 @@ class Sequence:
     They are names in the prefix cache: where an image's embeddings stand they are negative (``images``).
     It ends with ``length`` at ``max_total_tokens`` tokens, the prompt's included.
     ``num_published`` of its blocks have been offered to the prefix cache since it got its row; ``place`` is the place
-    behind them there.
+    after them there.
     ``blocked`` says why it is not in the queue yet.
     ``body_place`` is its number among all sequences of its body; it ``has_displaced`` others that gave way to it.
     ``num_lost_tokens`` were computed before a preemption and have not been computed again.
@@ -179,7 +179,7 @@ class Entry(msgspec.Struct):
     """A sequence that enters the batch, from the decision until it has a row.
 
     It begins with ``shared`` blocks, which it holds already, and needs more up to its first ``end`` tokens.  Its first
-    ``num_computed`` tokens have K/V.  The first logical block behind the shared ones begins as a copy of ``source``
+    ``num_computed`` tokens have K/V.  The first logical block after the shared ones begins as a copy of ``source``
     (G,), if there is one.  ``num_published`` and ``place`` are where it goes on in the prefix cache.
 
     If ``must_load``, it computes nothing until the loads of its shared blocks have gone out.  Its recurrent state is

@@ -139,7 +139,7 @@ class StepScheduler:
 
     Progress: the first of all running sequences is never preempted, because it alone always fits into the pool; every
     other gives way to it.  So the first one finishes, and by induction all do.  That it fits has two reasons.  No
-    sequence is let in whose tokens need more blocks than the pool has, if those behind windows are given back before
+    sequence is let in whose tokens need more blocks than the pool has, if those before windows are given back before
     new ones are allocated (``SchedulerLimits.capacity_tokens``).  And a chunk of a prompt is never longer than what
     fits alone, which is at least up to the end of a block (``BlockManager.chunk_limit``).
     """

@@ -8,7 +8,7 @@
 A *turn* is the number of the body, in order of arrival.  What one body multiplies (prompts, copies ``n``) comes in
 portions of ``PORTION``, and each further portion as if it had been sent ``LATER`` bodies later: so a body of a thousand
 copies does not keep the next one waiting for all of them, and bodies of up to ``PORTION`` sequences are served in order
-of arrival.  A client may send its own requests behind those of others, by a priority above 0, but never before them.
+of arrival.  A client may send its own requests after those of others, by a priority above 0, but never before them.
 
 Each client has a heap, and a heap has the clients, so push and pop cost O(log n).  An aborted sequence stays in its
 heap and is only counted as dead; it goes when it comes up, or when half of all are dead.

@@ -99,7 +99,7 @@ class EffectiveConfig:
 
     @property
     def draft_group(self) -> int:
-        """The group of layers that the draft head's layer is in, the one behind the model's."""
+        """The group of layers that the draft head's layer is in, the one after the model's."""
         return self.kv_layout.place_of(self.model.num_layers)[0]
 
     @cached_property
@@ -124,7 +124,7 @@ class EffectiveConfig:
 
     @property
     def num_spare_rows(self) -> int:
-        """Rows behind those of the batch, which stand for these at later positions."""
+        """Rows after those of the batch, which stand for these at later positions."""
         return self.config.num_spare_rows
 
     @property

@@ -38,7 +38,7 @@ class RunnerHooks:
     """Takes in the sequences that get a row in the next step, if there are any."""
 
     apply: list[Callable[[StepPlan], None]] = field(default_factory=list)
-    """Takes in the plan's other changes, behind those of the batch and the sampler, before the copies of blocks."""
+    """Takes in the plan's other changes, after those of the batch and the sampler, before the copies of blocks."""
 
     mirror_rows: list[Callable[[IntArray, IntArray], None]] = field(default_factory=list)
     """Spare rows (n,) stand for rows (n,) in this step; called by the feature that says so, in ``apply``."""
@@ -74,13 +74,13 @@ class RunnerHooks:
     """Sees the sampled ids (n,) int32, if there are any; the inputs are None if the step was replayed."""
 
     take_model: list[Callable[[CausalLM], Sequence[Attention]]] = field(default_factory=list)
-    """Serves another model of the same kind; gives the feature's own layers with K/V, bound behind the model's."""
+    """Serves another model of the same kind; gives the feature's own layers with K/V, bound after the model's."""
 
     keep_rows: list[Callable[[torch.Tensor], Callable[[], None]]] = field(default_factory=list)
     """Keeps what a step changes only once for these rows (n,), -1 for none; gives a function that puts it back."""
 
     record: list[Callable[[int, Recorder], None]] = field(default_factory=list)
-    """Records what ``on_sampled`` runs behind replayed decodes of that many rows; a collective."""
+    """Records what ``on_sampled`` runs after replayed decodes of that many rows; a collective."""
 
     forget: list[Callable[[], None]] = field(default_factory=list)
     """Destroys what ``record`` has made; from now on it is launched."""

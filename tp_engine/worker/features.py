@@ -93,7 +93,7 @@ class RankFeature:
         """Agree on sizes, once the ranks have agreed on the number of blocks; a collective."""
 
     def warm_up(self, parts: RankParts, runner: ModelRunner, vary: Variation) -> None:
-        """Run first steps of the feature, and its largest decodes, as ``vary`` makes them, behind those of
+        """Run first steps of the feature, and its largest decodes, as ``vary`` makes them, after those of
         ``trial_steps.warm_up``; a collective."""
 
     def measure(self, parts: RankParts, trial: TrialRunner) -> None:

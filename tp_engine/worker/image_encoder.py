@@ -187,7 +187,7 @@ def rows_within(image: IntArray, first: int, end: int) -> tuple[_Positions, _Pos
 def turning_positions(images: IntArray, first: int, end: int) -> _Positions:
     """Return time, row and column (3, end - first) of a prompt's tokens from ``first`` to ``end``.
 
-    Those of text are equal, and go on behind the larger of the rows and columns of the image before.  ``images`` are
+    Those of text are equal, and go on after the larger of the rows and columns of the image before.  ``images`` are
     (start, tokens, rows, columns), in order.
     """
     found = np.tile(np.arange(first, end, dtype=np.int64), (3, 1))

@@ -95,7 +95,7 @@ class Worker:
 
     @property
     def runs_by_itself(self) -> bool:
-        """Whether ``execute`` returns before the step has run, so that the next step can be launched behind it."""
+        """Whether ``execute`` returns before the step has run, so that the next step can be launched after it."""
         return self.effective.config.device == "cuda"
 
     def expert_token_counts(self) -> list[npt.NDArray[np.int64]]:

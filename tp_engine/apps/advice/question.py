@@ -128,6 +128,6 @@ class Question:
     speculative_config: SpeculativeConfig | None = None
 
     def num_draft_rows(self, max_num_seqs: int, max_num_batched_tokens: int) -> int:
-        """How many rows behind those of a batch of ``max_num_seqs`` are for draft tokens."""
+        """How many rows after those of a batch of ``max_num_seqs`` are for draft tokens."""
         speculation = self.speculative_config
         return 0 if speculation is None else speculation.num_draft_rows(max_num_seqs, max_num_batched_tokens)

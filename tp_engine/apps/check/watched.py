@@ -1,7 +1,7 @@
 """One prompt and its answer, layer by layer: what the ranks record of the prompt's pass and of the decode steps.
 
 A step with draft tokens has rows of tokens that never came; a position's row is the one that read the answer's own
-token, behind its own tokens.
+token, after its own tokens.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Level:
     needs: frozenset[str]
 
 
-# The best first; a processor that has a level has those of its machine behind it.
+# The best first; a processor that has a level has those of its machine after it.
 LEVELS = (
     Level(
         "v4-bf16",

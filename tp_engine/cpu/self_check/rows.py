@@ -39,7 +39,7 @@ class RowChecks(KernelChecks):
 
     def recurrent(self) -> Iterator[Check]:
         """Layers with a state, with heads and channels that vectors do not divide, and the norm of groups.  Padding is
-        behind the rows, and the last slot is for what twins leave of it."""
+        after the rows, and the last slot is for what twins leave of it."""
         kind = StateKind(num_key_heads=2, num_value_heads=4, key_dim=12, value_dim=40, taps=3)
         conv, channels = self.wide(3, kind.num_channels) / 4, kind.num_channels
         delta = gated_delta_net.DeltaRule(kind, conv, -self.wide(4).abs(), self.wide(4), self.wide(40), 1e-6)
@@ -115,7 +115,7 @@ class RowChecks(KernelChecks):
         )  # fmt: skip
         keys = torch.zeros(2, 2, size, nope + rope, dtype=self.dtype, device="cpu")
         keys[1, :, :29] = torch.cat((made[..., :nope], turned[:, None].expand(-1, 2, -1)), 2).transpose(0, 1)
-        keys[1, :, 29:] = keys[1, :, 28:29]  # the lanes behind the last token repeat it
+        keys[1, :, 29:] = keys[1, :, 28:29]  # the lanes after the last token repeat it
         in_order = in_kernel_order(self.library, torch.stack((keys, keys)).transpose(2, 3))[0]
         yield "store_expanded", values[1, :, :29, :value_dim], made[..., nope:].transpose(0, 1)
         yield "store_expanded, keys", columns[1].flatten(), in_order[1].flatten()

@@ -21,7 +21,7 @@ class ImageCounters:
 class ImageLimits:
     """How images are encoded: ``num_rows`` of the encoder cache, on each of ``num_ranks``.  ``token_id`` is the model's
     placeholder.  ``is_bidirectional``: tokens of an image see all of it, so that no chunk cuts it.  A draft
-    head reads ``num_ahead`` tokens behind a chunk, images too.
+    head reads ``num_ahead`` tokens after a chunk, images too.
 
     The tower has ``num_layers``.  One of them over an image of n rows takes a rank as long as ``n * row_work + n * n *
     pair_work`` tokens of a prompt do.

@@ -266,7 +266,7 @@ class Images(SchedulerFeature):
 
     def _touched(self, sequence: Sequence | None, start: int, end: int) -> list[tuple[ImageInput, int]]:
         """The images, and their names, of which a chunk from token ``start`` to ``end`` has a part, or which a draft
-        head reads behind it."""
+        head reads after it."""
         if sequence is None or not sequence.group.request.images:
             return []
         return [

@@ -5,7 +5,7 @@ block, and so does what follows it in turn::
 
     run 7   | h0 | h1 | h2 | h3 |        shortened to 2: h2 and h3 are removed, and first of all run 11's h4 and h5
                         |
-                        +---> run 11   | h4 | h5 |      from then on unknown, as what is inserted behind it
+                        +---> run 11   | h4 | h5 |      from then on unknown, as what is inserted after it
 
 A message is the list of a time, its events and the number of a data-parallel rank, in msgpack.  A block's hash is of
 its own token ids and of all before it::
@@ -90,7 +90,7 @@ def root_hash(salt: str, adapter: str) -> int:
 
 
 def chain_hashes(before: int, token_bytes: bytes, block_bytes: int) -> array[int]:
-    """Return the hashes of the blocks with these token ids, behind the hash ``before``; uint64."""
+    """Return the hashes of the blocks with these token ids, after the hash ``before``; uint64."""
     digest, digests = before.to_bytes(_HASH_BYTES, "little"), []
     for start in range(0, len(token_bytes), block_bytes):
         digest = _first_bytes(digest + token_bytes[start : start + block_bytes])
@@ -107,8 +107,8 @@ _PLAIN = CacheKey("", "", THE_MODEL)
 
 
 class _Run:
-    """``before`` is the hash of the block before, or None; ``followers`` maps the serials of the runs behind to the
-    number of the block that each follows."""
+    """``before`` is the hash of the block before, or None; ``followers`` maps the serials of the runs that follow to
+    the number of the block that each follows."""
 
     __slots__ = ("before", "followers", "hashes", "key", "parent", "serial", "tiers")
 
@@ -249,7 +249,7 @@ class CacheMirror:
         )
 
     def _remove(self, tier: int, hashes: array[int]) -> None:
-        """Remove the last of ``hashes`` first.  Removals from one medium, one behind the other, are one event."""
+        """Remove the last of ``hashes`` first.  Removals from one medium, one after the other, are one event."""
         last = self._events[-1] if self._events else None
         if not isinstance(last, BlockRemoved) or last.medium != MEDIA[tier]:
             self._events.append(last := BlockRemoved([], MEDIA[tier]))

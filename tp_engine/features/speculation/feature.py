@@ -2,14 +2,14 @@
 
 They are verified in *draft rows*: spare rows (``SchedulerLimits.num_spare_rows``) that stand for a row at later
 positions in one step.  The last ``len(BASE_ROWS)`` of a plan's ``decode_rows`` are draft rows; ``BASE_ROWS`` (n,),
-grouped, are the rows that they stand for, and ``DRAFT_TOKENS`` (n,) the draft tokens.  If a row goes on behind its
+grouped, are the rows that they stand for, and ``DRAFT_TOKENS`` (n,) the draft tokens.  If a row goes on after its
 computed position p, its first draft row has draft token 0 at p + 1, the next one draft token 1 at p + 2.  All are
 sampled with the row's parameters::
 
     decode_rows | 4 7 64 65 66 |    BASE_ROWS | 4 4 7 |    DRAFT_TOKENS | 31 8 5 |
 
 Of these tokens only that of the row itself counts at once.  Where draft tokens were right, a later plan says what
-follows: ``KEPT_ROWS`` (n,), grouped, have one more computed token for each entry, behind which ``KEPT_TOKENS`` (n,)
+follows: ``KEPT_ROWS`` (n,), grouped, have one more computed token for each entry, after which ``KEPT_TOKENS`` (n,)
 come.  A row's recurrent state is then copied from the draft row of its last kept token (``StepPlan.state_copies``).
 """
 
@@ -31,7 +31,7 @@ KEPT_ROWS = ArraySection("speculation.kept_rows")
 KEPT_TOKENS = ArraySection("speculation.kept_tokens")
 
 NUM_DRAFTS = NumberSection("speculation.num_drafts")
-"""How many tokens the ranks' head drafts behind each row that is sampled; they come back with the step's result
+"""How many tokens the ranks' head drafts after each row that is sampled; they come back with the step's result
 (``StepResult.drafts``)."""
 
 

@@ -1,13 +1,13 @@
-"""Drafts of a step's next tokens, made by a draft head on every rank behind the sampling.
+"""Drafts of a step's next tokens, made by a draft head on every rank after the sampling.
 
 ::
 
-    the step's tokens    states of the model, the token behind each    -> the head stores K/V for all of them
+    the step's tokens    states of the model, the token after each     -> the head stores K/V for all of them
     last right token     of each request                               -> draft 0
     next positions       the head's own output, the draft before       -> drafts 1, 2, ...
 
 All of a step's tokens go through the head, in the step's own batch, so its K/V are as far as the model's, and turn as
-the model's do; a model's own head reads the rows of images where the token behind is in one.  Draft rows are among
+the model's do; a model's own head reads the rows of images where the token after is in one.  Draft rows are among
 them.  Which draft tokens of a request were right follows from integers that are equal on all ranks, so the host
 waits for nothing.
 
@@ -16,7 +16,7 @@ position, with which the model samples there too: both choose alike as far as th
 draft needs no probabilities.  Filters, penalties and masks are left out.
 
 Drafts go to rank 0 with the step's result, and rank 0 alone puts them into a plan, as draft tokens in draft rows.  K/V
-of drafts lie behind those of the request's tokens, in blocks that it has; where these end, so do its drafts.
+of drafts lie after those of the request's tokens, in blocks that it has; where these end, so do its drafts.
 """
 
 from collections.abc import Sequence
@@ -85,7 +85,7 @@ class HeadDrafter(RunnerFeature):
         return self._room
 
     def on_sampled(self, step: PendingStep, inputs: StepInputs | None, token_ids: torch.Tensor | None) -> None:
-        """Take in all of the step's tokens, and draft the plan's number of tokens behind each that was sampled.
+        """Take in all of the step's tokens, and draft the plan's number of tokens after each that was sampled.
 
         A collective.
         """
@@ -135,7 +135,7 @@ class HeadDrafter(RunnerFeature):
         return ()
 
     def _tokens_behind(self, inputs: StepInputs, sampled: torch.Tensor | None) -> torch.Tensor:
-        """The token (N,) int32 behind each of the step's tokens, in the rows' table or just ``sampled`` (n,)."""
+        """The token (N,) int32 after each of the step's tokens, in the rows' table or just ``sampled`` (n,)."""
         if inputs.places is None:
             assert sampled is not None
             return sampled
@@ -178,7 +178,7 @@ def right_draft_rows(plan: StepPlan, sampled: torch.Tensor) -> tuple[torch.Tenso
     """Return which draft tokens of a step with draft rows were right, by ``sampled`` (n,); nothing waits for it.
 
     Returns for each request that decodes the places in ``sampled`` of its own token, then of its draft rows' (m, 1 +
-    most) int64, those behind the last draft row arbitrary; and the number of its draft tokens that were right (m, 1)
+    most) int64, those after the last draft row arbitrary; and the number of its draft tokens that were right (m, 1)
     int64.
     """
     num_decodes, num_draft_rows = len(plan.decode_rows), len(BASE_ROWS.of(plan))

@@ -116,11 +116,11 @@ class HeadPasses:
         fed: torch.Tensor,
         position: torch.Tensor,
     ) -> torch.Tensor:
-        """Return ``count`` drafts (m, count) int32 behind ``rows`` (m,), which have ``limits`` (m,) slots; those for
+        """Return ``count`` drafts (m, count) int32 after ``rows`` (m,), which have ``limits`` (m,) slots; those for
         which there is no slot are arbitrary.
 
         ``first`` and ``fed`` (m, hidden) are what the head gave at ``position`` (m,); if a run ``needs_pass``, the last
-        tokens (m,) and the model's states behind which they came.  A collective.
+        tokens (m,) and the model's states after which they came.  A collective.
         """
         num_rows, size, found = len(rows), self._size_for(len(rows)), list[torch.Tensor]()
         is_noisy = self._begin(rows, limits, size)
@@ -253,7 +253,7 @@ class HeadPasses:
         return put_back
 
     def _choose(self, size: int, is_noisy: bool) -> torch.Tensor:
-        """The draft tokens (n,) int32 behind the next tokens; they are the inputs of the next pass.  A collective."""
+        """The draft tokens (n,) int32 after the next tokens; they are the inputs of the next pass.  A collective."""
         lm_head = self.head.lm_head
         own, logits = lm_head.slice, lm_head(self.out[:size])[:, : lm_head.slice.num_ids]
         if is_noisy and own.num_ids:
@@ -270,7 +270,7 @@ class HeadPasses:
 
     def _noisy_scores(self, logits: torch.Tensor, first_id: int) -> torch.Tensor:
         """``logits`` (n, c) of tokens from ``first_id`` on, with the noise that the model samples with there: two
-        positions behind the head's K/V."""
+        positions after the head's K/V."""
         size = len(logits)
         ids = torch.arange(first_id, first_id + logits.shape[1], dtype=torch.int32, device=logits.device)
         temperature = self._temperature[:size]

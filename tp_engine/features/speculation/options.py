@@ -13,7 +13,7 @@ from tp_engine.options.fields import checked, json_object, key
 CONFIG_NAME = "speculative_config"
 METHODS = ("ngram", "suffix", "eagle3", "mtp")
 _WITH_HEAD = ("eagle3", "mtp")
-_MTP_FAMILIES = (  # vLLM's names of methods, each with _mtp behind it; which head a model has is found in its files
+_MTP_FAMILIES = (  # vLLM's names of methods, each with _mtp after it; which head a model has is found in its files
     "bailing_hybrid bailing_hybrid_v3 deepseek dots3_note ernie exaone4_5 exaone_moe gemma4 glm4_moe glm4_moe_lite "
     "glm5_next glm_ocr hy_v3 hy_v4 inkling kimi_k3 longcat_flash mimo mimo_v2 minimax_m3 nemotron_h pangu_ultra_moe "
     "qwen3_5 qwen3_next qwen4_exp step3p5"
@@ -83,7 +83,7 @@ class SpeculativeConfig:
         return MOST_STEP_ROWS if self.max_step_rows is None else self.max_step_rows
 
     def num_draft_rows(self, max_num_seqs: int, max_num_batched_tokens: int) -> int:
-        """Return how many rows behind those of a batch of ``max_num_seqs`` are for draft tokens: all of a step with
+        """Return how many rows after those of a batch of ``max_num_seqs`` are for draft tokens: all of a step with
         draft tokens but one."""
         return min(self.most_rows, max_num_seqs * (1 + self.num_speculative_tokens), max_num_batched_tokens) - 1
 

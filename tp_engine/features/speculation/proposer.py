@@ -50,8 +50,8 @@ class GrammarProposer(Proposer):
 
 
 class DraftHeadProposer(Proposer):
-    """What the ranks' draft head made in the last step behind each row's newest token.  Nothing for a request with a
-    grammar: what that forces comes first, so these drafts are behind another token."""
+    """What the ranks' draft head made in the last step after each row's newest token.  Nothing for a request with a
+    grammar: what that forces comes first, so these drafts are after another token."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._name, self._drafts = config.method, dict[int, IntArray]()

@@ -12,7 +12,7 @@ and the others draft what follows it.
 
 *A new source* is a ``Proposer`` in a file of its own, and its method in ``_SOURCES`` and in
 ``options.METHODS``.  One whose draft tokens are made by the ranks, and come with a step's result,
-overrides ``take``: it reads there what the ranks drafted behind each row's newest token, keeps it by row in place of
+overrides ``take``: it reads there what the ranks drafted after each row's newest token, keeps it by row in place of
 all that it kept before, and ``proposals`` hands it out.  That is in time: a plan that may have draft tokens is made
 when no step is in flight (``Speculation.must_wait``), and a row's occupant only changes to one that must compute its
 prompt first, in a step whose result replaces the old drafts.
@@ -135,7 +135,7 @@ class Proposers:
     def _best(
         self, sources: Iterable[Proposer], sequence: Sequence, tokens: IntArray, count: int, likelihood: float
     ) -> DraftCandidate:
-        """That of ``sources``, behind tokens that are right with ``likelihood``."""
+        """That of ``sources``, after tokens that are right with ``likelihood``."""
         best, most = NO_CANDIDATE, 0.0
         for source in sources:
             for drafted, matched, name in source.proposals(sequence, tokens, count):

@@ -2,7 +2,7 @@
 
 A sampled token is a function of the tokens before it, its position and the row's parameters; noise too (``noise``).  So
 the step computes the row as always, and beside it a *draft row* (``feature.py``) for each draft token, which samples
-the token behind::
+the token after::
 
                  position   reads                     samples
     row          p          the last known token      s0        right in any case
@@ -63,8 +63,8 @@ from tp_engine.sched.step_scheduler import StepPlanBuilder
 class DraftRun(msgspec.Struct, gc=False):
     """The draft rows of a row in a step, from the ``first`` on: ``tokens`` (n,) are their draft tokens, by the sources
     of ``parts``.  Of a row with a grammar, ``masks`` (n, words) are what it allows there, and ``places`` its copies
-    behind the draft tokens, while which are there their masks are known.  Once the result of the step ``step_id`` is
-    there, ``kept`` (a,) are the tokens behind the row's own that were sampled right, with their ``logprobs``."""
+    after the draft tokens, while which are there their masks are known.  Once the result of the step ``step_id`` is
+    there, ``kept`` (a,) are the tokens after the row's own that were sampled right, with their ``logprobs``."""
 
     row: int
     tokens: IntArray
@@ -205,8 +205,8 @@ class Speculation(SchedulerFeature):
         self._rows.end_run()
 
     def _room(self, builder: StepPlanBuilder, run: DraftRun) -> int:
-        """Draft tokens for which the row has slots behind that of its own token; it gets free blocks for them, and for
-        what the ranks draft behind them."""
+        """Draft tokens for which the row has slots after that of its own token; it gets free blocks for them, and for
+        what the ranks draft after them."""
         blocks, row = self._state.blocks, run.row
         end = int(self._rows.num_scheduled[row]) + 1
         room = min(end + len(run.tokens) + self._num_drafts, int(self._rows.max_total_tokens[row]))
@@ -265,7 +265,7 @@ class Speculation(SchedulerFeature):
         return self._rows.sequences[run.row] if self._rows.since_step[run.row] <= run.step_id else None
 
     def extend_output(self, output: StepOutput) -> list[Sequence]:
-        """Enter the tokens behind the rows' own, with a record for each row, and the tallies of those that have ended
+        """Enter the tokens after the rows' own, with a record for each row, and the tallies of those that have ended
         with their own."""
         for delta in output.deltas if self._ended else ():
             if (tally := self._ended.get((delta.request_id, delta.index))) is not None:
@@ -302,7 +302,7 @@ class Speculation(SchedulerFeature):
         return ended
 
     def _cut(self, run: DraftRun, sequence: Sequence) -> FinishDetails | None:
-        """How the sequence, whose grammar accepts what is kept, ends within ``run.kept``, if it does; what is behind
+        """How the sequence, whose grammar accepts what is kept, ends within ``run.kept``, if it does; what is after
         the end is cut off."""
         known, constraint, is_accepted = int(self._rows.num_tokens[run.row]), constraint_of(sequence), True
         may_end = self._stops.may_stop(run.kept) | (constraint is not None)
@@ -343,7 +343,7 @@ class Speculation(SchedulerFeature):
         return msgspec.structs.replace(plan, state_copies=self._with_states(plan.state_copies, kept))
 
     def _with_draft_rows(self, plan: StepPlan) -> StepPlan:
-        """The plan with the draft rows behind its decodes, and their masks; its set of rows is this step's alone."""
+        """The plan with the draft rows after its decodes, and their masks; its set of rows is this step's alone."""
         runs, first = self._verifying, np.int32(self._state.limits.max_num_seqs)
         base_rows = np.repeat([run.row for run in runs], [len(run.tokens) for run in runs]).astype(np.int32)
         draft_rows = np.arange(len(base_rows), dtype=np.int32) + first
@@ -360,7 +360,7 @@ class Speculation(SchedulerFeature):
         return plan.extended({BASE_ROWS.name: base_rows, DRAFT_TOKENS.name: draft_tokens})
 
     def _with_states(self, copies: IntArray, kept: list[DraftRun]) -> IntArray:
-        """``copies`` and, where there are recurrent states, those behind the rows' last kept tokens.
+        """``copies`` and, where there are recurrent states, those after the rows' last kept tokens.
 
         A row that was left since then may have an occupant already, whose state this plan copies there."""
         limits = self._state.limits

@@ -46,7 +46,7 @@ class StepCosts:
         return int(max(decodes[pays], default=1))
 
     def num_drafts(self, num_decodes: int, likelihoods: npt.NDArray[np.float64]) -> int:
-        """Return how many tokens a head should draft behind each of ``num_decodes`` rows, which are right with
+        """Return how many tokens a head should draft after each of ``num_decodes`` rows, which are right with
         ``likelihoods`` (n,) that fall."""
         room = (len(self._seconds) - 1) // num_decodes  # rows of a step for each that decodes
         counts = np.arange(max(1, min(len(likelihoods) + 1, room)))

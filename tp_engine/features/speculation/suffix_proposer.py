@@ -3,7 +3,7 @@
 *Own text* (prompt lookup; the method ``ngram`` has this alone)::
 
     tokens   a b c d e f a b c          the last 3 stand at the beginning too
-                   ^^^^^                proposal: d e f, and behind the end of the text again a b c ...
+                   ^^^^^                proposal: d e f, and after the end of the text again a b c ...
 
 The last ``prompt_lookup_max`` tokens are looked up, or fewer down to ``prompt_lookup_min``; of equal matches the last
 counts.  Nothing is kept: one look costs a comparison of all tokens with the last one, and of the few found with those
@@ -140,7 +140,7 @@ class SuffixProposer(Proposer):
         first = sequence.num_prompt_tokens
         if (
             not self._most_answers or len(sequence.token_ids) <= first + 1
-        ):  # one token teaches nothing, and may be that behind a pooled prompt
+        ):  # one token teaches nothing, and may be that after a pooled prompt
             return
         text = sequence.token_ids[max(0, first - self._depth) :][-(self._mask >> 1) :]
         cache_key, start, end = _digest(sequence.group.cache_key), self._head, self._head + len(text)

@@ -26,7 +26,7 @@ def warm_up(runner: ModelRunner, config: EngineConfig, num_drafts: int, vary: Va
 def time_decodes(
     runner: ModelRunner, config: EngineConfig, most_rows: int, *, num_drafts: int = 0, run_length: int = 1
 ) -> dict[int, float]:
-    """Seconds of a greedy decode step of 1, 2, 4, ... and ``most_rows`` rows, with so many drafts of a head behind
+    """Seconds of a greedy decode step of 1, 2, 4, ... and ``most_rows`` rows, with so many drafts of a head after
     each; a collective.
 
     Of every ``run_length`` rows one is a request's and the others are its draft rows, as where draft tokens are

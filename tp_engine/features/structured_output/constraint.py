@@ -119,7 +119,7 @@ class TokenLists:
         self._first = _packed(flags)
 
     def mask(self, num_tokens: int) -> IntArray:
-        """Return the mask (words,) of the token behind ``num_tokens`` generated ones; not to be changed."""
+        """Return the mask (words,) of the token after ``num_tokens`` generated ones; not to be changed."""
         return self._first if num_tokens < self._min_tokens else self._later
 
 
@@ -155,7 +155,7 @@ def restricting_fields(request: EngineRequest) -> list[str]:
 
 
 class TokenGuard:
-    """One sequence's place in its rules, behind ``num_tokens`` tokens; implements ``TokenConstraint``."""
+    """One sequence's place in its rules, after ``num_tokens`` tokens; implements ``TokenConstraint``."""
 
     def __init__(self, rules: TokenRules, place: Any, inner: TokenConstraint | None, num_tokens: int = 0) -> None:
         self.inner = inner
@@ -289,12 +289,12 @@ def _has(mask: IntArray, token_id: int) -> bool:
 
 
 def follow(constraint: TokenConstraint, draft_tokens: Iterable[int]) -> list[TokenConstraint]:
-    """Copies of ``constraint`` behind each of ``draft_tokens``, up to the first that it refuses or that ends the
+    """Copies of ``constraint`` after each of ``draft_tokens``, up to the first that it refuses or that ends the
     output.
 
     A draft row (plan.py) is sampled under the mask that its position has if the draft tokens before it are right::
 
-        constraint          the row's own, behind its last known token      mask of the row's next token, as always
+        constraint          the row's own, after its last known token       mask of the row's next token, as always
         copies[0]           a copy that has accepted draft token 0          mask of draft row 0
         copies[1]           a copy of that, and draft token 1               mask of draft row 1
 

@@ -193,7 +193,7 @@ class ConstrainedRows(SchedulerFeature):
             constraint.decide()
 
     def after_result(self) -> None:
-        """Ask for the masks behind the step's tokens."""
+        """Ask for the masks after the step's tokens."""
         if self._moved:
             moved = [one for one in self._moved if one.phase is not SequencePhase.FINISHED]
             self._moved.clear()

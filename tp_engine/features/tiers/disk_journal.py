@@ -6,7 +6,7 @@
     journal  a frame of ``JournalHeader`` | frames of ``Record`` ...       a frame that is torn ends the journal
 
 A *node* is a logical block, named by the identity that it had in the prefix cache of the process that wrote it
-(``PrefixCache``).  A record has nodes that follow each other, behind a parent or a salt.
+(``PrefixCache``).  A record has nodes that follow each other, after a parent or a salt.
 
 A record is written when all ranks have written its blocks.  There is no record of an end: the newest record of a slot
 counts, and only if the slot has its serial on every rank, which the next start finds out.  So a process may die at any
@@ -57,7 +57,7 @@ class JournalHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True):
-    """Nodes from ``first`` on, behind the node or the salt ``parent``; ``token_bytes`` are their token ids.
+    """Nodes from ``first`` on, after the node or the salt ``parent``; ``token_bytes`` are their token ids.
 
     ``blocks`` are (place, slot, serial), (n, 3) int64.  A block is at ``place`` = node of the record * groups + group.
     Its content is in ``slot`` of every rank's file under ``serial``, a number that no other write has had.
@@ -72,7 +72,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
 @dataclass(slots=True)
 class Node:
     """A logical block of the journal.  ``blocks`` has (slot, serial) of each group that is there; ``newest`` is the
-    largest serial of the node and of those behind it."""
+    largest serial of the node and of those after it."""
 
     parent: Identity
     token_bytes: bytes
@@ -186,9 +186,9 @@ class Restored(NamedTuple):
 
 def restore(nodes: dict[int, Node], cache: PrefixCache, first_id: int, is_full: Sequence[bool]) -> Restored:
     """Enter all blocks that a prompt may find into an empty cache, a slot having the id ``first_id`` + slot.  Blocks
-    behind a missing one of a full group are left out, and so are nodes without a block."""
+    after a missing one of a full group are left out, and so are nodes without a block."""
     living = _link(nodes, [group for group, full in enumerate(is_full) if full])
-    entered: list[tuple[int, int, int, int]] = []  # newest serial behind it, minus depth, slot, serial
+    entered: list[tuple[int, int, int, int]] = []  # newest serial after it, minus depth, slot, serial
     roots = [name for name, node in living.items() if isinstance(node.parent, str)]
     stack: list[tuple[int, Place, int]] = [(name, str(living[name].parent), 0) for name in reversed(roots)]
     while stack:
@@ -210,7 +210,7 @@ def restore(nodes: dict[int, Node], cache: PrefixCache, first_id: int, is_full: 
 
 
 def _link(nodes: dict[int, Node], needed: Sequence[int]) -> dict[int, Node]:
-    """The nodes that have blocks, in all ``needed`` groups, with their children and the newest serial behind each."""
+    """The nodes that have blocks, in all ``needed`` groups, with their children and the newest serial after each."""
     living = {
         name: node for name, node in nodes.items() if node.blocks and all(group in node.blocks for group in needed)
     }

@@ -8,7 +8,7 @@
                   one store everywhere   -> what all ranks have under one serial is kept
                   anything else          -> all begin empty, under a new store, and say why
 
-Serials of writes go on behind the largest that any rank has, which all ranks know.
+Serials of writes go on after the largest that any rank has, which all ranks know.
 """
 
 import contextlib

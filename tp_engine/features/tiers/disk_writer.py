@@ -87,7 +87,7 @@ class JournalFile:
             logger.warning("the journal of the disk tier cannot be written (%s): a later start finds less", error)
 
     def _append(self, records: bytes) -> None:
-        if not self._has_failed:  # what stands behind a torn record is not read
+        if not self._has_failed:  # what stands after a torn record is not read
             _write(self._descriptor, records)
 
     def _replace(self, data: bytes) -> None:

@@ -35,7 +35,7 @@ _NO_NUMBER = 0
 
 @dataclass(frozen=True, slots=True)
 class TierBatch:
-    """Operations of one plan, ``first`` and those behind it: slots of the disk, or of the host where blocks are stored.
+    """Operations of one plan, ``first`` and those after it: slots of the disk, or of the host where blocks are stored.
     ``host`` are the slots of the host that reads and writes of the disk use."""
 
     first: int

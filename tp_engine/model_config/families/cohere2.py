@@ -1,4 +1,4 @@
-"""Cohere2 (Command R7B, Command A): attention and MLP side by side behind one layer norm, pairs interleaved."""
+"""Cohere2 (Command R7B, Command A): attention and MLP side by side after one layer norm, pairs interleaved."""
 
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader

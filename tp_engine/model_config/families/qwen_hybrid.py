@@ -24,7 +24,7 @@ _KINDS = {"linear_attention": False, "full_attention": True}
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """Norms add 1 to their weights, but for the one behind the gated delta rule.  Absent keys are as in
+    """Norms add 1 to their weights, but for the one after the gated delta rule.  Absent keys are as in
     transformers."""
     architecture = config.architecture
     is_wrapped = architecture.endswith("ForConditionalGeneration")

@@ -40,8 +40,8 @@ from tp_engine.system.units import ceil_div
 class Hits(msgspec.Struct, frozen=True):
     """Where the K/V of a waiting sequence's first ``num_tokens`` tokens are: full blocks to share, a tail to copy.
 
-    ``tail`` (G,) is a block of each group.  ``place`` is behind the shared blocks in the prefix cache; ``next_name`` is
-    that of the block that would be next there.  ``parted`` is a known block behind which the sequence could begin if
+    ``tail`` (G,) is a block of each group.  ``place`` is after the shared blocks in the prefix cache; ``next_name`` is
+    that of the block that would be next there.  ``parted`` is a known block after which the sequence could begin if
     there were a snapshot of the recurrent state (``snapshots``), and the number of tokens up to it.
     """
 
@@ -222,7 +222,7 @@ class BlockManager:
             self.expire(rows, self._rows.num_scheduled[rows])
 
     def expire(self, rows: npt.NDArray[np.integer], positions: Counts) -> None:
-        """Windows of ``rows`` (n,), distinct, give back what lies behind them when the next token is at ``positions``.
+        """Windows of ``rows`` (n,), distinct, give back what lies before them when the next token is at ``positions``.
         The plan in the making is the first that does not read these blocks.  It may give them to other rows, because
         all plans before it have run when it runs."""
         if not self._has_windows:

@@ -4,7 +4,7 @@ States of a block::
 
                       allocate()                     release(), no content to keep
          free  ----------------------->  used  ---------------------------> free    (allocated next)
-    (ref 0, nothing)                (ref >= 1)  --------------------------> tail    (behind the older tails)
+    (ref 0, nothing)                (ref >= 1)  --------------------------> tail    (after the older tails)
                                        ^   |        release(), marked as tail
                                share() |   | release(), kept
                                        |   v
@@ -117,7 +117,7 @@ class BlockPool:
         self._content[blocks] = _TAIL
 
     def forget_content(self) -> None:
-        """Free all cached blocks, behind those that are."""
+        """Free all cached blocks, after those that are."""
         last_first = self._pop_cached(self.num_cached)[::-1]
         free = np.concatenate((last_first, self._free[: self.num_free]))
         self.num_free = len(free)

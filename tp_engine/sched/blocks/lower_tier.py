@@ -1,6 +1,6 @@
 """What the manager of blocks asks of what lies below the pool: by itself nothing does, and what the pool takes is lost.
 
-A tier gives what it has an id behind the blocks of the pool (``PrefixCache.make_room``), so that a hit is a list of
+A tier gives what it has an id after the blocks of the pool (``PrefixCache.make_room``), so that a hit is a list of
 ids, some of which are not in the pool::
 
     find_hits    reads_all -> may_use -> must_load

@@ -12,7 +12,7 @@ them has another key in each process::
                            +---> tail: block 2  [t32 .. t37]         partly filled: to be copied
 
 In a full group, a row that holds a block of a run holds those before it, and gives it back before them.  So a run is
-evicted from its end, and only its length changes.  Serials are never used again, so that blocks behind an evicted one
+evicted from its end, and only its length changes.  Serials are never used again, so that blocks after an evicted one
 are never found again.
 
 A model of several groups of layers has a block of each in every place of a run.  Groups with a window give theirs back
@@ -75,7 +75,7 @@ class PrefixCache:
         self.make_room(num_blocks)
 
     def make_room(self, num_ids: int) -> None:
-        """Let there be so many ids: the pool's blocks, and behind them what lies below it.  Nothing is cached yet."""
+        """Let there be so many ids: the pool's blocks, and after them what lies below it.  Nothing is cached yet."""
         assert not self._runs, "ids are given out"
         self._serial_of = np.zeros(num_ids, dtype=np.int64)  # of each id's run; 0: it is in none
         self._place_of = np.zeros(num_ids, dtype=np.int64)  # of each id in its run's array, counted flat
@@ -134,7 +134,7 @@ class PrefixCache:
         return self._num_groups
 
     def runs(self) -> Iterable[Run]:
-        """Return all runs, each behind the one that it follows."""
+        """Return all runs, each after the one that it follows."""
         return self._runs.values()
 
     def groups(self) -> dict[int, int]:
@@ -146,8 +146,8 @@ class PrefixCache:
         """Publish computed, full logical blocks (n, G) that follow each other and ``place``; a block that a window has
         left behind is ``NO_BLOCK``.  ``token_bytes`` are theirs.
 
-        Returns the blocks that are cached now and were not before, and the place behind the last.  Content that is
-        cached already keeps its first block.  Nothing is added behind a block that has been evicted.  Runs that follow
+        Returns the blocks that are cached now and were not before, and the place after the last.  Content that is
+        cached already keeps its first block.  Nothing is added after a block that has been evicted.  Runs that follow
         one are found again when a sequence brings the blocks before them.
         """
         parts, num_known, place = self._walk(place, token_bytes, len(blocks))
@@ -261,8 +261,8 @@ class PrefixCache:
         assert self._has_full or np.array_equal(np.bincount(owner[held], minlength=len(runs)), num_held)
 
     def _walk(self, place: Place, token_bytes: bytes, max_blocks: int) -> tuple[list[tuple[Run, int, int]], int, Place]:
-        """The known blocks of ``token_bytes`` behind ``place``: of each run its first block and how many; how many in
-        all; the place behind the last."""
+        """The known blocks of ``token_bytes`` after ``place``: of each run its first block and how many; how many in
+        all; the place after the last."""
         size = self._block_bytes
         end = min(len(token_bytes) // size, max_blocks) * size
         parts: list[tuple[Run, int, int]] = []
@@ -310,7 +310,7 @@ class PrefixCache:
         return blocks
 
     def _evict_from(self, serial: int, blocks: BlockIds) -> None:
-        """These blocks of one run are gone; in a full group all behind them go too."""
+        """These blocks of one run are gone; in a full group all after them go too."""
         run = self._runs.get(serial)
         if run is None:  # an earlier block of it has been evicted
             return
@@ -356,7 +356,7 @@ class Run:
 
     ``name`` is what it follows and the token ids of its first block; ``token_bytes`` are those of all its blocks.
     ``blocks`` (n, G) has the block of each group, or ``NO_BLOCK``.  In a cache without a full group, ``parent`` is the
-    run that this one follows, ``num_held`` counts the blocks that are there and ``num_followers`` the runs behind it.
+    run that this one follows, ``num_held`` counts the blocks that are there and ``num_followers`` the runs after it.
     """
 
     __slots__ = ("blocks", "length", "name", "num_followers", "num_held", "parent", "serial", "token_bytes")
@@ -405,10 +405,10 @@ class CacheObserver(Protocol):
         """See that all is forgotten."""
 
 
-#: How far a sequence has come in the cache: behind a logical block of a run, or still at its salt.
+#: How far a sequence has come in the cache: after a logical block of a run, or still at its salt.
 Place: TypeAlias = tuple[Run, int] | str
 
-#: A place behind a block that is not in the cache.
+#: A place after a block that is not in the cache.
 LOST: Place = (Run((0, b""), 0, np.empty((0, 1), dtype=np.intp), b""), 0)
 
 

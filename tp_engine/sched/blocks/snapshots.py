@@ -1,16 +1,16 @@
 """Snapshots of recurrent states: what the prefix cache needs besides blocks, where layers keep a state instead of K/V.
 
-A state exists only as it is behind a row's last computed token.  A prompt may begin with cached tokens if their blocks
-are there, and a snapshot of the state behind them.  Snapshots are slots of their own behind those of all rows, evicted
+A state exists only as it is after a row's last computed token.  A prompt may begin with cached tokens if their blocks
+are there, and a snapshot of the state after them.  Snapshots are slots of their own after those of all rows, evicted
 in the order of their last use; each is named by the identity of the block before it in the prefix cache::
 
     slots      | row 0 | row 1 | ... | snapshot | snapshot | ...
-    prompt A   | b0 | b1 | b2 | b3 |..        a snapshot behind b3: the last block that an equal prompt can share
-    prompt B   | b0 | b1 | b4 | ..            no snapshot behind b1, so B computes all, and takes one there
-    prompt C   | b0 | b1 | b5 | ..            begins behind b1
+    prompt A   | b0 | b1 | b2 | b3 |..        a snapshot after b3: the last block that an equal prompt can share
+    prompt B   | b0 | b1 | b4 | ..            no snapshot after b1, so B computes all, and takes one there
+    prompt C   | b0 | b1 | b5 | ..            begins after b1
 
 They are taken at the end of a prompt, rounded down to a block, and where two prompts part.  A chunk ends there, and the
-plan with the row's next chunk copies its slot first.  Identities are never used again, so a snapshot behind an evicted
+plan with the row's next chunk copies its slot first.  Identities are never used again, so a snapshot after an evicted
 block is never found again, and goes in its turn.
 """
 

@@ -19,7 +19,7 @@ stack, and work whose time or memory is the product of two sizes.  A call costs 
 
 ``decode`` is a function at the top of a module, which the process imports; it takes bytes, and returns what
 ``memoryview`` takes.  A large output is mapped, not copied, so that ``numpy.frombuffer(output, ...)`` costs nothing.  A
-file that the caller passes (``os.memfd_create``) has another number there, which comes behind the data; the function
+file that the caller passes (``os.memfd_create``) has another number there, which comes after the data; the function
 may write ``output_bytes`` into it.  ``prepare`` is called once in the process itself: it imports what all calls need,
 so that each finds it there.  The modules must start no threads when they are imported: a fork would lack them.
 
@@ -89,7 +89,7 @@ class CallAnswer:
 
 
 class CallError(Exception):
-    """A call without an output; its text goes on behind "it"."""
+    """A call without an output; its text goes on after "it"."""
 
 
 class OutOfTimeError(CallError):

@@ -22,7 +22,7 @@ class DecodeBatch:
     ``set_rows`` is the host's part of a step, ``prepare`` and ``advance`` are the device's: their launches depend only
     on ``size``, so a CUDA graph may hold them and what lies between.
 
-    Rows from ``first_spare`` on are spare ones.  If it is given, layers are told which of them go on behind which row:
+    Rows from ``first_spare`` on are spare ones.  If it is given, layers are told which of them go on after which row:
     those of a step stand for the ``base_rows`` (n,), grouped.
     """
 

@@ -93,12 +93,12 @@ class InputBatch:
             self._append_blocks(plan.block_rows, plan.block_ids)
 
     def keep(self, rows: IntArray, tokens: IntArray) -> None:
-        """``rows`` (n,), grouped, have one more computed token for each entry, behind which ``tokens`` (n,) come."""
+        """``rows`` (n,), grouped, have one more computed token for each entry, after which ``tokens`` (n,) come."""
         self._spare_rows.keep(rows, tokens)
 
     def stand_for(self, spare_rows: IntArray, rows: IntArray, tokens: IntArray) -> None:
         """In this step the ``spare_rows`` (n,), the last of its decodes, stand for ``rows`` (n,), grouped, and read
-        ``tokens`` (n,): the first of a row at the position behind the row's own, the next one behind that."""
+        ``tokens`` (n,): the first of a row at the position after the row's own, the next one after that."""
         self._spare_rows.fill(spare_rows, rows, tokens, int(self.num_blocks[rows].max()))
         self.decodes.base_rows = rows
         if self._rope_deltas is not None:
@@ -106,7 +106,7 @@ class InputBatch:
             self._rope_deltas.push(spare_rows)
 
     def _set_deltas(self, plan: StepPlan) -> None:
-        """An image takes more places than the text behind it is turned by."""
+        """An image takes more places than the text after it is turned by."""
         assert self._rope_deltas is not None
         rows, images = np.array([one.row for one in plan.admitted]), plan.images
         self._rope_deltas.host[rows] = 0
@@ -244,7 +244,7 @@ class InputBatch:
 
 
 def _behind(room: int, values: SlotArray, width: int) -> SlotArray:
-    """``values`` (..., n) behind ``room`` columns of zeros, filled with zeros to ``width`` columns."""
+    """``values`` (..., n) after ``room`` columns of zeros, filled with zeros to ``width`` columns."""
     count = values.shape[-1]
     if count == width:
         return values

@@ -157,7 +157,7 @@ class PaddedBatch(StepShape[StepSize]):
 
 
 def pack_requests(plan: StepPlan, size: StepSize) -> IntArray:
-    """Return the parts of ``PaddedRequests`` (5 B + 1,), one behind the other, for ``plan`` padded to ``size``."""
+    """Return the parts of ``PaddedRequests`` (5 B + 1,), one after the other, for ``plan`` padded to ``size``."""
     room, count = size.decodes, size.num_requests
     packed: IntArray = np.zeros(5 * count + 1, dtype=np.int32)
     rows, wanted, sampled_rows, sampled_places = packed[: 4 * count].reshape(4, count)

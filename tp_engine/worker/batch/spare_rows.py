@@ -1,7 +1,7 @@
-"""Spare rows: rows behind those of the batch, each of which stands for a row at a later position during one step.
+"""Spare rows: rows after those of the batch, each of which stands for a row at a later position during one step.
 
-A spare row has the block table of its row, so it reads the row's keys and values and stores its own behind them.  Where
-the row does not keep the token, they stay in slots behind its last computed one, and its next tokens overwrite them.
+A spare row has the block table of its row, so it reads the row's keys and values and stores its own after them.  Where
+the row does not keep the token, they stay in slots after its last computed one, and its next tokens overwrite them.
 """
 
 from typing import Any
@@ -59,7 +59,7 @@ class SpareRows:
         self._computed = computed
 
     def keep(self, rows: IntArray, tokens: IntArray) -> None:
-        """``rows`` (n,) have one more computed token for each entry, behind which ``tokens`` (n,) come."""
+        """``rows`` (n,) have one more computed token for each entry, after which ``tokens`` (n,) come."""
         positions = self._computed.host[rows] + 1 + places_in_runs(rows)
         self._write(rows, positions, tokens)
         self._computed.host[rows] = positions  # of a row's entries numpy enters the last

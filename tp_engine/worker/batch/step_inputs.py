@@ -36,7 +36,7 @@ class StepInputs:
     On the device: ``input_ids`` (N,) int32, ``positions`` (N,) int64; ``prefill_places`` (p,) int64, where the new ids
     of sampled prefills go in the flattened token table, None if no prefill is sampled.  On the host:
     ``sampled_positions`` (n,), the new tokens' positions.  ``places`` (N,) int64 are those of the prefills' tokens in
-    that table, behind arbitrary ones for the decodes; None if there are only decodes.  ``attention`` has one entry per
+    that table, after arbitrary ones for the decodes; None if there are only decodes.  ``attention`` has one entry per
     group of layers.  ``rotary_positions`` (N,) int64 are those of a prompt without images.
     """
 

@@ -8,7 +8,7 @@
 
 What follows the model depends on the rows, so it is a recording of its own, of one of three kinds: *plain*, if every
 row is greedy or samples by temperature alone, *nucleus*, if some have top_p, and *ranked*, if some have top_k (on
-several ranks a fourth, if there are both).  Other steps launch their sampler behind the recorded forward pass: those
+several ranks a fourth, if there are both).  Other steps launch their sampler after the recorded forward pass: those
 with penalties, whose counts are allocated for the first row that has some; with min_p alone, which is rare; and those
 that no kernel samples.  On a CPU the only kind is greedy.  Logits are the largest tensor and live only within the
 second part, so that all sizes share their memory.
@@ -78,7 +78,7 @@ class StepShape(Protocol[Size]):
         """Return the sampled rows (B,) int32, -1 for padding, and the positions (B,) int64 of their last tokens."""
 
     def advance(self, size: Size, tokens: torch.Tensor | None) -> None:
-        """Count the step's tokens, and enter the sampled ``tokens`` (n,) int32, if any, behind them, on the device."""
+        """Count the step's tokens, and enter the sampled ``tokens`` (n,) int32, if any, after them, on the device."""
 
 
 class DecodeShape(StepShape[int]):
@@ -140,7 +140,7 @@ class CapturedSteps(Generic[Size]):
         self._hidden = shape.hidden_room(parts.model)
 
     def capture(self, sizes: Sequence[Size], recorder: Recorder) -> None:
-        """Capture steps of ``sizes``, the largest first, and the sampling behind those for which there is none yet."""
+        """Capture steps of ``sizes``, the largest first, and the sampling after those for which there is none yet."""
         for size in sizes:
             self.shape.set_step(_NO_ROWS, size)
             self.forward[size] = recorder.record(partial(self._run_model, size), partial(self._keep_rows, size))
@@ -160,7 +160,7 @@ class CapturedSteps(Generic[Size]):
         """Run the step ``plan`` in the recording of ``size``; ``num_computed`` is ``InputBatch``'s, before the step.
 
         Returns token ids (n,) int32, None if nothing is sampled, and rank 0's log-probabilities, if any row asks for
-        them.  The ids are to be read before the next step is launched, or copied behind this one.  The rows' tables on
+        them.  The ids are to be read before the next step is launched, or copied after this one.  The rows' tables on
         the device contain them already, and count the step's tokens.
         """
         self.shape.set_step(plan, size)

@@ -2,7 +2,7 @@
 
 ::
 
-    streams   for each layer, the residual stream (N, hidden) that it reads; then the one behind the last layer
+    streams   for each layer, the residual stream (N, hidden) that it reads; then the one after the last layer
     inner     for each layer with an MLP, what that reads (N, hidden), normalised
     linears   for each linear layer of a rank (LocalLinear), its first rows x (n, in) and its products y (n, out)
     experts   for each layer's experts the first rows y (n, hidden) of this rank's part of their output

@@ -94,7 +94,7 @@ class PooledRows(ModelReader):
         return scores
 
     def _table(self, wanted: list[IntArray], places: list[int], logits: torch.Tensor) -> torch.Tensor | None:
-        """The logits of the ``wanted`` ids at ``places``, float32 (m, most), of all ranks; 0 behind those of a row."""
+        """The logits of the ``wanted`` ids at ``places``, float32 (m, most), of all ranks; 0 after those of a row."""
         if not wanted:
             return None
         lengths = np.array([len(ids) for ids in wanted])

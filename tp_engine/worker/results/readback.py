@@ -1,6 +1,6 @@
 """Copies of a step's results to the host, which wait for that step only, and end if another rank does.
 
-On CUDA a copy goes to pinned memory behind the kernels that make its content, and an event tells when it has arrived.
+On CUDA a copy goes to pinned memory after the kernels that make its content, and an event tells when it has arrived.
 A plain ``.cpu()`` would also wait for the next step, which is launched by then.
 
 The wait looks at the event again and again instead of sleeping in the driver: kernels that wait for a rank that has
@@ -134,7 +134,7 @@ class Readback:
 
 
 def record_event() -> Event:
-    """Return an event behind everything that the current stream has been given."""
+    """Return an event after everything that the current stream has been given."""
     event: Any = torch.cuda.Event()
     event.record()
     found: Event = event
@@ -142,7 +142,7 @@ def record_event() -> Event:
 
 
 def mark(stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
-    """Return an event behind all that ``stream``, by default the current one, has now."""
+    """Return an event after all that ``stream``, by default the current one, has now."""
     event = torch.cuda.Event(enable_timing=True)
     event.record(stream)
     return event

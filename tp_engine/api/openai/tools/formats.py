@@ -161,7 +161,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
             others=(
                 ForcedForm(call="[TOOL_CALLS]NAME[CALL_ID]IDENTIFIER[ARGS]ARGUMENTS"),
                 _MISTRAL_LIST,
-                replace(_MISTRAL_LIST, begin="[TOOL_CALLS] ["),  # the first tokenizers put a space behind a mark
+                replace(_MISTRAL_LIST, begin="[TOOL_CALLS] ["),  # the first tokenizers put a space after a mark
             ),
         ),
     ),
