@@ -1,4 +1,4 @@
-"""Run pytest on a stranger's tests in a folder of their own, with the plugin and nothing of this repository's."""
+"""Run pytest on a stranger's tests in a separate folder, with the plugin and nothing of this repository's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A local Ray cluster with replicas of the demo model; a program of its own, because Ray starts many processes.
+"""A local Ray cluster with replicas of the demo model; a separate program, because Ray starts many processes.
 
 ``python ray_cluster.py FOLDER`` prints one JSON object: what Ray Data, Ray Serve and its clients saw.  FOLDER is for
 Ray's files and must have a short path, because Ray keeps sockets in it.

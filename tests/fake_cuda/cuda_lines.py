@@ -53,7 +53,7 @@ def _outermost_functions(node: ast.AST, is_all: bool) -> Iterator[tuple[ast.Func
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[int]:
-    """The lines of ``body``, without docstrings, branches for CPUs, and what is behind an early return for CUDA."""
+    """The lines of ``body``, without docstrings, branches for CPUs, and what is after an early return for CUDA."""
     for statement in body:
         is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
         if not is_text:

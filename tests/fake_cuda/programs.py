@@ -49,7 +49,7 @@ def sample(llm: LLM, folder: Path) -> list[Any]:
 
 
 def long(llm: LLM, folder: Path) -> list[Any]:
-    """Log-probabilities behind a context of many keys, alone and beside a short one."""
+    """Log-probabilities after a context of many keys, alone and beside a short one."""
     return [scores(llm, [_LONG]), scores(llm, [PROMPTS[0], _LONG])]
 
 

@@ -1,4 +1,4 @@
-"""Candidates on a fake GPU: Triton's for quantised weights, in its interpreter, behind two that are planted.
+"""Candidates on a fake GPU: Triton's for quantised weights, in its interpreter, after two that are planted.
 
 ``python -m tests.fake_cuda.tuned RESULT`` tries them as a start does, and writes the verdicts and the choice.
 """

@@ -28,7 +28,7 @@ def make_rows(slots: np.ndarray, device: str) -> AdapterRows:
 def make_weights(
     in_size: int, part_sizes: tuple[int, ...], ranks: tuple[int, ...], max_rank: int, dtype: torch.dtype, device: str
 ) -> AdapterWeights:
-    """Random slots; what is behind a slot's rank is zero."""
+    """Random slots; what is after a slot's rank is zero."""
     num_parts, slots = len(part_sizes), len(ranks)
     a = random((slots, num_parts, max_rank, in_size), torch.float32, device, 1) / in_size**0.5
     b = random((slots, max_rank, sum(part_sizes)), torch.float32, device, 2)

@@ -86,7 +86,7 @@ def check_step(device: str, numbers: tuple[int, ...], dtype: torch.dtype) -> Non
 
 
 def check_draft_runs(device: str, numbers: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Draft rows behind rows; what is compared is the same kernel on the tokens one by one, bit by bit."""
+    """Draft rows after rows; what is compared is the same kernel on the tokens one by one, bit by bit."""
     kind = kind_of(numbers)
     step, _ = both("gated_delta_net_decode")
     rule, states = make_rule(kind, device), make_states(kind, device)

@@ -44,7 +44,7 @@ def check(num_words: int, world_size: int, rank: int, device: str) -> None:
     signals = [torch.zeros(num_places, world_size, dtype=torch.int32, device=device) for _ in range(world_size)]
     signals[rank][:] = 1
     signals[rank][:, rank] = 0
-    # The part begins behind a word, so it is aligned to a word only.
+    # The part begins after a word, so it is aligned to a word only.
     part = torch.cat((parts[rank][:1], parts[rank]))[1:]
     whole = all_gather_triton(part, buffers=addresses(buffers), signals=addresses(signals), rank=rank)
     assert torch.equal(whole, torch.stack(parts)) and torch.equal(buffers[rank], parts[rank])
@@ -55,7 +55,7 @@ def check(num_words: int, world_size: int, rank: int, device: str) -> None:
 
 
 def take_part(rank: int, buffers: torch.Tensor, signals: torch.Tensor, num_calls: int) -> None:
-    """A rank of several: all-gathers one behind the other; it comes to them late or early, and so from each meeting."""
+    """A rank of several: all-gathers one after the other; it comes to them late or early, and so from each meeting."""
     world_size = len(buffers)
     places = {"buffers": addresses([*buffers]), "signals": addresses([*signals])}
     delays = cycle([(rank + turn) % world_size for turn in range(world_size)])

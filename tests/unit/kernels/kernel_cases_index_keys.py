@@ -51,7 +51,7 @@ CHOICES = (
 
 
 def index_cache(case: Choice, tables: torch.Tensor, device: str) -> LayerKv:
-    """Keys of small whole numbers; of a quantised cache with scales that are powers of two; NaN behind each row's end.
+    """Keys of small whole numbers; of a quantised cache with scales that are powers of two; NaN after each row's end.
     Sums are exact in any order, so equal scores are equal."""
     generator = torch.Generator().manual_seed(1)
     shape = 1, tables.numel(), case.block_size, 1, case.dim
@@ -147,7 +147,7 @@ ATTENDED = (
 
 def check_attention(device: str, case: Attended) -> None:
     """Oracle: the twin in float64, and its error in the same type.  Rows that are not chosen are NaN, and positions
-    behind a row's count are nowhere."""
+    after a row's count are nowhere."""
     width, count, num_blocks = case.rank + case.rope, len(case.counts), -(-200 // case.block_size)
     generator = torch.Generator().manual_seed(2)
     tables = torch.randperm(count * num_blocks, generator=generator).view(count, num_blocks).int().to(device)

@@ -80,7 +80,7 @@ def stored_batch(
 
 
 def check_rows(device: str, case: Rows) -> None:
-    """A step of decodes, then one of chunks behind two decodes, which its kernel leaves alone."""
+    """A step of decodes, then one of chunks after two decodes, which its kernel leaves alone."""
     for requests in (DECODES, CHUNKS):
         batch, kv, exact_kv = stored_batch(case, requests, device)
         metadata, first = batch.metadata, 0 if requests is DECODES else NUM_DECODES

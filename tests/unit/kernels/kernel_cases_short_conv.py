@@ -64,7 +64,7 @@ def check_step(device: str, size: tuple[int, int], dtype: torch.dtype) -> None:
 
 
 def check_draft_runs(device: str, size: tuple[int, int], dtype: torch.dtype) -> None:
-    """Draft rows behind rows; what is compared is the same kernel on the tokens one by one, bit by bit."""
+    """Draft rows after rows; what is compared is the same kernel on the tokens one by one, bit by bit."""
     kind = kind_of(size)
     step, _ = both("short_conv_decode")
     rule = ShortConvRule(kind, random((kind.taps, kind.num_channels), torch.float32, device, 1))

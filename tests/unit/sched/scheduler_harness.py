@@ -6,7 +6,7 @@ the slots of each group, as far back as that group's window and the tile before 
 release, eviction or recomputation.  The next token is computed from what the *cache* holds in the windows of all
 groups, so a wrong block also gives wrong tokens; ``expected_tokens`` computes them from the sequence alone.
 
-A recurrent state is the hash of all tokens that went into it.  It must be that behind the tokens before a chunk.
+A recurrent state is the hash of all tokens that went into it.  It must be that after the tokens before a chunk.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class FakeWorker:
             row.chain += chain_hashes(row.token_ids, row.chain)
 
     def _verify(self, plan: StepPlan) -> list[int]:
-        """Store each draft row's draft token behind its row, and sample what follows it."""
+        """Store each draft row's draft token after its row, and sample what follows it."""
         found: list[int] = []
         draft_tokens: dict[int, list[int]] = {}
         of_step = zip(

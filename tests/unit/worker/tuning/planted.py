@@ -72,7 +72,7 @@ def _right_once(weight: torch.Tensor, shape: Shape) -> Run:
 
 
 def _outside(weight: torch.Tensor, shape: Shape) -> Run:
-    """Its output is right, and so is one more row behind it."""
+    """Its output is right, and so is one more row after it."""
 
     def run(x: torch.Tensor) -> torch.Tensor:
         out = torch.empty(len(x), len(weight), dtype=x.dtype)
