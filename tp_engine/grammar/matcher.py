@@ -27,6 +27,7 @@ _ALLOWANCE_S = 0.5
 _QUICK_S = 0.001
 _MEMORY = 4  # masks
 _MOST_COUNTED_S = 0.002  # so that one such mask does not make a grammar slow
+_NO_TOKEN = "none of the model's tokens writes what must follow"
 
 
 class Pace:
@@ -157,7 +158,7 @@ class GrammarMatcher:
             self._catch_up()
             if not self._matcher.try_consume_tokens([token_id]):
                 self.is_over = True
-                self._is_sound()
+                self._check_complete()
                 return False
             self._accept_s = time.thread_time() - began_s
             self.is_over = self._matcher.is_stopped()
@@ -175,6 +176,8 @@ class GrammarMatcher:
                 and self.place.is_accepting
                 and not (self._own_mask() & ~self._vocabulary.end_mask).any()
             )
+            if self.is_over and not self.place.is_accepting:
+                self.fail(_NO_TOKEN)
 
     def forced(self) -> list[int]:
         """The tokens that must follow, as the tokenizer writes their text; others may write the same text.
@@ -253,13 +256,19 @@ class GrammarMatcher:
             tokens, self._untaken = self._untaken, []
             if self.place.behind_it is not None:
                 self._matcher = self.place.behind_it.deep_copy()
-            else:
-                self._matcher.try_consume_tokens(tokens)
+            elif self._matcher.try_consume_tokens(tokens) < len(tokens) and self._is_sound():
+                self.fail(_NO_TOKEN)
 
     def _own_mask(self) -> IntArray:
         """The library's mask for the model's tokens (words,); not to be changed."""
         assert self.place.mask is not None, "the mask is not there"
         return self.place.mask[: self._vocabulary.num_words]
+
+    def _check_complete(self) -> None:
+        """Note an error if the output ends here and the grammar does not: no token of the model writes what must
+        follow, or the library's mask has one that the library itself refuses, such as a special token."""
+        if self._is_sound() and not self._matcher.is_accepting():
+            self.fail(_NO_TOKEN)
 
     def _is_sound(self) -> bool:
         """Whether there is no ``error``; notes a new one.  The library's matcher may be busy for good if there is."""

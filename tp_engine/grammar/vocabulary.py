@@ -51,9 +51,10 @@ def make_vocabulary(tokenizer_json: str, vocab_size: int, eos_token_ids: Sequenc
         written = json.loads(tokenizer_json)
         num_tokens = _num_tokens(written)
         ends = [token_id for token_id in eos_token_ids if token_id < num_tokens] or None
-        tokens = library.LLTokenizer(tokenizer_json, n_vocab=max(vocab_size, num_tokens), eos_token=ends)
+        plain = json.dumps(written) if _make_plain(written) else tokenizer_json
+        tokens = library.LLTokenizer(plain, n_vocab=max(vocab_size, num_tokens), eos_token=ends)
         added = [(int(token["id"]), str(token["content"])) for token in written.get("added_tokens") or ()]
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise RequestError(
             f"structured output is not supported with this model's tokenizer: {error}", param=PARAM
         ) from error
@@ -66,6 +67,26 @@ def _num_tokens(written: Mapping[str, Any]) -> int:
     ids = [len(vocabulary) - 1] if isinstance(vocabulary, list) else vocabulary.values()
     added = (token["id"] for token in written.get("added_tokens") or ())
     return 1 + int(max((*ids, *added)))
+
+
+_OF_PROMPTS = {"truncation": None, "padding": None, "dropout": None, "add_prefix_space": False}
+
+
+def _make_plain(written: Any) -> bool:
+    """Take out of a tokenizer.json what is for whole prompts; whether there was any.  The library tokenizes parts of
+    answers with it, what a grammar forces, and allows no other tokens then: a space in front would fit no grammar."""
+    parts = [written, written["model"], *_parts(written.get("pre_tokenizer"))]
+    found = [(part, name) for part in parts for name in _OF_PROMPTS if part.get(name)]
+    for part, name in found:
+        part[name] = _OF_PROMPTS[name]
+    return bool(found)
+
+
+def _parts(pre_tokenizer: Any) -> list[Any]:
+    """A pre-tokenizer and, if it is a sequence, all within."""
+    if not pre_tokenizer:
+        return []
+    return [pre_tokenizer, *(part for one in pre_tokenizer.get("pretokenizers") or () for part in _parts(one))]
 
 
 def byte_vocabulary() -> GrammarVocabulary:

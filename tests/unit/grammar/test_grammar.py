@@ -177,7 +177,46 @@ def test_a_refused_token_ends_the_output() -> None:
     tokens = vocabulary_of("bytes")
     matcher = compile_grammar(choice_case(["a"])[0], tokens).start()
     assert not matcher.accept(5)
-    assert matcher.is_over
+    assert matcher.is_over and matcher.error is not None
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_an_output_that_no_token_can_finish_is_an_error(is_slow: bool) -> None:
+    """Oracle: the quote is a special token, which writes no text, and no other token writes one: what is there is not
+    what was asked for, and must not look complete."""
+    written = json.loads(byte_level_tokenizer().backend_tokenizer.to_str())
+    quote = {"id": written["model"]["vocab"]['"'], "content": '"', "special": True, "normalized": False}
+    written["added_tokens"].append({**quote, "single_word": False, "lstrip": False, "rstrip": False})
+    matcher = compile_grammar(regex_case('a{1,2}"b')[0], make_vocabulary(json.dumps(written), 360, (EOS,))).start()
+    if is_slow:
+        matcher._pace.usual_s = 1.0
+    for _ in range(5):
+        if not matcher.accept(allowed(fill([matcher])[0])[0]):
+            break
+    assert matcher.is_over and "none of the model's tokens writes what must follow" in str(matcher.error)
+
+
+def test_what_a_tokenizer_does_to_prompts_leaves_answers_alone() -> None:
+    """Oracle: the list.  A space in front, truncation, padding and dropout are for prompts; the library tokenizes what
+    a grammar forces, and would ask for tokens that do not fit."""
+    written = json.loads(byte_level_tokenizer().backend_tokenizer.to_str())
+    of_bytes = {**written["pre_tokenizer"], "add_prefix_space": True}
+    digits = {"type": "Digits", "individual_digits": True}
+    written["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [digits, {"type": "Sequence", "pretokenizers": [of_bytes]}],
+    }
+    written["truncation"] = {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    written["padding"] = {
+        "strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 2, "pad_type_id": 0,
+        "pad_token": "<pad>",
+    }  # fmt: skip
+    written["model"]["dropout"] = 0.9
+    params, judge = choice_case(["the quick brown fox", "12 stops"])
+    compiled = compile_grammar(params, make_vocabulary(json.dumps(written), 360, (EOS,)))
+    for seed in range(4):
+        text = text_of("bytes", walk(compiled.start(), random.Random(seed)))
+        assert judge(text), text
 
 
 @pytest.mark.parametrize("regex", ["a{0,3}", "a*"])
