@@ -11,7 +11,7 @@ from typing import Any
 from tp_engine.engine.byte_letters import byte_letters
 from tp_engine.engine.text_growth import check_growth
 from tp_engine.engine.tiktoken_model import TEKKEN_FILE, is_ranked, load_ranked
-from tp_engine.errors import ConfigError
+from tp_engine.errors import ConfigError, RequestError, shown
 from tp_engine.system.files import MAX_TOKENIZER_BYTES, check_folder, read_json, read_text
 from tp_engine.system.log import get_logger, warn_once
 from tp_engine.system.panics import is_panic, panics_refused
@@ -53,11 +53,18 @@ def tokenize(
     tokenizer: Any, text: str, second: str | None = None, *, add_special_tokens: bool, param: str
 ) -> list[int]:
     """Return the tokens of a text of a client's, or of two as the tokenizer writes pairs; ``RequestError`` for one over
-    which the tokenizer's library fails, such as a run of white space that is too long for its regular expressions."""
-    with panics_refused(f"{param} cannot be tokenized", param):
-        texts = (text,) if second is None else (text, second)
-        token_ids: list[int] = tokenizer.encode(*texts, add_special_tokens=add_special_tokens)
-        return token_ids
+    which the tokenizer's library fails, such as a run of white space that is too long for its regular expressions, or
+    a character that is not in a vocabulary without an unknown token."""
+    what = f"{param} cannot be tokenized"
+    try:
+        with panics_refused(what, param):
+            texts = (text,) if second is None else (text, second)
+            token_ids: list[int] = tokenizer.encode(*texts, add_special_tokens=add_special_tokens)
+            return token_ids
+    except RequestError:
+        raise
+    except Exception as error:  # the library raises bare ones
+        raise RequestError(f"{what} with this model's tokenizer: {shown(str(error))}", param=param) from error
 
 
 def _folder_template(folder: Path) -> str | None:
@@ -234,7 +241,7 @@ class TokenDecoder:
         self.special_ids = special_ids(tokenizer)
         self.byte_ids = _byte_ids(tokenizer)
         self._tokenizer = tokenizer
-        self._letter: list[int] = tokenizer.encode("a", add_special_tokens=False)
+        self._letter = _letter(tokenizer)
         self._token_bytes: dict[tuple[int, bool], bytes] = {}
         self.shared_texts: dict[bool, Any] = {}  # what ``TokenTexts`` keep for each other, by ``begins_text``
 
@@ -257,6 +264,14 @@ class TokenDecoder:
             behind = self.decode([*self._letter, token_id])
             text = behind.removeprefix(before) if behind.startswith(before) else text
         return text.encode()
+
+
+def _letter(tokenizer: Any) -> list[int]:
+    """The tokens of some letter; none if the tokenizer knows neither it nor an unknown token."""
+    try:
+        return tokenize(tokenizer, "a", add_special_tokens=False, param="a letter")
+    except RequestError:
+        return []
 
 
 def _named_bytes(name: str) -> bytes | None:

@@ -13,7 +13,7 @@ from tests.e2e.frontend import INFO, new_engine
 from tests.panicking import PANIC_TEXT, panicking_model
 from tests.unit.server.test_server_api import error_of
 from tp_engine.api.preparing import LARGE, PreparingThreads
-from tp_engine.engine.tokenizer import load_tokenizer, tokenize
+from tp_engine.engine.tokenizer import TokenDecoder, load_tokenizer, tokenize
 from tp_engine.errors import RequestError
 from tp_engine.system.panics import is_panic, panics_refused
 
@@ -55,6 +55,20 @@ def test_a_thread_that_prepares_requests_outlives_a_panic() -> None:
         threads.close()
 
     asyncio.run(scenario())
+
+
+def test_a_text_that_the_vocabulary_cannot_write_is_refused() -> None:
+    """Oracle: the library's words.  A vocabulary of a few letters without an unknown token raises a bare exception."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    bases = Tokenizer(models.Unigram([(letter, -1.0) for letter in "ACGT"]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bases)
+    assert tokenize(tokenizer, "GATTACA", add_special_tokens=True, param="prompt") == [2, 0, 3, 3, 0, 1, 0]
+    with pytest.raises(RequestError, match=r"prompt cannot be tokenized with this model's .*unk_id") as caught:
+        tokenize(tokenizer, "hello" * 1000, add_special_tokens=True, param="prompt")
+    assert caught.value.param == "prompt" and len(str(caught.value)) < 200
+    assert TokenDecoder(tokenizer).token_bytes(2) == b"G"
 
 
 @pytest.fixture(scope="module")

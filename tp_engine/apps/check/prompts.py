@@ -51,6 +51,7 @@ WEATHER_TOOL: Mapping[str, Any] = {
 }
 WEATHER_QUESTION: Sequence[Mapping[str, Any]] = [{"role": "user", "content": "What is the weather in Oslo?"}]
 NO_TOOLS = "the chat template takes no tools"
+UNSETTLED = "transformers makes other tokens of a prompt each time: the template tells the time, or the tokenizer draws"
 PROMPT_REMEDY = (
     "the model reads another prompt than in its training; answers get worse, never an error",
     "compare tokenizer.json, tokenizer_config.json and chat_template.jinja with the original; a server's "
