@@ -136,6 +136,18 @@ def ends(connection: socket.socket) -> bool:
     return True
 
 
+def test_requests_that_wait_on_one_connection_are_bounded(small: Small, request: pytest.FixtureRequest) -> None:
+    """Oracle: the count of answers, and the end of the connection.  Some requests at once are answered in order;
+    httptools would make a record of each of thousands that come in one piece of data, for seconds of the loop."""
+    with small.connect(GET % b"/health" * 8) as few:
+        data = b""
+        while data.count(b"HTTP/1.1 200") < 8:
+            data += few.recv(4096)
+    if request.node.callspec.params["small"] == "httptools":
+        with small.connect(GET % b"/wait" + GET % b"/health" * 1000) as many:
+            assert ends(many)
+
+
 def test_idle_and_half_sent_connections_are_closed(small: Small) -> None:
     """Oracle: the header's deadline, from the first byte on: bytes that trickle in do not move it."""
     beginnings = (b"", b"G", b"GET /health HTTP/1.1\r\nHost: x\r\nX-", GET % b"/health" + b"GET /he")
