@@ -1,13 +1,16 @@
 """The layers' small operations by Triton against their PyTorch twins: interpreted and on CUDA (``CASES``), and
 the launches of real models (``launch_all``).  ``kernel_cases_heads`` has those of queries and keys.
 
+``with_kernels_of`` turns these cases, and those of other modules that ask ``both`` for their kernel, to its form in C.
+
 The rule (``allowed_error``): against float32 (for float32: float64), the error is at most twice that of the twin in
 the same precision, and a unit of float32 of the largest result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from typing import Any
@@ -16,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from tp_engine.kernels.layer_ops import NormRule
-from tp_engine.kernels.ops import implementation
+from tp_engine.kernels.ops import Kind, implementation
 from tp_engine.model_config.mlp import SILU, Activation
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,9 +34,23 @@ def random(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int = 
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
 
 
+_tested: Kind = "triton"
+
+
+@contextmanager
+def with_kernels_of(kind: Kind) -> Iterator[None]:
+    """Let the cases test operations of this kind, in place of Triton's."""
+    global _tested
+    before, _tested = _tested, kind
+    try:
+        yield
+    finally:
+        _tested = before
+
+
 def both(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The Triton kernel and its twin."""
-    return implementation(name, "triton"), implementation(name, "twin")
+    """The operation in the kind that is tested, and its twin."""
+    return implementation(name, _tested), implementation(name, "twin")
 
 
 def error_of(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -89,7 +106,7 @@ def check_norm(
     add, plain_add = both("add")
     add(x, by_add, scale, stream_scale)
     plain_add(x, by_twin, scale, stream_scale)
-    found = implementation("add_norm", "triton")(x, by_add_norm, rule, scale, stream_scale)
+    found = both("add_norm")[0](x, by_add_norm, rule, scale, stream_scale)
     assert torch.equal(by_add, by_add_norm)
     assert_close_enough(by_add, by_twin, (residual.double() + x.double() * scale) * stream_scale)
     assert scale * stream_scale != 1.0 or torch.equal(by_add, by_twin), (

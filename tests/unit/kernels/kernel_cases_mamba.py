@@ -179,8 +179,8 @@ def launch(
 
 
 def launch_all() -> None:
-    """Nemotron 3 Nano on one rank and on one of 8, in every type, Nemotron-H 56B and Granite 4.  Chunks, which take most
-    of the time, where a scan has other types or tiles: a number of heads changes neither."""
+    """Nemotron 3 Nano on one rank and on one of 8, in every type, Nemotron-H 56B and Granite 4.  Chunks, which take
+    most of the time, where a scan has other types or tiles: a number of heads changes neither."""
     launch((8, 64, 128, 64, 4), has_runs=True, chunks=())
     for dtype in DTYPES:
         launch((1, 8, 128, 64, 4), dtype)
