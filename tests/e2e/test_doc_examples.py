@@ -166,7 +166,8 @@ def sum_of(answer: str) -> str:
 def test_python_runs(server: Server, workplace: Path, plain_environment: dict[str, str]) -> None:
     """Oracle: no example raises, and what it prints is the comment beside its ``print``.
 
-    They run in one process for each environment, one after the other, each with names of its own.
+    They run in one process for each environment, one after the other, each with names of its own.  The first engine of
+    each has processes of its own, as users' engines have; the others are threads, which need not import torch anew.
     """
     assert len(RUNNABLE) >= 7
     plain = [block for block in RUNNABLE if imports(block) <= OF_THE_README | sys.stdlib_module_names]
@@ -175,9 +176,14 @@ def test_python_runs(server: Server, workplace: Path, plain_environment: dict[st
     for blocks, variables in ((plain, plain_environment), ([one for one in RUNNABLE if one not in plain], None)):
         texts = [(block.name, block.text.replace(ADDRESS, server.url)) for block in blocks]
         program = (
+            "import contextlib\n"
+            "from tests.services import services, start_in_thread\n"
+            "has_started = False\n"
             f"for name, text in {texts!r}:\n"
             "    print(name, flush=True)\n"
-            "    exec(compile(text, name, 'exec'), {'__name__': '__main__'})\n"
+            "    with services(start_in_thread) if has_started else contextlib.nullcontext():\n"
+            "        exec(compile(text, name, 'exec'), {'__name__': '__main__'})\n"
+            "    has_started |= 'LLM(' in text\n"
         )
         printed += run_python(program, workplace, variables)
     for block in RUNNABLE:
