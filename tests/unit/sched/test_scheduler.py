@@ -60,6 +60,18 @@ def test_rows_are_released_by_the_next_plan_and_used_again() -> None:
     assert simulation.scheduler.next_step_id == 3
 
 
+def test_a_plan_without_rows_takes_a_number() -> None:
+    """By hand: orders to the ranks are plans without a result, between two steps; none while a step is in flight."""
+    simulation = Simulation(limits())
+    simulation.add([1, 2], **FOREVER)
+    simulation.step()
+    assert simulation.scheduler.skip_step() == 2 and simulation.scheduler.next_step_id == 3
+    plan = simulation.scheduler.schedule()
+    assert plan is not None and plan.step_id == 3
+    with pytest.raises(AssertionError, match="a plan without rows"):
+        simulation.scheduler.skip_step()
+
+
 def test_budget_counts_uncached_tokens_only() -> None:
     """By hand, budget 8: with 12 of 16 tokens cached, the second request enters whole."""
     simulation = Simulation(limits(max_num_batched_tokens=8))

@@ -13,7 +13,7 @@ import pytest
 
 from tests.text_tokenizers import byte_level_tokenizer
 from tests.unit.sched.scheduler_harness import limits
-from tp_engine.errors import INVALID_GRAMMAR, RequestError
+from tp_engine.errors import INVALID_GRAMMAR, EngineDeadError, RequestError
 from tp_engine.features.structured_output.feature import MASK_ROWS
 from tp_engine.features.structured_output.queue import GrammarQueue
 from tp_engine.grammar.compiler import CompiledGrammar, GrammarCompiler
@@ -162,6 +162,29 @@ def test_a_mask_that_comes_wakes_the_engine(bench: Bench, monkeypatch: pytest.Mo
     timer.join()
     bench.queue.wait(DEADLINE_S)
     assert time.monotonic() - began_s < DEADLINE_S / 2
+
+
+def test_a_batch_waits_until_all_are_settled(bench: Bench) -> None:
+    """Oracle: when it returns the scheduler has the request with a grammar, and the broken one's end is returned; what
+    ``check`` raises meanwhile ends the wait."""
+    bench.add("good", "a+")
+    bench.add("bad", "broken")
+
+    def fail() -> None:
+        raise EngineDeadError("a rank died")
+
+    with pytest.raises(EngineDeadError, match="a rank died"):
+        bench.queue.settle_all(bench.scheduler, fail)
+    assert bench.num_masked_rows() == 0
+
+    def go_on() -> None:
+        for event in bench.compiler.go.values():
+            event.set()
+
+    ended = bench.queue.settle_all(bench.scheduler, go_on)
+    assert [one.request_id for one in ended] == ["bad"]
+    while not bench.num_masked_rows():
+        bench.queue.wait(DEADLINE_S)
 
 
 def test_without_a_compiler() -> None:
