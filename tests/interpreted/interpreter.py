@@ -1,10 +1,10 @@
 """Triton's interpreter with the rounding of a device, and with less work.
 
 By itself the interpreter (of Triton 3.7) truncates to bfloat16 instead of rounding, loses a carry when it rounds to
-8-bit floats, and takes the bits of bfloat16 for integers in matrix products and in conversions from integers.  Its
-products are numpy's, whose library may add up each row of a tile in another order, where a device treats all alike:
-here they are taken in float64 and rounded once.  It also patches the whole language at each call of each function, and
-does other work in vain: most of its time.
+8-bit floats, lacks products with scales, and takes the bits of bfloat16 for integers in matrix products and in
+conversions from integers.  Its products are numpy's, whose library may add up each row of a tile in another order,
+where a device treats all alike: here they are taken in float64 and rounded once.  It also patches the whole language at
+each call of each function, and does other work in vain: most of its time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
+from triton._C.libtriton import ir as tl_ir
 from triton.runtime import interpreter
+
+from tp_engine.kernels.quantization.weights import E2M1_VALUES
 
 _TYPES = {
     tl.float32: torch.float32,
@@ -53,6 +56,27 @@ def round_as_a_device_does() -> None:
         products = np.matmul(widened(a), widened(b)) + added.data
         return interpreter.TensorHandle(products.astype(added.data.dtype), added.dtype.scalar)
 
+    def microscaled(handle: Any, scales: Any, kind: Any) -> np.ndarray:
+        """Rows of codes of the formats that ``dot_scaled`` takes, as numbers: two codes of 4 bits are a byte."""
+        if kind != tl_ir.ScaleDotElemTypeTY.E2M1:
+            values = widened(handle)
+        else:
+            low, high = handle.data & 15, handle.data >> 4
+            values = np.array(E2M1_VALUES)[np.stack((low, high), -1).reshape(len(low), -1)]
+        if scales is None:
+            return values
+        powers: np.ndarray = np.exp2(scales.data.astype(np.float64) - 127)
+        scaled: np.ndarray = values * powers.repeat(values.shape[1] // powers.shape[1], 1)
+        return scaled
+
+    def dot_of_microscaled(
+        self: Any, a: Any, a_scale: Any, a_kind: Any, b: Any, b_scale: Any, b_kind: Any, *rest: Any
+    ) -> Any:
+        added = rest[-1]
+        assert b_scale is None and b_kind != tl_ir.ScaleDotElemTypeTY.E2M1, "the right operand is of numbers"
+        products = np.matmul(microscaled(a, a_scale, a_kind), widened(b)) + added.data
+        return interpreter.TensorHandle(products.astype(added.data.dtype), added.dtype.scalar)
+
     def cast_by_value(self: Any, source: Any, target: Any) -> Any:
         if target.scalar == tl.bfloat16 and np.issubdtype(source.data.dtype, np.integer) and source.dtype.is_int():
             source = interpreter.TensorHandle(source.data.astype(np.float32), tl.float32)
@@ -60,6 +84,7 @@ def round_as_a_device_does() -> None:
 
     interpreter._convert_float = convert_exactly
     builder.create_dot = dot_of_floats
+    builder.create_dot_scaled = dot_of_microscaled
     builder.cast_impl = cast_by_value
 
 

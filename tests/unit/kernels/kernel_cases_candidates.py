@@ -18,6 +18,7 @@ from tp_engine.kernels.quantization.scaled_products import has_fp8_units
 from tp_engine.worker.tuning import proof
 from tp_engine.worker.tuning.proof import ProofQuestions, largest_error
 
+CPU = torch.device("cpu")
 _QUANTISED: Shape = {
     "in": 128, "out": 64, "type": "bfloat16", "codes": "int4", "scales": "uint8", "group": 32, "row_block": 1,
     "zeros": 1, "factors": 1, "parts": 0, "rows": "whole",
@@ -64,6 +65,18 @@ SHAPES: dict[str, tuple[str, Shape, tuple[int, ...] | None]] = {
     "experts, e4m3, rows as well": (
         "experts",
         {**_EXPERTS, **{name: _BLOCKS[name] for name in (*_FORMAT, "rows")}},
+        (17,),
+    ),
+    "experts, mxfp4": (
+        "experts",
+        {
+            **_EXPERTS,
+            **{name: _WHOLE[name] for name in _FORMAT},
+            "codes": "e2m1",
+            "scales": "float8_e8m0fnu",
+            "group": 32,
+            "factors": 0,
+        },
         (17,),
     ),
     "experts, nvfp4, relu2": (
@@ -139,6 +152,7 @@ def launch_all() -> None:
         table, device, large = operation(name), torch.device("meta"), {**shape, "in": 4096, "out": 6144}
         weights = table.weights(large, device, torch.Generator())
         for candidate in table.candidates:
-            if not candidate.is_quick or candidate.name.startswith("few"):
+            is_wanted = not candidate.is_quick or candidate.name.startswith("few")
+            if is_wanted and candidate.why_not(large, CPU) == why_no_triton(large, CPU):
                 run = candidate.build(weights, large)
                 run(*table.inputs(large, min(candidate.most_rows, 128), device, torch.Generator()))

@@ -58,6 +58,7 @@ def test_no_tile_for_prompts_spills(format_name: str, capability: int) -> None:
     x = torch.empty(300, 2048, dtype=BFLOAT16, device="meta")
     table, seen = operation(NAME), prompt_tiles(format_name)
     assert len(seen) >= 2 and any(seen.values()) == (kind == "e4m3")
+    assert any(name.startswith("mx") for name in seen) == (format_name == "mxfp4")
     for name, rounds_rows in seen.items():
         candidate = table.named(name)
         assert candidate is not None

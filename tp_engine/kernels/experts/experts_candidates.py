@@ -4,6 +4,7 @@
 
     tiles-MxN    M pairs by N outputs; weights of few bits are widened in registers    experts_triton
     codes-MxN    both products in units for 8-bit floats: their rows are rounded       experts_triton
+    mx-MxN       Triton's dot_scaled widens MXFP4                                      experts_triton
     library      PyTorch's grouped products                                            grouped
 
 The code's own choice is a table of tiles by the pairs of an expert, the same for all models and GPUs.  No tile for many
@@ -41,6 +42,7 @@ from tp_engine.kernels.quantization.linear_candidates import (
     random_quantised,
     rows_of,
     why_no_codes,
+    why_no_mx,
 )
 from tp_engine.kernels.quantization.row_codes import rounded_rows, rule_for
 from tp_engine.kernels.quantization.weights import QuantisedWeight, dequantise
@@ -52,6 +54,7 @@ _OTHER_WEIGHTS = "it is for other weights"
 # Tiles that no table has, for weights of the type of rows, and for quantised ones.
 _MORE_DENSE_TILES = (Tiles(16, 128, 64, 4, 4), Tiles(128, 64, 64, 8, 4))
 _MORE_QUANTISED_TILES = (Tiles(16, 128, 64, 8, 3), Tiles(64, 64, 64, 4, 3))
+_MX_TILES = (Tiles(16, 64, 64, 4, 4, True), Tiles(64, 128, 64, 8, 3, True), Tiles(128, 128, 64, 8, 3, True))
 _CODE_TILES = (Tiles(16, 64, 64, 4, 4), Tiles(64, 128, 64, 8, 4), Tiles(128, 64, 64, 8, 3))
 
 
@@ -168,6 +171,12 @@ def _why_no_codes(shape: Shape, device: torch.device) -> str | None:
     return why_no_codes(shape, device) or why_no_codes(_down_format(shape), device)
 
 
+def _why_no_mx(shape: Shape, device: torch.device) -> str | None:
+    if not _is_quantised(shape):
+        return _OTHER_WEIGHTS
+    return why_no_mx(shape, device) or why_no_mx(_down_format(shape), device)
+
+
 def _why_no_library(shape: Shape, device: torch.device, *, is_quantised: bool) -> str | None:
     if is_quantised != _is_quantised(shape):
         return _OTHER_WEIGHTS
@@ -221,6 +230,10 @@ OPERATION = Operation(
                 twin=_twin_of_codes,
             )
             for tiles in _CODE_TILES
+        ),
+        *(
+            Candidate(name=f"mx-{tiles.name}", build=partial(_tiled, tiles), why_not=_why_no_mx)
+            for tiles in _MX_TILES
         ),
         Candidate(name="library", build=_of_library, why_not=partial(_why_no_library, is_quantised=False)),
         Candidate(

@@ -22,9 +22,9 @@ from tp_engine.kernels.jit import jit
 from tp_engine.kernels.quantization.row_codes import Rows
 from tp_engine.kernels.quantization.sums_triton import (
     block_columns,
+    in_values,
     quantised_sums,
     row_arguments,
-    scales_fit_values,
 )
 from tp_engine.kernels.quantization.values_triton import DENSE, weight_constants, weight_tensors
 from tp_engine.kernels.quantization.weights import QuantisedWeight
@@ -149,7 +149,9 @@ def multiply_pairs(
     out = torch.empty((order.num_pairs, size), dtype=rows.dtype, device=rows.values.device)
     if isinstance(weight, QuantisedWeight):
         tensors, block_k = weight_tensors(weight), block_columns(weight, rows.dtype)
-        constants = weight_constants(weight) | {"IN_VALUES": scales_fit_values(weight, rows.dtype)}
+        constants = weight_constants(weight) | {
+            "IN_VALUES": in_values(weight, rows.dtype, by_compiler=tiles.by_compiler)
+        }
     else:
         tensors, block_k, constants = (weight, None, None, None), tiles.block_k, _dense_constants(weight.shape[2])
     grouped_kernel[(len(order.block_experts), ceil_div(size, tiles.block_n))](

@@ -11,7 +11,8 @@ from typing import NamedTuple
 class Tiles(NamedTuple):
     """How a grouped product is cut: rows, outputs and columns of a program's tile, its warps and stages.
 
-    Columns for quantised weights follow from their groups instead.
+    Columns for quantised weights follow from their groups instead.  ``by_compiler``: Triton's ``dot_scaled`` widens the
+    values of MXFP4.
     """
 
     block_m: int
@@ -19,6 +20,7 @@ class Tiles(NamedTuple):
     block_k: int
     num_warps: int
     num_stages: int
+    by_compiler: bool = False
 
     @property
     def name(self) -> str:

@@ -7,6 +7,7 @@
     dequantise     Triton makes the values, PyTorch's library the product             dequantise_triton
     codes-MxFxN    rows become 8-bit floats, which meet the weight's in units of      linear_triton
     library-codes  their own: Triton's tiles, or PyTorch's library                    scaled_products
+    mx-MxFxN       Triton's dot_scaled widens MXFP4                                   linear_triton
 
 The code's own choice has one table of tiles for all models and GPUs, so tuning gains most here.  Rows become codes only
 if the checkpoint's makers rounded them so (``rows`` of a shape); results differ by that rounding, so such a candidate
@@ -15,7 +16,7 @@ has a twin of its own, which rounds as it does.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +58,7 @@ from tp_engine.model_config.mlp import SILU, Activation
 from tp_engine.system.units import ceil_div
 
 NAME = "quantised_linear"
+TileSizes: TypeAlias = tuple[int, int, int, int, int]
 # The most rows whose codes are widened in registers, by the code's own choice.
 FEW_ROWS = 128
 # Rows of a tile, its outputs for weights with few and with many of them, warps, stages; the least and the most rows
@@ -74,6 +76,7 @@ _MORE_TILES = (
     ((128, 32, 32, 8, 3), 33, MANY),
 )
 _OWN_ROWS = (16, 32, 64, FEW_ROWS)
+_MX_TILES = (((16, 64, 64, 4, 4), 1), ((64, 128, 128, 8, 3), 17))
 _CODE_TILES = (((16, 64, 64, 4, 4), 1), ((64, 128, 128, 8, 4), 17), ((128, 64, 64, 8, 3), 65))
 # The most rows whose codes are widened in registers where the library has a product of codes, by the code's own choice.
 FEW_ROWS_BESIDE_CODES = 64
@@ -114,7 +117,7 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _tiles_name(tiles: tuple[int, ...], by: str = "tiles") -> str:
+def _tiles_name(tiles: TileSizes, by: str = "tiles") -> str:
     rows, few, many, warps, stages = tiles
     return f"{by}-{rows}x{few}x{many}-w{warps}-s{stages}"
 
@@ -213,7 +216,7 @@ class CodesProduct:
         return out if activation is None else self._gate(out, activation)
 
 
-def _in_codes(tiles: tuple[int, ...], weight: QuantisedWeight, shape: Shape) -> Run:
+def _in_codes(tiles: TileSizes, weight: QuantisedWeight, shape: Shape) -> Run:
     from tp_engine.kernels.quantization.linear_triton import RowTiles, TritonCodesProduct
 
     return CodesProduct(TritonCodesProduct(weight, RowTiles(*tiles)), weight.codes.device.type)
@@ -225,10 +228,10 @@ def _in_library_codes(weight: QuantisedWeight, shape: Shape) -> Run:
     return CodesProduct(scaled, weight.codes.device.type)
 
 
-def _tiled(tiles: tuple[int, ...], weight: QuantisedWeight, shape: Shape) -> Run:
+def _tiled(tiles: TileSizes, weight: QuantisedWeight, shape: Shape, *, by_compiler: bool = False) -> Run:
     from tp_engine.kernels.quantization.linear_triton import RowTiles, quantised_linear_triton
 
-    return partial(_with_tiles, quantised_linear_triton, RowTiles(*tiles), weight)
+    return partial(_with_tiles, quantised_linear_triton, RowTiles(*tiles, by_compiler=by_compiler), weight)
 
 
 def _with_tiles(
@@ -283,6 +286,14 @@ def why_no_codes(shape: Shape, device: torch.device) -> str | None:
     return None if has_fp8_units(device) else "the GPU has no units for 8-bit floats"
 
 
+def why_no_mx(shape: Shape, device: torch.device) -> str | None:
+    """Why a product of ``shape`` cannot be one by ``dot_scaled``, which refuses NVFP4's scales."""
+    is_mxfp4 = (shape["codes"], shape["scales"], shape["group"]) == ("e2m1", "float8_e8m0fnu", 32)
+    if not is_mxfp4 or shape["type"] != "bfloat16":
+        return "it multiplies MXFP4 with rows of bfloat16"
+    return why_no_triton(shape, device)
+
+
 def _why_no_library_codes(shape: Shape, device: torch.device) -> str | None:
     if shape["rows"] != "e4m3" or shape["codes"] != "e4m3":
         return "it multiplies 8-bit floats with 8-bit floats"
@@ -320,6 +331,13 @@ OPERATION = Operation(
                 least_rows=least, twin=_twin_of_codes,
             )
             for tiles, least in _CODE_TILES
+        ),
+        *(
+            Candidate(
+                name=_tiles_name(tiles, "mx"), build=partial(_tiled, tiles, by_compiler=True), why_not=why_no_mx,
+                least_rows=least, is_quick=False,
+            )
+            for tiles, least in _MX_TILES
         ),
         Candidate(
             name="library-codes", build=_in_library_codes, why_not=_why_no_library_codes, twin=_twin_of_codes

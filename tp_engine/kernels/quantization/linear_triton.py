@@ -14,7 +14,7 @@ from tp_engine.kernels.dependent_launch_triton import begin_program, dependent_l
 from tp_engine.kernels.elementwise_triton import RELU2, activation_constants, gated, squared_relu
 from tp_engine.kernels.quantization.row_codes import Rows, rule_for
 from tp_engine.kernels.quantization.scaled_products import as_codes
-from tp_engine.kernels.quantization.sums_triton import block_columns, quantised_sums, row_arguments, scales_fit_values
+from tp_engine.kernels.quantization.sums_triton import block_columns, in_values, quantised_sums, row_arguments
 from tp_engine.kernels.quantization.values_triton import weight_constants, weight_tensors
 from tp_engine.kernels.quantization.weights import QuantisedWeight
 from tp_engine.model_config.mlp import Activation
@@ -22,13 +22,17 @@ from tp_engine.system.units import ceil_div
 
 
 class RowTiles(NamedTuple):
-    """Rows of a program's tile, its outputs for weights with few and with many of them, its warps and stages."""
+    """Rows of a program's tile, its outputs for weights with few and with many of them, its warps and stages.
+
+    ``by_compiler``: Triton's ``dot_scaled`` widens the values of MXFP4.
+    """
 
     block_m: int
     few_outputs: int
     many_outputs: int
     num_warps: int
     num_stages: int
+    by_compiler: bool = False
 
 
 # The most rows, and their tiles.  ``scripts/bench_kernels.py --tiles quantised`` times them.
@@ -104,10 +108,10 @@ def quantised_linear_triton(
     block_n = tiles.many_outputs if num_outputs >= _MANY_OUTPUTS else tiles.few_outputs
     quantised_linear_kernel[(ceil_div(num_out, block_n), ceil_div(num_rows, tiles.block_m))](
         rows.values, rows.scales, *weight_tensors(weight), bias, out, num_rows, rows.values.stride(0), *rows.strides,
-        IN_VALUES=scales_fit_values(weight, dtype), OUT=num_out, BLOCK_N=block_n, BLOCK_M=tiles.block_m,
-        BLOCK_K=block_columns(weight, dtype), HAS_BIAS=bias is not None, num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages, **weight_constants(weight), **activation_constants(activation),
-        **dependent_launch(device),
+        IN_VALUES=in_values(weight, dtype, by_compiler=tiles.by_compiler), OUT=num_out, BLOCK_N=block_n,
+        BLOCK_M=tiles.block_m, BLOCK_K=block_columns(weight, dtype), HAS_BIAS=bias is not None,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **weight_constants(weight),
+        **activation_constants(activation), **dependent_launch(device),
     )  # fmt: skip
     return out
 

@@ -32,6 +32,10 @@ from tp_engine.kernels.quantization.values_triton import code_values, load_scale
 from tp_engine.kernels.quantization.weights import QuantisedWeight, values_per_byte
 
 _MAX_BLOCK_K, _MIN_BLOCK_K = 128, 32
+BY_COMPILER = 2
+_BY_COMPILER = tl.constexpr(BY_COMPILER)
+_MX_GROUP = 32  # columns of a scale in the microscaling formats
+_CODES_FORMAT, _ROWS_FORMAT = tl.constexpr("e2m1"), tl.constexpr("bf16")
 
 
 @jit
@@ -44,9 +48,9 @@ def quantised_sums(
     """(BLOCK_N, BLOCK_M) float32: of the weight's rows ``output``, where ``inside``, and the rows of ``x`` at
     ``row_place``, where ``is_row``.
 
-    With IN_VALUES, scales go into the values.  Pointers are those of one weight, also if it is one of a stack.  With
-    ROW_CODES, rows are codes, whose scales of the first group are at ``row_scale_place``, those of the next
-    ``row_scale_stride`` further on.
+    With IN_VALUES, scales go into the values; 2: the compiler widens them (``dot_scaled``).  Pointers are those of one
+    weight, also if it is one of a stack.  With ROW_CODES, rows are codes, whose scales of the first group are at
+    ``row_scale_place``, those of the next ``row_scale_stride`` further on.
     """
     dtype: tl.constexpr = row_place.dtype.element_ty
     ROW_CODES: tl.constexpr = dtype == tl.float8e4nv
@@ -54,8 +58,10 @@ def quantised_sums(
     per_byte: tl.constexpr = 2 if CODES == 1 or CODES == 4 else 1
     block_bytes: tl.constexpr = BLOCK_K // per_byte
     # The most groups that a block of columns touches.
-    parts: tl.constexpr = 1 if GROUP % BLOCK_K == 0 or GROUPS < 2 or IN_VALUES else (
-        BLOCK_K // GROUP if BLOCK_K % GROUP == 0 else (BLOCK_K + GROUP - 1) // GROUP + 1
+    parts: tl.constexpr = 0 if IN_VALUES == _BY_COMPILER else (
+        1 if GROUP % BLOCK_K == 0 or GROUPS < 2 or IN_VALUES else (
+            BLOCK_K // GROUP if BLOCK_K % GROUP == 0 else (BLOCK_K + GROUP - 1) // GROUP + 1
+        )
     )  # fmt: skip
     column, byte = tl.arange(0, BLOCK_K), tl.arange(0, block_bytes)
     code_place = codes + output.to(tl.int64)[:, None] * (IN // per_byte) + byte[None, :]
@@ -71,6 +77,11 @@ def quantised_sums(
         rows = tl.load(row_place[:, None] + (start + column)[None, :], mask=mask, other=0.0)
         mask = inside[:, None] & (start // per_byte + byte < IN // per_byte)[None, :]
         raw = tl.load(code_place + start // per_byte, mask=mask, other=0)
+        if IN_VALUES == _BY_COMPILER:
+            number = start // GROUP + tl.arange(0, BLOCK_K // GROUP)
+            mask = inside[:, None] & (number < GROUPS)[None, :]
+            exponents = tl.load(scale_place[:, None] + number[None, :], mask=mask, other=0)
+            sums = tl.dot_scaled(raw, exponents, _CODES_FORMAT, tl.trans(rows), None, _ROWS_FORMAT, sums)
         for part in tl.static_range(parts):
             group = start // GROUP + part
             own = rows
@@ -141,6 +152,18 @@ def block_columns(weight: QuantisedWeight, dtype: torch.dtype) -> int:
     if num_groups(weight) < 2 or scales_fit_values(weight, dtype):
         return _MAX_BLOCK_K
     return min(max(weight.group & -weight.group, _MIN_BLOCK_K), _MAX_BLOCK_K)
+
+
+def in_values(weight: QuantisedWeight, dtype: torch.dtype, *, by_compiler: bool) -> int:
+    """IN_VALUES for ``weight``; ``by_compiler``: its scales go into the values as Triton does it."""
+    assert not by_compiler or (takes_dot_scaled(weight) and dtype == torch.bfloat16), (weight.kind, dtype)
+    return BY_COMPILER if by_compiler else int(scales_fit_values(weight, dtype))
+
+
+def takes_dot_scaled(weight: QuantisedWeight) -> bool:
+    """Whether Triton's ``dot_scaled`` multiplies ``weight`` with rows of bfloat16: MXFP4; it refuses NVFP4's scales."""
+    is_mxfp4 = weight.kind == "e2m1" and weight.scales is not None and weight.scales.dtype == torch.float8_e8m0fnu
+    return is_mxfp4 and weight.group == _MX_GROUP and scales_fit_values(weight, torch.bfloat16)
 
 
 def scales_fit_values(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
