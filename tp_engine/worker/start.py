@@ -82,7 +82,7 @@ def start_rank(
         run_phase = start_up.run_agreed_phase
         choices = choose_kernels(effective, groups.host, device.torch_device, run_phase)
         effective = dataclasses.replace(effective, choices=choices)
-        groups.note_device(f"{device.description}, choices of kernels: {choices.digest}")
+        groups.note_device(f"{device.description}, choices {choices.digest}")
         backends = tuple(
             select_backend(config.attention_backend, effective.attention_needs, choices)
             for _ in effective.kv_layout.groups
