@@ -24,6 +24,7 @@ from tp_engine.system.isolation.process import end_isolated_processes, needed_by
 
 # Set before torch is imported, here and in every process that a test starts, because several ranks share a few cores.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_WAIT_POLICY"] = "passive"  # threads of tests that have two sleep between two kernels
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
