@@ -22,6 +22,7 @@ from tests.ranks.launch import torchrun
 from tests.unit.kernels.kernel_cases_gather import addresses
 from tests.unit.kernels.kernel_harness import triton_ops_on_cpus
 from tp_engine.distributed.collectives import ProcessGroupCommunicator
+from tp_engine.distributed.fused_norm import FusedSizes, TritonFusedNorm
 from tp_engine.distributed.groups import RankGroups
 from tp_engine.distributed.reduce_plan import ReducePlan
 from tp_engine.distributed.symmetric_memory import SymmetricCommunicator
@@ -65,6 +66,16 @@ class FileBuffer:
         return self._buffers[rank].view(torch.uint8)
 
 
+class CountedFusedNorm(TritonFusedNorm):
+    """Counts its calls."""
+
+    calls = 0
+
+    def __call__(self, *arguments: Any) -> torch.Tensor:
+        CountedFusedNorm.calls += 1
+        return super().__call__(*arguments)
+
+
 def run_rank(model: Path, folder: Path) -> None:
     """What each rank of the job runs; rank 0 writes the tokens, and the rows of its recorded steps."""
     world_size = int(os.environ["WORLD_SIZE"])
@@ -74,7 +85,10 @@ def run_rank(model: Path, folder: Path) -> None:
 
     def share_memory(config: object, groups: RankGroups, *_: object, **__: object) -> None:
         buffer = FileBuffer(folder, groups.info.rank, world_size)
-        groups.communicator = SymmetricCommunicator(groups.communicator, buffer, PLAN, groups.progress)
+        made = groups.communicator = SymmetricCommunicator(groups.communicator, buffer, PLAN, groups.progress)
+        rank, width = groups.info.rank, MODEL["hidden_size"]
+        sizes = FusedSizes(rank=rank, world_size=world_size, group=None, max_rows=2, size=width, dtype=torch.float32)
+        made.fused_norm, made.fused_bytes = CountedFusedNorm(sizes, buffer), 2 * width * torch.float32.itemsize
 
     def graph_plan(config: object, backend: object, communicator: Any, model: Any, *_: object) -> GraphPlan:
         assert not communicator.can_capture
@@ -104,22 +118,23 @@ def run_rank(model: Path, folder: Path) -> None:
         patch.object(library, "gather", outside(library.gather)),
     ):
         tokens = generate(model, tensor_parallel_size=world_size, sampling=NUCLEUS)
-    (folder / "tokens").write_text(json.dumps([tokens, ended]))
+    (folder / "tokens").write_text(json.dumps([tokens, ended, CountedFusedNorm.calls]))
 
 
 @pytest.mark.slow
 def test_ranks_in_shared_memory(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """Oracle: one rank's tokens on plain PyTorch, greedy and sampled; recorded steps have no other collectives.  Two
-    ranks; ``test_gather_of_processes`` has the collective on four, without an engine."""
+    """Oracle: one rank's tokens on plain PyTorch, greedy and sampled; recorded steps have no other collectives, and
+    those of one and two rows have the norms behind their all-reduces in one kernel.  Two ranks;
+    ``test_gather_of_processes`` has the collective on four, without an engine."""
     num_ranks = 2
     folder = checkpoint("qwen3", **MODEL)
     (tmp_path / "buffers").write_bytes(bytes(num_ranks * BUFFER_BYTES))
     (tmp_path / "signals").write_bytes(bytes(num_ranks * 2 * MAX_PROGRAMS * num_ranks * torch.int32.itemsize))
     job = torchrun(num_ranks, ["-m", "tests.interpreted.test_ranks", str(folder), str(tmp_path)])
     assert job.returncode == 0, job.stdout[-6000:]
-    tokens, recorded = json.loads((tmp_path / "tokens").read_text())
+    tokens, recorded, num_fused = json.loads((tmp_path / "tokens").read_text())
     assert tokens == generate(folder, sampling=NUCLEUS)
-    assert {1, 2} <= set(recorded) and len(recorded) > 5, recorded
+    assert {1, 2} <= set(recorded) and len(recorded) > 5 and num_fused > 5, (recorded, num_fused)
 
 
 if __name__ == "__main__":

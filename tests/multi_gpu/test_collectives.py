@@ -13,10 +13,13 @@ from tp_engine.config import EngineConfig
 from tp_engine.distributed import groups as process_groups
 from tp_engine.distributed.all_reduce import ReduceDevice, set_up
 from tp_engine.distributed.collectives import Communicator
+from tp_engine.distributed.fused_norm import FUSED_NORMS, FusedSizes
 from tp_engine.distributed.reduce_plan import why_not
 from tp_engine.distributed.store import launched_store
 from tp_engine.distributed.symmetric_memory import SymmetricCommunicator, probe_machine
 from tp_engine.job.progress import RankProgress
+from tp_engine.kernels.layer_ops import NormRule, add_norm
+from tp_engine.kernels.ops import op
 from tp_engine.system import env
 
 LAUNCHED = env.launched_rank() or pytest.fail("run this through scripts/test_multi_gpu")
@@ -103,3 +106,22 @@ def test_a_graph_holds_them(both: tuple[SymmetricCommunicator, Communicator]) ->
         expected = symmetric.all_reduce(tensor.clone())
         graph.replay()
         assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("num_rows", [1, 16])
+def test_a_norm_behind_an_all_reduce(both: tuple[SymmetricCommunicator, Communicator], num_rows: int) -> None:
+    """Oracle: the proof that a start makes: float64, within twice the error of all-reduce and norm, and equal bits."""
+    symmetric, _ = both
+    sizes = FusedSizes(
+        rank=LAUNCHED.rank, world_size=WORLD_SIZE, group=None, max_rows=num_rows, size=4096, dtype=torch.bfloat16
+    )
+    rule = NormRule(random_part(99, 4096, torch.bfloat16).cuda(), 1e-6)
+    parts = [
+        random_part(rank, num_rows * 4096, torch.bfloat16).cuda().view(num_rows, 4096) for rank in range(WORLD_SIZE)
+    ]
+    exact = add_norm(torch.stack(parts).double().sum(0), stream := torch.zeros_like(parts[0]).double(), rule)
+    plain = op("add_norm", "cuda")(symmetric.all_reduce(parts[LAUNCHED.rank].clone()), torch.zeros_like(parts[0]), rule)
+    fused = FUSED_NORMS["triton"].make(sizes, symmetric.buffer)
+    found = [fused(parts[LAUNCHED.rank], torch.zeros_like(parts[0]), rule, 1.0, 1.0) for _ in range(2)]
+    assert torch.equal(*found) and stream.any()
+    assert (found[0] - exact).square().mean().sqrt() <= 2 * (plain - exact).square().mean().sqrt()

@@ -7,6 +7,7 @@ all-reduce, among them shared and symmetric memory in front of these.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from time import monotonic_ns
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -14,10 +15,14 @@ import torch.distributed as dist
 from tp_engine.distributed.reduce_plan import RecordedSizes
 from tp_engine.job.progress import RankProgress
 from tp_engine.job.topology import RankInfo
+from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.linear.tree_sum import tree_sum
 
 # Renamed in newer versions of torch.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+AddNorm: TypeAlias = Callable[[torch.Tensor, torch.Tensor, NormRule, float, float], torch.Tensor]
+"""``layer_ops.add_norm``."""
 
 
 class Communicator(ABC):
@@ -32,6 +37,18 @@ class Communicator(ABC):
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place; returns ``tensor``."""
+
+    def all_reduce_add_norm(
+        self,
+        part: torch.Tensor,
+        residual: torch.Tensor,
+        rule: NormRule,
+        scale: float,
+        stream_scale: float,
+        add_norm: AddNorm,
+    ) -> torch.Tensor:
+        """Return ``add_norm`` of the sum over ranks of ``part``, which may be overwritten."""
+        return add_norm(self.all_reduce(part), residual, rule, scale, stream_scale)
 
     def tree_reduce(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The sum of the ranks' parts, contiguous float32, by ``tree_sum``, rounded once to ``dtype``."""

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 
-from tp_engine.distributed.collectives import Communicator
+from tp_engine.distributed.collectives import AddNorm, Communicator
+from tp_engine.distributed.fused_norm import FusedNorm
 from tp_engine.distributed.rank import Agreeing, all_do
 from tp_engine.distributed.reduce_plan import (
     ALIGNMENT,
@@ -31,6 +32,7 @@ from tp_engine.distributed.reduce_plan import (
 )
 from tp_engine.job.progress import RankProgress
 from tp_engine.job.topology import RankInfo
+from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.ops import has_triton
 from tp_engine.system import env
 from tp_engine.system.log import get_logger
@@ -168,7 +170,13 @@ class TorchSymmetricBuffer(SymmetricBuffer):
 
 
 class SymmetricCommunicator(Communicator):
-    """``library``'s collectives, but all-reduces and all-gathers of the plan's sizes go through ``buffer``."""
+    """``library``'s collectives, but all-reduces and all-gathers of the plan's sizes go through ``buffer``.
+
+    ``fused_norm``: all-reduces of up to ``fused_bytes`` with a norm behind them are one kernel, once that is proven.
+    """
+
+    fused_norm: FusedNorm | None = None
+    fused_bytes = 0
 
     def __init__(
         self, library: Communicator, buffer: SymmetricBuffer, plan: ReducePlan, progress: RankProgress
@@ -192,6 +200,25 @@ class SymmetricCommunicator(Communicator):
         self._progress.collective()
         self._run[method](tensor.view(-1))
         return tensor
+
+    def all_reduce_add_norm(
+        self,
+        part: torch.Tensor,
+        residual: torch.Tensor,
+        rule: NormRule,
+        scale: float,
+        stream_scale: float,
+        add_norm: AddNorm,
+    ) -> torch.Tensor:
+        fused = self.fused_norm if self.can_fuse(part) and part.nbytes <= self.fused_bytes else None
+        if fused is None or not fused.takes(rule, scale, stream_scale):
+            return super().all_reduce_add_norm(part, residual, rule, scale, stream_scale, add_norm)
+        self._progress.collective()
+        return fused(part, residual, rule, scale, stream_scale)
+
+    def can_fuse(self, part: torch.Tensor) -> bool:
+        """Return whether ``part`` is all-reduced in one shot, as in kernels with a norm behind."""
+        return _fits(part) and self.plan.choose(part.nbytes) == Method.ONE_SHOT
 
     def why_not_capture(self, sizes: RecordedSizes) -> str | None:
         """Why not: all-reduces in symmetric memory can be captured; if the library's cannot, all tensors must fit."""

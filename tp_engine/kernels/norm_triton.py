@@ -33,11 +33,18 @@ def begin_norm(weight, SIZE: tl.constexpr, BLOCK: tl.constexpr, OFFSET: tl.const
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
+    gain = load_gain(weight, column, inside, OFFSET)
+    wait_for_previous(PDL)
+    return token, column, inside, gain
+
+
+@jit
+def load_gain(weight, column, inside, OFFSET: tl.constexpr):
+    """The weights of a row, float32."""
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if OFFSET != 0:
         gain += OFFSET
-    wait_for_previous(PDL)
-    return token, column, inside, gain
+    return gain
 
 
 @jit
@@ -69,7 +76,15 @@ def normalised_row(
 @jit
 def added_to_stream(x, residual, column, inside, stream_scale, SCALE: tl.constexpr, SCALES_STREAM: tl.constexpr):
     """Add a row to the residual stream's; return the sum as it is stored."""
-    values = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
+    return add_values(
+        tl.load(x + column, mask=inside, other=0.0), residual, column, inside, stream_scale, SCALE, SCALES_STREAM
+    )
+
+
+@jit
+def add_values(values, residual, column, inside, stream_scale, SCALE: tl.constexpr, SCALES_STREAM: tl.constexpr):
+    """``added_to_stream`` of a row that has been loaded."""
+    values = values.to(tl.float32)
     if SCALE != 1:
         values *= SCALE
     values += tl.load(residual + column, mask=inside, other=0.0).to(tl.float32)

@@ -35,8 +35,8 @@ class Join:
 
     ``out_norm`` normalises the ranks' sum of the output, which is multiplied by ``scale`` when it is added; then the
     stream is multiplied by ``stream_scale``; ``next_norm`` normalises the stream.  Each may be None.  Sum and norm are
-    one operation.  ``is_summed``: the block has already added up the ranks' parts.  ``readers`` are all layers that
-    read the normalised stream.
+    one operation, and without ``out_norm`` the communicator's, which may have the all-reduce in it.  ``is_summed``: the
+    block has already added up the parts.  ``readers`` are all layers that read the normalised stream.
     """
 
     def __init__(
@@ -66,12 +66,13 @@ class Join:
         next_norm = self._next_norm
         if part is None:
             return residual if next_norm is None else next_norm(residual)
-        scales = (self._scale,) if self._stream_scale is None else (self._scale, self._stream_scale.value)
-        output = self._output(part)
+        scales = self._scale, 1.0 if self._stream_scale is None else self._stream_scale.value
         if next_norm is None:
-            self._add(output, residual, *scales)
+            self._add(self._output(part), residual, *scales)
             return residual
-        joined: torch.Tensor = self._add_norm(output, residual, next_norm.rule, *scales)
+        if self._out_norm is None and not self._is_summed:
+            return self._communicator.all_reduce_add_norm(part, residual, next_norm.rule, *scales, self._add_norm)
+        joined: torch.Tensor = self._add_norm(self._output(part), residual, next_norm.rule, *scales)
         return joined
 
     def for_readers(self, part: torch.Tensor | None, residual: torch.Tensor) -> Rows:

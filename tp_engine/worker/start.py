@@ -52,6 +52,7 @@ from tp_engine.worker.trial_steps import (
     warm_up,
     warms_up,
 )
+from tp_engine.worker.tuning.fused_norm import try_fused_norm
 from tp_engine.worker.tuning.start import choose_kernels
 from tp_engine.worker.worker import StartedRank
 
@@ -96,6 +97,7 @@ def start_rank(
             torch_device=device.torch_device, largest_bytes=effective.largest_sum_bytes, wait=device.synchronize
         )
         all_reduce.set_up(config, groups, start_up.run, of_sums, num_hosts=effective.num_hosts)
+        try_fused_norm(effective, groups, device.torch_device, device.synchronize)
         model, head = _load(effective, groups, start_up, backends, device)
         parts = RankParts(
             effective=effective,

@@ -16,6 +16,7 @@ READ_EARLY = {
     "norm_kernel": {"weight"},
     "one_row_linear_kernel": {"weight"},
     "quantised_row_kernel": {"codes"},
+    "reduce_norm_kernel": {"weight"},
 }
 FORBIDDEN = re.compile(r"\b(st\.global|atom\.|red\.|cp\.async|mbarrier|membar|fence)")
 JOINING = {

@@ -61,6 +61,7 @@ DOORS = {
     "triton": "tp_engine/kernels/",
     "flash_attn": "tp_engine/attention/flash_attn.py",
     "flash_attn_interface": "tp_engine/attention/flash_attn.py",
+    "flashinfer": "tp_engine/distributed/fused_norm.py",
     "safetensors": "tp_engine/weights/",
     "llguidance": "tp_engine/grammar/",
     "ray": "tp_engine/apps/ray/",

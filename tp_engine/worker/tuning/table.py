@@ -104,7 +104,7 @@ class Store:
     def lock_file(self) -> Path:
         """Return the file whose lock says who tunes this device."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return self.folder / _digest(self.facts)
+        return self.folder / digest_of(self.facts)
 
     def read(self, name: str, shape: Mapping[str, int | str], extent: Extent) -> TunedShape | None:
         """Return what is known; None if nothing is, or not enough of it, or if the file is not whole."""
@@ -136,21 +136,25 @@ class Store:
     def _write(self, found: TunedShape) -> None:
         key = self._key(found.operation, found.shape)
         kept = _CacheFile(key=key, found=found, date=today(), product=__version__)
-        path = self._path(key)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}")
-        try:
-            part.write_bytes(msgspec.json.encode(kept))
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        write_whole(self._path(key), msgspec.json.encode(kept))
 
     def _key(self, name: str, shape: Mapping[str, int | str]) -> dict[str, str]:
         sources = sources_digest(tuple(operation(name, self._places).sources))
         return {**self.facts, "operation": name, "shape": key_of("", shape).strip(), "sources": sources}
 
     def _path(self, key: Mapping[str, str]) -> Path:
-        return self.folder / f"{_digest(key)}.json"
+        return self.folder / f"{digest_of(key)}.json"
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that is never seen in part."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}")
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def today() -> str:
@@ -168,7 +172,8 @@ def sources_digest(globs: tuple[str, ...]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _digest(key: Mapping[str, str]) -> str:
+def digest_of(key: Mapping[str, str]) -> str:
+    """Return the name of ``key``'s file."""
     return hashlib.sha256("\0".join(f"{name}={value}" for name, value in sorted(key.items())).encode()).hexdigest()[:24]
 
 
