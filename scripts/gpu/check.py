@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from gpu.figures import figures_of
+from gpu.figures import figures_of, kernel_times
 from gpu.run import ROOT, STOP_S, Outcome, run_section, why_not
 from gpu.sections import AGAIN_S, GPU_PEERS, PLAN_S, PLANS, Section, again, all_sections
 from gpu.wheels import CARRY, PACKAGES, Keeper, bring_kernels, missing, pack, unpack
@@ -202,7 +202,7 @@ def save(outcomes: Sequence[Outcome], out: Path) -> None:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """How each section ended, then its figures beside their goals."""
+    """How each section ended, then its figures beside their goals, then the kernels of each slice's step."""
     lines = [f"{'section':<16}{'status':<12}{'seconds':>8}  verdict"]
     lines += [f"{o.name:<16}{o.status:<12}{o.seconds:>8.1f}  {o.verdict}" for o in outcomes]
     lines += ["", f"{'figure':<72}{'measured':>12} {'unit':<24}{'goal':>8}"]
@@ -210,6 +210,10 @@ def table(outcomes: Sequence[Outcome]) -> str:
         for figure in figures_of(outcome.report):
             goal = "" if figure.goal is None else f"{figure.goal:>8g}  {figure.verdict}"
             lines.append(f"{figure.label:<72}{figure.value:>12,.3f} {figure.unit:<24}{goal}")
+    for outcome in outcomes:
+        if times := kernel_times(outcome.report):
+            lines += ["", f"{outcome.name}, a step's kernels and copies"]
+            lines += [f"{name:<84}{us:>12,.1f} us" for name, us in times]
     return "\n".join(lines) + "\n"
 
 

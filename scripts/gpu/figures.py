@@ -43,6 +43,17 @@ def figures_of(report: Mapping[str, Any]) -> list[Figure]:
     return [] if make is None else list(make(report))
 
 
+def kernel_times(report: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """The kernels and copies of a decode step with their microseconds, longest first; empty for other reports."""
+    found = report["results"][0] if report.get("benchmark") == "steps" else {}
+    return list(found.get("kernels_us", {}).items())
+
+
+def why_not_profiled(report: Mapping[str, Any]) -> str:
+    """The reason why steps have no times of kernels; empty if they have, and for other reports."""
+    return str(report["results"][0].get("not_profiled", "")) if report.get("benchmark") == "steps" else ""
+
+
 def _offline(report: Mapping[str, Any]) -> Iterator[Figure]:
     yield Figure("copy bandwidth", report.get("copy_gb_per_s", 0.0), "GB/s")
     yield Figure("matrix products", report.get("matmul_tflops", 0.0), "TFLOP/s")

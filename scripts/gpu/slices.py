@@ -4,11 +4,14 @@ A slice is a folder with a config.json whose heads, inner sizes and vocabulary a
 inner size under tensor parallelism.  Its kernels, launches and bytes are those of a rank of the whole.
 
     python scripts/gpu/slices.py NAME --steps ROWSxTOKENS      measures a slice's decode steps (bench offline --steps)
-    python scripts/gpu/slices.py --compile                     runs a few layers of all at once, and measures nothing
+    python scripts/gpu/slices.py --compile                     runs all at once with --few, and measures nothing
+    python scripts/gpu/slices.py NAME --few                    a few layers, which launch the kernels that all do
+    python scripts/gpu/slices.py NAME --tune                   proves and times its kernels' candidates (tp-engine tune)
     python scripts/gpu/slices.py NAME --rehearse               the same with a tiny model of the same kind
 
-A first start mainly compiles, in one process one kernel after the other: ``--compile`` fills Triton's folder while
-others use the GPU, so that a slice's own time is for its steps.
+A first start compiles, in one process one kernel after the other, and tries candidates of kernels: ``--compile`` does
+both while others use the GPU, so that a slice's own time is for its steps.  It then has the kernels of a user's start:
+a candidate that is timed beside others needs more of a gain to be taken (``worker/tuning/rule.py``).
 """
 
 from __future__ import annotations
@@ -37,8 +40,10 @@ _TINY = {
     "shared_expert_intermediate_size": 128, "num_experts": 16, "num_local_experts": 16, "n_routed_experts": 16,
     "q_lora_rank": 128, "vocab_size": 512,
 }  # fmt: skip
-# Nor does a rehearsal profile a step of 16,384 tokens.
-_FEW = {"max_num_batched_tokens": 32, "max_num_seqs": 2, "max_model_len": 128, "num_gpu_blocks_override": 16}
+# Nor does a rehearsal profile a step of 16,384 tokens, or try kernels.
+_FEW = {
+    "max_num_batched_tokens": 32, "max_num_seqs": 2, "max_model_len": 128, "num_gpu_blocks_override": 16, "tune": "off",
+}  # fmt: skip
 COMMON = {
     "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 40960, "torch_dtype": "bfloat16",
     "tie_word_embeddings": False, "attention_bias": False, "hidden_act": "silu",
@@ -71,6 +76,10 @@ class Whole:
         config = self.slice()
         config |= {name: min(config[name], most) for name, most in _TINY.items() if name in config}
         return config | self.first_layers()
+
+    def all_layers(self) -> dict[str, Any]:
+        """Return what is different in the config.json of a model with all layers of the slice."""
+        return {key: self.slice()[key] for key in ("num_hidden_layers", "layer_types") if key in self.slice()}
 
     def first_layers(self) -> dict[str, Any]:
         """What differs in the config.json of a model with just enough layers for one of each kind."""
@@ -137,18 +146,40 @@ _SMALL_SHARE = {"gpu_memory_utilization": 0.1, "num_gpu_blocks_override": 4096}
 
 def command_of(name: str, steps: str, config: Mapping[str, Any], num_steps: int, **options: Any) -> list[str]:
     """The command that benchmarks a slice's steps; writes the slice's folder."""
-    folder = Path(tempfile.mkdtemp(prefix="slice-")) / name
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    folder = folder_of(name, config)
     options = {"load_format": "dummy", "cudagraph_capture_sizes": steps.partition("x")[0], **options}
     command = [sys.executable, "-m", "tp_engine", "bench", "offline", "--model", str(folder), "--no-peer"]
     command += ["--dtype", "bfloat16", "--steps", steps, "--num-steps", str(num_steps)]
     return [*command, "--engine-options", json.dumps(options)]
 
 
-def rehearsed(name: str) -> list[str]:
-    """The same for a tiny model, with one row and few steps."""
-    return command_of(name, "1x16", WHOLES[name].rehearsal(), 4, **_FEW)
+def folder_of(name: str, config: Mapping[str, Any]) -> Path:
+    """A new folder with a slice's config.json."""
+    folder = Path(tempfile.mkdtemp(prefix="slice-")) / name
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    return folder
+
+
+def steps_of(name: str, steps: str, config: Mapping[str, Any], *, is_rehearsal: bool, **options: Any) -> list[str]:
+    """The same as a slice is measured, or for a tiny model with one row and few steps."""
+    if is_rehearsal:
+        return command_of(name, "1x16", config, 4, **(options | _FEW))
+    return command_of(name, steps, config, 24, **options)
+
+
+def use_blocks_of(config: Mapping[str, Any]) -> None:
+    """Let blocks of this process's KV caches be as large as those of the model ``config``: how far they lie apart is
+    compiled into kernels, and is a matter of the number of layers."""
+    from tp_engine.model_config import read_model
+    from tp_engine.model_config.kv_layout import KvLayout
+
+    layout, block_bytes = read_model(config).kv_layout, KvLayout.block_bytes
+
+    def of_all_layers(_few: KvLayout, block_size: int, itemsize: int, *, has_scales: bool = False) -> int:
+        return block_bytes(layout, block_size, itemsize, has_scales=has_scales)
+
+    KvLayout.block_bytes = of_all_layers  # type: ignore[method-assign, assignment]
 
 
 def compile_all(commands: Mapping[str, Sequence[str]]) -> int:
@@ -174,18 +205,29 @@ def main() -> int:
     parser.add_argument("name", choices=WHOLES, nargs="?")
     parser.add_argument("--steps", metavar="ROWSxTOKENS", help="default: 1x128, or 64x512 of qwen3-235b-tp8")
     parser.add_argument("--compile", action="store_true", help="run a few layers of all slices at once")
+    parser.add_argument("--few", action="store_true", help="run a few layers, beside others")
+    parser.add_argument("--tune", action="store_true", help="prove and time candidates of its kernels")
     parser.add_argument("--rehearse", action="store_true", help="a tiny model, a row, and few steps")
     args = parser.parse_args()
     if args.compile == (args.name is not None):
         parser.error("name a slice, or give --compile for all")
-    if args.compile and args.rehearse:
-        first = next(iter(WHOLES))
-        return compile_all({first: rehearsed(first)})
     if args.compile:
-        few = {name: whole.slice() | whole.first_layers() for name, whole in WHOLES.items()}
-        return compile_all({name: command_of(name, STEPS[name], few[name], 4, **_SMALL_SHARE) for name in few})
-    name, steps = args.name, args.steps or STEPS[args.name]
-    command = rehearsed(name) if args.rehearse else command_of(name, steps, WHOLES[name].slice(), 24)
+        rest = ["--few", "--rehearse"] if args.rehearse else ["--few"]
+        names = list(WHOLES)[: 1 if args.rehearse else None]
+        return compile_all({name: [sys.executable, __file__, name, *rest] for name in names})
+    name, steps, whole = args.name, args.steps or STEPS[args.name], WHOLES[args.name]
+    config = whole.rehearsal() if args.rehearse else whole.slice()
+    if args.few:
+        from tp_engine.cli.main import main as run
+
+        use_blocks_of(config | whole.all_layers())
+        few = config | whole.first_layers()
+        return run(steps_of(name, steps, few, is_rehearsal=args.rehearse, **_SMALL_SHARE)[3:])
+    if args.tune:
+        command = [sys.executable, "-m", "tp_engine", "tune", str(folder_of(name, config)), "--dtype", "bfloat16"]
+        command += ["--load-format", "dummy", "--quick", "--again", "--report"]
+    else:
+        command = steps_of(name, steps, config, is_rehearsal=args.rehearse)
     return os.execv(sys.executable, command)
 
 

@@ -1,4 +1,4 @@
-"""Codecs of the host tier on a GPU: the kernels' cases, and blocks that go to pinned memory and back on a stream."""
+"""Codecs of the host tier on a GPU: blocks that go to pinned memory and back on a stream."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.kv_tiers import moves
-from tests.unit.kernels import kernel_cases_block_codes
 from tests.unit.kernels.kernel_harness import needs_triton
 from tp_engine.features.tiers.codecs import make_codec
 from tp_engine.features.tiers.codecs.pca import TOKENS_PER_DIM
@@ -84,11 +83,3 @@ def test_blocks_come_back(name: str, dtype: torch.dtype) -> None:
     if name == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs a GPU with 8-bit floats")
     check(name, dtype, "cuda")
-
-
-@pytest.mark.parametrize("case", kernel_cases_block_codes.CASES)
-def test_kernel(case: str) -> None:
-    """Oracle: the case's own."""
-    if "float8" in case and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("needs a GPU with 8-bit floats")
-    kernel_cases_block_codes.CASES[case]("cuda")

@@ -20,7 +20,10 @@ from tp_engine.worker.graphs.step_runner import Captured, StepRunner
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 SIZES = {"hidden_size": 256, "num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "intermediate_size": 512}
-OPTIONS: dict[str, Any] = {"device": "cuda", "max_model_len": 512, "num_gpu_blocks_override": 2048, "max_num_seqs": 16}
+# Engines that are compared have the same kernels; test_candidates_gpu.py has the proofs of others.
+OPTIONS: dict[str, Any] = {
+    "device": "cuda", "max_model_len": 512, "num_gpu_blocks_override": 2048, "max_num_seqs": 16, "tune": "off",
+}  # fmt: skip
 Checkpoint = Callable[..., Path]
 
 

@@ -18,8 +18,7 @@ from tp_engine.model_config.mlp import SILU
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-ELSEWHERE = {"block_codes", "kv_quant", "sampling", "store_kv"}  # in test_codecs_gpu, _sampling_gpu, _attention_gpu
-MODULES = [f"kernel_cases_{name}" for name in CASE_MODULES if name not in ELSEWHERE]
+MODULES = [f"kernel_cases_{name}" for name in CASE_MODULES]
 
 
 @cache

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 PARAMS = [
     SamplingParams(temperature=t, seed=seed, max_tokens=24, ignore_eos=True) for seed, t in enumerate((0, 0, 0.9, 0.9))
 ]
-OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "num_gpu_blocks_override": 256, "max_num_seqs": 8}
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32", "max_model_len": 256, "num_gpu_blocks_override": 256, "max_num_seqs": 8, "tune": "off",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["recorded", "eager"])

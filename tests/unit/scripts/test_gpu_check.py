@@ -27,7 +27,9 @@ from gpu.slices import STEPS, WHOLES
 
 from tp_engine.apps.bench.offline.options import parse_arguments as parse_offline
 from tp_engine.apps.bench.serving.options import parse_arguments as parse_serve
-from tp_engine.model_config import load_model_config
+from tp_engine.cli import main as cli
+from tp_engine.model_config import load_model_config, read_model
+from tp_engine.model_config.kv_layout import KvLayout
 
 ROOT = Path(__file__).parents[3]
 
@@ -376,21 +378,42 @@ def test_kernels_that_come_back_have_a_size(tmp_path: Path, monkeypatch: pytest.
         assert archive.getnames() == ["kernel0/x.cubin", "kernel1/x.cubin"]
 
 
-def test_slices_are_compiled_with_few_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", WHOLES)
+def test_slices_are_compiled_with_few_layers(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Oracle: the reader of config.json, the benchmark's parser; all kinds of layers of the slice are there, and the
-    shape of its step; a small share of the GPU."""
-    monkeypatch.setattr(sys, "argv", ["slices.py", "--compile"])
+    shape of its step; its cache's blocks lie as far apart; a small share of the GPU."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(KvLayout, "block_bytes", KvLayout.block_bytes)  # put back at the end
+    whole = read_model(WHOLES[name].slice())
+    block_bytes = whole.kv_layout.block_bytes(16, 2)
+    given: list[str] = []
+
+    def keep(command: list[str]) -> int:
+        given.extend(command)
+        return 0
+
+    monkeypatch.setattr(cli, "main", keep)
+    monkeypatch.setattr(sys, "argv", ["slices.py", name, "--few"])
+    assert slices.main() == 0
+    args = parse_offline(given[given.index("offline") + 1 :])
+    few = load_model_config(str(args.model))[0]
+    assert len(few.layers) <= 4 and {repr(one) for one in few.layers} == {repr(one) for one in whole.layers}
+    assert few.kv_layout.block_bytes(16, 2) == block_bytes
+    measured = slices.steps_of(name, STEPS[name], WHOLES[name].slice(), is_rehearsal=False)
+    assert given[given.index("--dtype") : -1] == measured[measured.index("--dtype") : -1]
+    options, wanted = json.loads(given[-1]), json.loads(measured[-1])
+    assert options.items() > wanted.items() and options["gpu_memory_utilization"] * len(WHOLES) < 0.6
+
+
+def test_all_slices_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the table of slices; a rehearsal has one."""
     given: dict[str, list[str]] = {}
     monkeypatch.setattr(slices, "compile_all", lambda commands: given.update(commands) or 0)
-    assert slices.main() == 0 and given.keys() == WHOLES.keys()
-    for name, command in given.items():
-        args = parse_offline(command[command.index("offline") + 1 :])
-        (tmp_path / "config.json").write_text(json.dumps(WHOLES[name].slice()))
-        few, layers = (load_model_config(str(one))[0].layers for one in (args.model, tmp_path))
-        assert len(few) <= 4 and {repr(one) for one in few} == {repr(one) for one in layers}
-        assert STEPS[name] in command
-        assert json.loads(command[-1])["gpu_memory_utilization"] * len(WHOLES) < 0.6
+    for more, names in ((["--rehearse"], [*WHOLES][:1]), ([], [*WHOLES])):
+        monkeypatch.setattr(sys, "argv", ["slices.py", "--compile", *more])
+        assert slices.main() == 0 and list(given) == names
+        assert all(command[2:] == [name, "--few", *more] for name, command in given.items())
+        given.clear()
 
 
 def test_compiling_says_what_failed(capsys: pytest.CaptureFixture[str]) -> None:

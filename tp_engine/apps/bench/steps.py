@@ -32,6 +32,7 @@ _WARM_UP_PROMPTS, _WARM_UP_STEPS = 4, 16
 _BUDGET = 16384
 _DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
 _NAME_LENGTH = 80  # a library's kernel name includes template arguments and can be very long
+_NOTHING_SEEN = "torch's profiler saw no work of the GPU: CUPTI is missing, forbidden here, or used by another profiler"
 
 
 class Steps:
@@ -139,13 +140,18 @@ def _measure(folder: str, options: Mapping[str, Any], rows: int, prompt_len: int
 
 
 def _profile_gpu(steps: Steps, num_steps: int, period_us: float) -> dict[str, Any]:
-    """Profile rank 0's GPU."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        steps.run(num_steps)
-        torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        profiler.export_chrome_trace(str(trace := Path(folder) / "trace.json"))
-        return device_figures(json.loads(trace.read_text(encoding="utf-8"))["traceEvents"], num_steps, period_us)
+    """Profile rank 0's GPU.  Without a profiler the reason takes the place of its figures; what broke a step breaks the
+    next one, too."""
+    try:
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            steps.run(num_steps)
+            torch.cuda.synchronize()
+        with tempfile.TemporaryDirectory() as folder:
+            profiler.export_chrome_trace(str(trace := Path(folder) / "trace.json"))
+            events = json.loads(trace.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
+    except Exception as error:  # whatever a profiler or its libraries say
+        return {"not_profiled": f"{type(error).__name__}: {error}"}
+    return device_figures(events, num_steps, period_us) or {"not_profiled": _NOTHING_SEEN}
 
 
 def _profile_cpu(steps: Steps, num_steps: int, period_us: float) -> dict[str, Any]:
@@ -158,8 +164,8 @@ def _profile_cpu(steps: Steps, num_steps: int, period_us: float) -> dict[str, An
 
 def device_figures(events: Sequence[Mapping[str, Any]], num_steps: int, period_us: float) -> dict[str, Any]:
     """Busy and idle time per step, the gap between two steps, and the time per step of each kernel and copy, from a
-    Chrome trace's events; all in microseconds.  A step's period has at least one gap; the ``num_steps - 1`` longest
-    gaps count as those between the steps."""
+    Chrome trace's events; all in microseconds, and nothing without events.  A step's period has at least one gap; the
+    ``num_steps - 1`` longest gaps count as those between the steps."""
     busy = [event for event in events if event.get("ph") == "X" and event.get("cat") in _DEVICE_EVENTS]
     gaps, ends = list[float](), list[float]()
     times: dict[str, float] = {}

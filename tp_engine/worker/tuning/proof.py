@@ -122,8 +122,13 @@ def _bound(exact: torch.Tensor, twin: torch.Tensor, depth: int, *, by_row: bool)
     count = len(exact) if by_row else 1
     if not exact.is_floating_point():
         return exact
-    sums = depth**0.5 * torch.finfo(torch.float32).eps
-    least = (sums + torch.finfo(twin.dtype).eps / 2) * _rms(exact, count)
+    if not exact.numel():
+        return exact.new_full((count,), _SMALLEST)
+    values = exact.reshape(count, -1)
+    # Of few values one can be most of a row, and the luck of its rounding is then no average.
+    luck = values.abs().amax(1) / values.shape[1] ** 0.5
+    sums, rounding = depth**0.5 * torch.finfo(torch.float32).eps, torch.finfo(twin.dtype).eps / 2
+    least = (sums + rounding) * _rms(exact, count) + rounding * luck
     return torch.maximum(_MARGIN * _rms(twin.double() - exact, count), least).clamp_min(_SMALLEST)
 
 

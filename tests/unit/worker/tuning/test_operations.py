@@ -10,7 +10,8 @@ import torch
 
 from tests.unit.kernels import kernel_cases_candidates
 from tp_engine.kernels.candidates import CANDIDATES, MANY, Shape, operation
-from tp_engine.worker.tuning.proof import ODD_ROWS, ProofQuestions, largest_error
+from tp_engine.worker.tuning import proof
+from tp_engine.worker.tuning.proof import ODD_ROWS, Expected, ProofQuestions, largest_error
 from tp_engine.worker.tuning.tuner import Tuner, WantedShape
 
 CPU = torch.device("cpu")
@@ -44,6 +45,16 @@ def test_candidates_are_right(name: str, shape: Shape) -> None:
         run = candidate.build(weights, shape)
         error, at = largest_error(run, questions, filter(candidate.takes, ODD_ROWS), CPU)
         assert error <= 1, (candidate.name, error, at)
+
+
+def test_a_row_that_is_mostly_one_value_may_be_rounded() -> None:
+    """By hand: bfloat16 rounds by up to 2**-9; a gated product is rounded three times, and a twin may have been lucky
+    each time.  Where many values make a row, that much on every one of them is too much."""
+    few, many = torch.zeros(1, 32, dtype=torch.float64), torch.ones(1, 4096, dtype=torch.float64)
+    few[0, 3] = 4.0
+    for exact, is_right in ((few, True), (many, False)):
+        expected = Expected(exact, proof._bound(exact, exact.bfloat16(), 1, by_row=True), None)
+        assert (expected.error(exact * (1 + 3 * 2.0**-9), 1) <= 1) == is_right
 
 
 def test_a_wrong_weight_is_seen() -> None:
