@@ -1,7 +1,6 @@
 """Paged attention with Triton kernels: decodes split over their keys, prompt chunks tile by tile."""
 
 from collections.abc import Iterable
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -16,6 +15,17 @@ from tp_engine.kernels.ops import has_triton
 MIN_CAPABILITY = (8, 0)
 MIN_FP8_CAPABILITY = (8, 9)
 MAX_HEAD_DIM = 512
+
+
+class _LayerKind(NamedTuple):
+    """What layers that run the same have in common."""
+
+    shape: AttentionShape
+    has_sinks: bool
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    block_size: int
+    device: torch.device
 
 
 class _Runs(NamedTuple):
@@ -42,7 +52,7 @@ class TritonBackend:
 
         self._store_kv = store_kv_triton
         self._is_invariant, self._choices = is_invariant, choices
-        self._runs_of = cache(self._choose)
+        self._runs: dict[_LayerKind, _Runs] = {}
         self._max_arrivals = paged_decode_triton.MAX_ARRIVALS * (
             paged_decode_triton.FIXED_SPLITS if is_invariant else 1
         )
@@ -74,7 +84,8 @@ class TritonBackend:
         prompts, num_decodes = self._prompts, metadata.num_decodes
         has_padding = metadata.is_padded and prompts is not None  # only the device knows after which chunk
         out = (torch.zeros if has_padding else torch.empty)(query.shape, dtype=query.dtype, device=query.device)
-        runs = self._runs_of(shape, shape.sinks is not None, query.dtype, kv.cache.dtype, kv.cache.shape[2], out.device)
+        kind = _LayerKind(shape, shape.sinks is not None, query.dtype, kv.cache.dtype, kv.cache.shape[2], out.device)
+        runs = self._runs.get(kind) or self._choose(kind)
         if num_decodes:
             arrivals = self._own_arrivals(query.device)
             own_query, own_out = query[:num_decodes], out[:num_decodes]
@@ -93,19 +104,12 @@ class TritonBackend:
             self._arrivals = torch.zeros(self._max_arrivals, dtype=torch.int32, device=device)
         return self._arrivals
 
-    def _choose(
-        self,
-        shape: AttentionShape,
-        has_sinks: bool,
-        dtype: torch.dtype,
-        cache_dtype: torch.dtype,
-        block_size: int,
-        device: torch.device,
-    ) -> _Runs:
+    def _choose(self, kind: _LayerKind) -> _Runs:
         """What layers of a kind run; packages take steps whose lengths the host knows."""
-        own = shape_of_layer(shape, has_sinks, dtype, cache_dtype, block_size, is_fixed=self._is_invariant)
+        own, device = shape_of_layer(*kind[:-1], is_fixed=self._is_invariant), kind.device
         decodes, prompts = (chosen(name, own, device, self._choices) for name in (DECODES, PROMPTS))
-        return _Runs(decodes, prompts, chosen(PROMPTS, own, device, DEFAULTS))
+        found = self._runs[kind] = _Runs(decodes, prompts, chosen(PROMPTS, own, device, DEFAULTS))
+        return found
 
 
 def shape_of_layer(
