@@ -348,6 +348,7 @@ def use_torch() -> None:
 
 def _release() -> None:
     """Give back what torch keeps for later, so that the log's last lines have what the program keeps."""
+    gc.unfreeze()  # an engine's process does not search what is left at its end
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()

@@ -153,7 +153,7 @@ JOBS = (
         only_gpu={**_NCCL, **_FEW_BLOCKS, "kv_offloading_size": 4.5 * _BLOCK_GIB, "kv_disk_path": "FOLDER/disk",
                   "kv_disk_size": 32.5 * _BLOCK_GIB}),
     Job("1 rank, a host tier with a codec", "`block_moves.py`, `pca.py`: blobs, and blocks that are refused",
-        program="many", model={**_DENSE, "num_heads": 8, "num_kv_heads": 4}, node=_EARLY,
+        program="thrice", model={**_DENSE, "num_heads": 8, "num_kv_heads": 4}, node=_EARLY,
         options={**_FEW_BLOCKS, "kv_offloading_size": 0.001, "kv_offloading_codec": "pca:16", "enforce_eager": True}),
     Job("2 of 8 B200, eager", "`device.py`, `step_runner.py`: CUDA_VISIBLE_DEVICES, launches without graphs",
         ranks=2, only_gpu={**_NCCL, "enforce_eager": True}, node={"GPUS": "8xB200", **_EARLY},

@@ -88,13 +88,17 @@ def new_weights(llm: LLM, folder: Path) -> list[Any]:
     return [*found, scores(llm)]
 
 
-def many(llm: LLM, folder: Path) -> list[Any]:
-    """More prompts than the cache holds, twice: blocks move to a tier and come back."""
+def thrice(llm: LLM, folder: Path) -> list[Any]:
+    """As ``many``, for a codec that learns from the blocks of the first time, and keeps those of the second."""
+    return many(llm, folder, 3)
+
+
+def many(llm: LLM, folder: Path, times: int = 2) -> list[Any]:
+    """More prompts than the cache holds, several times: blocks move to a tier and come back."""
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1)
     prompts = [[token] * 33 for token in range(10, 16)]
-    return [
-        part for _ in range(2) for output in llm.generate(prompts, params, use_tqdm=False) for part in answer(output)
-    ]
+    outputs = [output for _ in range(times) for output in llm.generate(prompts, params, use_tqdm=False)]
+    return [part for output in outputs for part in answer(output)]
 
 
 def first(llm: LLM, folder: Path) -> list[int]:
@@ -135,7 +139,7 @@ def differences(found: Any, wanted: Any, tolerance: float, place: str = "") -> l
 
 
 PROGRAMS: dict[str, Program] = {
-    one.__name__: one for one in (generate, sample, long, threaded, adapters, new_weights, many, first)
+    one.__name__: one for one in (generate, sample, long, threaded, adapters, new_weights, many, thrice, first)
 }
 
 
