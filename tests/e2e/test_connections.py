@@ -21,7 +21,7 @@ import uvicorn
 from tests.e2e.frontend import INFO, running_server, wait_until
 from tests.fake_engine import FakeEngine, arith
 from tp_engine.server.config import ServerConfig
-from tp_engine.server.connections import Connections, http_protocol
+from tp_engine.server.connections import Connections, h11_protocol, http_protocol
 from tp_engine.server.main import FrontendServer
 from tp_engine.server.middleware import Checks
 from tp_engine.server.request_guard import RequestGuard
@@ -85,7 +85,7 @@ def small_server(parser: str, **options: Any) -> Iterator[Small]:
     limited = Checks(guarded, lambda scope: None if scope["path"] == "/health" else connections.check_room())
     config = uvicorn.Config(
         limited,
-        http=http_protocol() if parser == "httptools" else parser,
+        http=http_protocol() if parser == "httptools" else h11_protocol(),
         lifespan="off",
         log_config=None,
         ws="none",
@@ -120,7 +120,9 @@ def answer(connection: socket.socket) -> bytes:
     """A whole answer in chunks."""
     data = b""
     while not data.endswith(b"0\r\n\r\n"):
-        data += connection.recv(1000)
+        read = connection.recv(1000)
+        assert read, data
+        data += read
     return data
 
 
@@ -146,6 +148,22 @@ def test_requests_that_wait_on_one_connection_are_bounded(small: Small, request:
     if request.node.callspec.params["small"] == "httptools":
         with small.connect(GET % b"/wait" + GET % b"/health" * 1000) as many:
             assert ends(many)
+
+
+def test_bodies_in_tiny_chunks_are_bounded(small: Small) -> None:
+    """Oracle: the application's count of bytes, or a 400.  Tiny chunks are refused from a number on that no client's
+    buffers make; large ones are as many as they like."""
+    headers = b"Host: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked"
+    begin = b"POST /body HTTP/1.1\r\n" + headers + b"\r\n\r\n"
+    end = b"0\r\n\r\n"
+    with small.connect(begin + b"1\r\nx\r\n" * 1000 + end) as few:
+        assert b"1000" in answer(few)
+    with small.connect(begin + (b"10\r\n" + b"x" * 16 + b"\r\n") * 3000 + end) as large:
+        assert b"48000" in answer(large)
+    with small.connect(begin) as many, contextlib.suppress(ConnectionError):
+        many.sendall(b"1\r\nx\r\n" * 20_000 + end)
+        assert b"HTTP/1.1 400" in many.recv(1000)
+        assert ends(many)
 
 
 def test_idle_and_half_sent_connections_are_closed(small: Small) -> None:

@@ -43,6 +43,8 @@ _LEAST_READ_BYTES = 4096
 _ENDED_AT_ONCE = 32
 _LOG_EVERY_S = 10.0
 _MAX_HEADER_BYTES = 65536
+_MOST_TINY_CHUNKS = 1024  # of a body, whose chunks are below
+_TINY_CHUNK_BYTES = 16  # on average
 _MOST_WAITING = 16  # requests that a client sends before it has the first one's answer
 _RESERVED_DESCRIPTORS = 128
 _RETRY_AFTER_S = 1
@@ -169,21 +171,45 @@ class _Seldom(logging.Filter):
         return False
 
 
-def http_protocol() -> type[asyncio.Protocol] | str:
-    """uvicorn's protocol for httptools where that is installed (extra ``fast``), with limits on headers and on requests
-    that wait for the answers of others; else h11.
+class _Chunks:
+    """The chunks of a request's body.  Each costs the event loop some microseconds however small it is."""
 
-    h11 has a limit of its own, and reads one request at a time.  httptools collects headers and trailers of any size,
-    and all requests of a piece of data at once: 7,000 fit, and each takes 50 us of the event loop.
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Note a new request."""
+        self._count = self._num_bytes = 0
+
+    def add(self, num_chunks: int, num_bytes: int) -> str:
+        """Note chunks and bytes; return what is wrong with them, or nothing."""
+        self._count += num_chunks
+        self._num_bytes += num_bytes
+        num_whole = self._count - 1  # the last one may still come
+        if num_whole < _MOST_TINY_CHUNKS or self._num_bytes >= num_whole * _TINY_CHUNK_BYTES:
+            return ""
+        return f"a body of more than {_MOST_TINY_CHUNKS} chunks has less than {_TINY_CHUNK_BYTES} bytes in each"
+
+
+def http_protocol() -> type[asyncio.Protocol]:
+    """uvicorn's protocol for httptools where that is installed (extra ``fast``), else for h11, with limits on headers,
+    on tiny chunks, and on requests that wait for the answers of others.
+
+    h11 has a limit for headers of its own, and reads one request at a time.  httptools collects headers and trailers of
+    any size, and all requests of a piece of data at once: 7,000 fit, and each takes 50 us of the event loop.
     """
     try:
         from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
     except ImportError:
-        return "h11"
+        return h11_protocol()
 
     class BoundedHeaders(HttpToolsProtocol):
         _num_bytes = 0  # of the present header, trailer or chunk's extension, in earlier pieces of data
         _phase = 0  # odd within one of these
+
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            self._chunks = _Chunks()
 
         def data_received(self, data: bytes) -> None:
             if self._num_bytes > _MAX_HEADER_BYTES:
@@ -198,6 +224,7 @@ def http_protocol() -> type[asyncio.Protocol] | str:
             if len(self.pipeline) >= _MOST_WAITING:
                 raise ValueError(f"more than {_MOST_WAITING} requests wait for an answer")
             self._phase |= 1
+            self._chunks.begin()
             super().on_message_begin()
 
         def on_headers_complete(self) -> None:
@@ -206,9 +233,12 @@ def http_protocol() -> type[asyncio.Protocol] | str:
 
         def on_chunk_header(self) -> None:
             self._phase |= 1
+            if wrong := self._chunks.add(1, 0):
+                raise ValueError(wrong)
 
         def on_body(self, body: bytes) -> None:
             self._phase += self._phase % 2
+            self._chunks.add(0, len(body))
             super().on_body(body)
 
         def on_message_complete(self) -> None:
@@ -216,6 +246,32 @@ def http_protocol() -> type[asyncio.Protocol] | str:
             super().on_message_complete()
 
     return BoundedHeaders
+
+
+def h11_protocol() -> type[asyncio.Protocol]:
+    """uvicorn's protocol for h11, with a limit on tiny chunks."""
+    import h11
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class BoundedConnection(h11.Connection):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            self._chunks = _Chunks()
+
+        def next_event(self) -> Any:
+            event = super().next_event()
+            if isinstance(event, h11.Request):
+                self._chunks.begin()
+            elif isinstance(event, h11.Data) and (wrong := self._chunks.add(event.chunk_start, len(event.data))):
+                raise h11.RemoteProtocolError(wrong)
+            return event
+
+    class BoundedChunks(H11Protocol):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            self.conn = BoundedConnection(h11.SERVER)
+
+    return BoundedChunks
 
 
 def _has_no_request(connection: Connection) -> bool:
