@@ -55,7 +55,6 @@ STAND_INS = {
 NOT_RUN = {
     r"\./scripts/(check|docs|test)\b": "is a job of CI",
     r"\.ci/run": "is CI",
-    r"TP_\S+ scripts/gpu_check": "needs a GPU, and another commit",
     r"scripts/gpu_check --document": "writes a document",
     r"\./scripts/(generate|screenshots)": "writes files of the repository; tests compare what it writes",
     r"(\./)?scripts/test_\w+": "runs tests for minutes, with what it installs first, GPUs or several hosts",

@@ -61,9 +61,9 @@ def tokenize(
             texts = (text,) if second is None else (text, second)
             token_ids: list[int] = tokenizer.encode(*texts, add_special_tokens=add_special_tokens)
             return token_ids
-    except RequestError:
-        raise
-    except Exception as error:  # the library raises bare ones
+    except Exception as error:
+        if type(error) is not Exception:  # the library raises bare ones; a signal's handler may raise anything here
+            raise
         raise RequestError(f"{what} with this model's tokenizer: {shown(str(error))}", param=param) from error
 
 
