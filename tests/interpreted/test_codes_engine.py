@@ -42,12 +42,13 @@ def generate(folder: Path) -> list[tuple[list[int], list[float]]]:
 @contextmanager
 def codes_on_cpus() -> Iterator[None]:
     """Inside, more than ``FEW_ROWS`` rows are multiplied as codes, by PyTorch on a CPU."""
-    products = "tp_engine.layers.quantization.quantised_products"
+    candidates = "tp_engine.kernels.quantization.linear_candidates"
     with (
         triton_ops_on_cpus(),
         gpu_path(),
-        patch(f"{products}.has_fp8_units", lambda device: True),
-        patch(f"{products}.FEW_ROWS_BESIDE_CODES", FEW_ROWS),
+        patch(f"{candidates}.why_no_triton", lambda shape, device: None),
+        patch(f"{candidates}.has_fp8_units", lambda device: True),
+        patch(f"{candidates}.FEW_ROWS_BESIDE_CODES", FEW_ROWS),
     ):
         yield
 

@@ -31,6 +31,7 @@ from tp_engine.kernels.recurrent_triton import (
     columns_in_parts,
     conv_chunks,
     decays_of,
+    last_of,
     load_state,
     load_tile,
     product,
@@ -90,7 +91,8 @@ def solve_tiles_kernel(
     key = tl.load(own_query + keys, mask=in_key, other=0.0)
     of_key = inverse_lengths(key)
     beta, step = gates_of(gates, gates_stride, log_decay, dt_bias, row, head, exists, VALUE_HEADS)
-    sums, total = tl.cumsum(step, axis=0), tl.sum(step, axis=0)  # the step of a token that does not exist is zero
+    sums = tl.cumsum(step, axis=0)
+    total = last_of(sums, count - tile * SIZE, SIZE)
     decays = decays_of(sums, SIZE) * of_key[None, :]
     line, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     place = row * VALUE_HEADS + head

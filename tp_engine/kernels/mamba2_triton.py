@@ -32,6 +32,7 @@ from tp_engine.kernels.recurrent_triton import (
     causal_conv,
     conv_chunks,
     decays_of,
+    last_of,
     load_run,
     load_state,
     load_tile,
@@ -145,7 +146,8 @@ def mamba2_scan_kernel(
         gates = mixed + row * mixed_stride + 2 * keys + values + token * mixed_stride
         dt = tl.load(gates + values + head, mask=exists, other=0.0).to(tl.float32)
         step = tl.where(exists, softplus(dt + bias), 0.0)
-        sums, last = tl.cumsum(factor * step, axis=0), tl.sum(factor * step, axis=0)
+        sums = tl.cumsum(factor * step, axis=0)
+        last = last_of(sums, count - first, SIZE)
         value = x * step[:, None]
         scores = product_of_parts(query, tl.trans(key, 0, 2, 1)) * decays_of(sums, SIZE)
         attended = product_of_parts(query, state) * tl.exp(sums)[:, None] + product(scores, value) + share * x

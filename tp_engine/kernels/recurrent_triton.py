@@ -250,6 +250,13 @@ def added_product(state, a, b):
 
 
 @jit
+def last_of(sums, count, SIZE: tl.constexpr):
+    """Of ``sums`` (SIZE,), the one of the last of ``count`` tokens.  A sum of all steps would be of another order: sums
+    are large where a state is forgotten fast, and the last token's decay, exp of a difference, would not be 1."""
+    return tl.sum(tl.where(tl.arange(0, SIZE) == tl.minimum(count, SIZE) - 1, sums, 0.0), axis=0)
+
+
+@jit
 def decays_of(sums, SIZE: tl.constexpr):
     """D (SIZE, SIZE): exp of the ``sums`` at token i minus those at token j; 0 above the diagonal."""
     is_below = tl.arange(0, SIZE)[:, None] >= tl.arange(0, SIZE)[None, :]
