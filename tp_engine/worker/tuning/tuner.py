@@ -10,7 +10,8 @@
     the process has ended                the candidate is refused
     neither                              all shapes have their choice, or the time is over
 
-A refused candidate runs no more in any shape of its operation: another process goes on without it.
+A refused candidate runs no more in any shape of its operation: another process goes on without it.  One that only
+gave no answer may be slow to compile here.  If nothing else is right, it stays where it is the code's own choice.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import msgspec
 import torch
 
 from tp_engine.job.progress import tell_progress
-from tp_engine.kernels.candidates import CANDIDATES, key_of, operation
+from tp_engine.kernels.candidates import CANDIDATES, Choice, key_of, operation
 from tp_engine.system.child_process import start_child
 from tp_engine.system.log import get_logger
 from tp_engine.worker.tuning.report import chosen
@@ -109,13 +110,15 @@ class Tuner:
 
 @dataclass
 class _Search:
-    """One search: what is found, by place in ``wanted``, and what is refused, by operation and candidate."""
+    """One search: what is found, by place in ``wanted``, and what is refused, by operation and candidate, of it what
+    was ``late``."""
 
     tuner: Tuner
     wanted: list[WantedShape]
     end_s: float
     found: dict[int, TunedShape] = field(default_factory=dict)
     refused: dict[str, dict[str, str]] = field(default_factory=dict)
+    late: set[tuple[str, str]] = field(default_factory=set)
 
     def finish(self, order: Sequence[int]) -> None:
         """Start processes until all shapes of ``order`` have a choice, or the time is over."""
@@ -151,18 +154,33 @@ class _Search:
         if not running:
             logger.warning("the process that tries kernels is given up: %s; untried kernels stay", reason)
             return False
-        self._refuse(index, running, reason)
+        name = self.wanted[index].operation
+        self.refused.setdefault(name, {})[running] = reason
+        if code is None:
+            self.late.add((name, running))
         return True
-
-    def _refuse(self, index: int, candidate: str, reason: str) -> None:
-        self.refused.setdefault(self.wanted[index].operation, {})[candidate] = reason
 
     def _finish_shape(self, index: int, said: Said) -> None:
         assert said.choice is not None
-        made = self._shape(index, said.choice, said.all_tried)
-        if not said.choice:
+        one = self.wanted[index]
+        own = self._own(one)
+        if not said.choice and not any((one.operation, name) in self.late for _, name in own):
+            raise none_is_right(self._shape(index, own, said.all_tried))
+        self.found[index] = self._proven(index, said.choice or own, said.all_tried)
+
+    def _own(self, one: WantedShape) -> Choice:
+        return operation(one.operation, self.tuner.places).default(one.shape, self.tuner.device)
+
+    def _proven(self, index: int, choice: Choice, tried: tuple[Tried, ...]) -> TunedShape:
+        """The shape with ``choice``; ``NoRightKernelError`` if one of that has been seen to be wrong."""
+        made, name = self._shape(index, choice, tried), self.wanted[index].operation
+        refused = {one.candidate for one in tried if one.is_fault} & {one for _, one in choice}
+        if any((name, one) not in self.late for one in refused):
             raise none_is_right(made)
-        self.found[index] = made
+        if refused:
+            text = "%s: no candidate was proven, so the code's own choice, which gave no answer in time: %s"
+            logger.warning(text, made.key, shown(choice))
+        return made
 
     def unreached(self, index: int) -> TunedShape:
         """Return the code's own choice for a shape that the time has not reached."""
@@ -172,20 +190,17 @@ class _Search:
             Tried(candidate=name, verdict=refused.get(name, NOT_REACHED), is_fault=name in refused)
             for name in (candidate.name for candidate in table.candidates)
         )
-        default, others = table.default(one.shape, self.tuner.device), {one.candidate for one in tried} - refused.keys()
-        choice = without(default, others)
-        if any(name in refused for _, name in choice):
-            raise none_is_right(self._shape(index, (), tried))
-        return self._shape(index, choice, tried)
+        others = {one.candidate for one in tried} - refused.keys()
+        return self._proven(index, without(self._own(one), others), tried)
 
-    def _shape(self, index: int, choice: tuple[tuple[int, str], ...], tried: tuple[Tried, ...]) -> TunedShape:
+    def _shape(self, index: int, choice: Choice, tried: tuple[Tried, ...]) -> TunedShape:
         one, tuner = self.wanted[index], self.tuner
         return TunedShape(
             operation=one.operation,
             shape=one.shape,
             extent=tuner.extent,
             choice=choice,
-            default=operation(one.operation, tuner.places).default(one.shape, tuner.device),
+            default=self._own(one),
             tried=tried,
             count=one.count,
         )

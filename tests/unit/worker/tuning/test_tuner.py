@@ -86,6 +86,17 @@ def test_candidates_that_crash_end_or_hang(
     assert "the candidate segfault is not used" in caplog.text
 
 
+def test_an_own_choice_that_is_late_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Oracle: the rule: a kernel that compiles for long on a busy machine is not wrong, so a start does not end for it;
+    the log says that it is not proven."""
+    found = tune(tmp_path, monkeypatch, "hang,nan", own="none", silence_s=3.0)
+    assert found.choice == ((MANY, "hang"),)
+    assert verdicts(found)["hang"] == "it gave no answer for 3 s" and "it is wrong" in verdicts(found)["nan"]
+    assert "no candidate was proven, so the code's own choice, which gave no answer in time: hang" in caplog.text
+
+
 def test_none_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the rule; the message names the product, the candidates with their faults, and the remedy."""
     with pytest.raises(
