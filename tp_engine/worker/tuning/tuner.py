@@ -173,14 +173,16 @@ class _Search:
 
     def _proven(self, index: int, choice: Choice, tried: tuple[Tried, ...]) -> TunedShape:
         """The shape with ``choice``; ``NoRightKernelError`` if one of that has been seen to be wrong."""
-        made, name = self._shape(index, choice, tried), self.wanted[index].operation
+        name = self.wanted[index].operation
         refused = {one.candidate for one in tried if one.is_fault} & {one for _, one in choice}
         if any((name, one) not in self.late for one in refused):
-            raise none_is_right(made)
+            raise none_is_right(self._shape(index, choice, tried))
         if refused:
             text = "%s: no candidate was proven, so the code's own choice, which gave no answer in time: %s"
-            logger.warning(text, made.key, shown(choice))
-        return made
+            logger.warning(text, self.wanted[index].key, shown(choice))
+            late = {"verdict": NOT_REACHED, "is_fault": False}
+            tried = tuple(msgspec.structs.replace(one, **late) if one.candidate in refused else one for one in tried)
+        return self._shape(index, choice, tried)
 
     def unreached(self, index: int) -> TunedShape:
         """Return the code's own choice for a shape that the time has not reached."""
