@@ -135,16 +135,21 @@ class Images(SchedulerFeature):
 
     def limit_chunk(self, sequence: Sequence, start: int, end: int) -> int:
         """Return where a chunk from ``start`` ends that could go to ``end``: before the first image whose rows are not
-        there in this step, or that would be cut and must not be.  ``start`` itself: it has to wait."""
-        limit = end
+        there in this step, or that would be cut and must not be.  ``start`` itself: it has to wait.
+
+        A draft head reads the next token, so a token of the text before an image waits with it.  One of another image
+        does not: the encoder cache may have no room for both."""
+        limit, behind = end, -1
         for image, name in self._touched(sequence, start, end):
+            first = image.start - (0 if image.start == behind else self._limits.num_ahead)
+            behind = image.start + image.num_tokens
             if limit < end:  # another rank may have nothing to do
                 if self._cache.use(name) is None and self._encodes.would_cut(image):
                     self._start(name, image)
-                continue
-            is_cut = self._limits.is_bidirectional and image.start + image.num_tokens > end
-            if (is_cut or not self._reserve(name, image)) and image.start < end:
+            elif self._limits.is_bidirectional and image.start < end < behind:
                 limit = max(image.start, start)
+            elif not self._reserve(name, image) and first < end:
+                limit = max(first, start)
         return limit
 
     def finish_plan(self, plan: StepPlan) -> StepPlan:
