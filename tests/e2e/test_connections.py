@@ -286,8 +286,9 @@ def test_headers_are_bounded(begin: bytes, part: bytes, small: Small) -> None:
 
 
 def test_large_bodies_in_small_chunks_are_no_headers(small: Small) -> None:
-    """Oracle: the sum of the body's bytes: chunks of 1 to 7 bytes, and one of 4 MiB, with short extensions."""
-    chunks = [b"x" * (1 + i % 7) for i in range(60_000)] + [b"y" * (4 << 20)]
+    """Oracle: the sum of the body's bytes: chunks of 16 to 22 bytes, which is as small as so many may be, and one of
+    4 MiB, with short extensions."""
+    chunks = [b"x" * (16 + i % 7) for i in range(60_000)] + [b"y" * (4 << 20)]
     body = b"".join(b"%x;a=b\r\n%b\r\n" % (len(one), one) for one in chunks) + b"0\r\nTrailer: x\r\n\r\n"
     head = b"POST /body HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
     with small.connect(head + body) as one:
