@@ -9,7 +9,7 @@ import torch
 from tp_engine.cpu.compiling.cache import compiled_library
 from tp_engine.cpu.compiling.gcc import BuildError
 from tp_engine.cpu.compiling.levels import NATIVE, Level, best_level, processor_flags, shippable_levels
-from tp_engine.cpu.compiling.shipped import shipped_library
+from tp_engine.cpu.compiling.shipped import is_shipped, shipped_library
 from tp_engine.cpu.prototypes import prototypes
 from tp_engine.cpu.self_check import disagreement
 from tp_engine.cpu.tape import NativeFunction
@@ -53,10 +53,10 @@ _LEVEL = "level_name"
 
 
 def _levels(wanted: str) -> tuple[Level, ...]:
-    """What is tried, in this order.  A compiler that is too old for a level may still know this processor."""
+    """What is tried, in this order: what a wheel has brought, else what is compiled for exactly this processor."""
     if wanted == "1":
         best = best_level(processor_flags())
-        return (NATIVE,) if best is None else (best, NATIVE)
+        return (NATIVE,) if best is None or not is_shipped(best) else (best, NATIVE)
     levels = {one.name: one for one in (*shippable_levels(), NATIVE)}
     if wanted not in levels:
         raise ConfigError(f"TP_ENGINE_NATIVE is {wanted!r}; it must be 0, 1, {', '.join(levels)}")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from tp_engine.cpu.compiling.cache import compiled_library
 from tp_engine.cpu.compiling.gcc import BuildError
 from tp_engine.cpu.compiling.levels import NATIVE, best_level, processor_flags
-from tp_engine.cpu.compiling.shipped import shipped_library
+from tp_engine.cpu.compiling.shipped import is_shipped
 from tp_engine.job.progress import hearing_progress
 
 _SAY_S = 10.0
@@ -19,10 +19,12 @@ _SAY_S = 10.0
 
 def main() -> None:
     """Find or compile the library, and tell how far that is on standard error."""
-    level = best_level(processor_flags()) or NATIVE
+    best = best_level(processor_flags())
+    if best is not None and is_shipped(best):
+        return
     try:
         with hearing_progress(_teller()):
-            _ = shipped_library(level) or compiled_library(level)
+            compiled_library(NATIVE)
     except (BuildError, RuntimeError) as error:
         print(
             f"[tp_engine] no native CPU kernels; PyTorch would compute, 2 to 4 times slower: {error}", file=sys.stderr

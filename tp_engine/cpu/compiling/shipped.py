@@ -18,12 +18,17 @@ def file_name(level: Level) -> str:
     return f"{level.name}-{sources_digest()}.so"
 
 
+def is_shipped(level: Level) -> bool:
+    """Return whether a wheel has brought a library for ``level``."""
+    return (BUILT / file_name(level)).exists()
+
+
 def shipped_library(level: Level) -> Path | None:
     """Return the wheel's library for ``level``; None if there is none of these sources.  ``BuildError`` if it is
     damaged."""
-    path = BUILT / file_name(level)
-    if not path.exists():
+    if not is_shipped(level):
         return None
+    path = BUILT / file_name(level)
     if not is_intact(path):
         raise BuildError(f"{path} is damaged; install the package again")
     return path
