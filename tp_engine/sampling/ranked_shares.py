@@ -27,7 +27,7 @@ from tp_engine.sampling.groups import RowGroup, SamplingMethod
 from tp_engine.sampling.noise import device_noise_keys
 from tp_engine.sampling.ranking import LOWEST_KEY, top_keys
 
-Draw: TypeAlias = Callable[..., None]
+Draw: TypeAlias = Callable[..., torch.Tensor]
 """Called as ``draw_by_torch``."""
 
 NAME = "draw_of_shares"
@@ -40,11 +40,10 @@ def draw_by_torch(
     rows: torch.Tensor,
     positions: torch.Tensor,
     tables: SamplingTables,
-    *,
     vocab_size: int,
-) -> None:
-    """Write the draws of rows with top_k to ``token_ids`` (n,) int32, from the ranks' ``shares`` (world size, n, c)
-    int64, their rank keys.  Other arguments as for ``draw_of_shares_triton``."""
+) -> torch.Tensor:
+    """Write the draws of rows with top_k to ``token_ids`` (n,) int32, and return it; from the ranks' ``shares``
+    (world size, n, c) int64, their rank keys.  Other arguments as for ``draw_of_shares_triton``."""
     known = rows.clamp(min=0)
     floats = tables.floats.index_select(0, known)
     top_k = tables.top_k.index_select(0, known)[:, None].to(torch.int64)
@@ -63,7 +62,7 @@ def draw_by_torch(
     keys = device_noise_keys(tables.seeds.index_select(0, known), positions + 1)
     drawn = vocab_parallel.decide_ranked(shares, group, keys)
     is_ranked = (rows >= 0) & (floats[:, 0] > 0.0) & (top_k[:, 0] < vocab_size)
-    token_ids.copy_(torch.where(is_ranked, drawn, token_ids))
+    return token_ids.copy_(torch.where(is_ranked, drawn, token_ids))
 
 
 def shape_of(world_size: int, width: int) -> Shape:
@@ -73,42 +72,12 @@ def shape_of(world_size: int, width: int) -> Shape:
 
 def choose_draw(device: torch.device, world_size: int, width: int, choices: Choices) -> Draw:
     """The draw that ``choices`` have for ``device``, from ``width`` keys of each of ``world_size`` ranks."""
-    run = chosen(NAME, shape_of(world_size, width), device, choices)
-
-    def draw(
-        token_ids: torch.Tensor,
-        shares: torch.Tensor,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        tables: SamplingTables,
-        *,
-        vocab_size: int,
-    ) -> None:
-        run(token_ids, shares, rows, positions, tables, vocab_size)
-
-    return draw
+    return chosen(NAME, shape_of(world_size, width), device, choices)
 
 
 def _build(draw: Callable[[], Draw]) -> Callable[[None, Shape], Run]:
-    """A candidate of ``draw``, which returns the tokens that it has written."""
-
-    def build(weights: None, shape: Shape) -> Run:
-        own = draw()
-
-        def run(
-            token_ids: torch.Tensor,
-            shares: torch.Tensor,
-            rows: torch.Tensor,
-            positions: torch.Tensor,
-            tables: SamplingTables,
-            vocab_size: int,
-        ) -> torch.Tensor:
-            own(token_ids, shares, rows, positions, tables, vocab_size=vocab_size)
-            return token_ids
-
-        return run
-
-    return build
+    """A candidate of ``draw``."""
+    return lambda weights, shape: draw()
 
 
 def _kernel() -> Draw:
@@ -171,8 +140,8 @@ def _shares_of(logits: torch.Tensor, top_k: torch.Tensor, world_size: int, width
 
 
 def _twin(weights: None, shape: Shape, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    draw_by_torch(*inputs[:-1], vocab_size=inputs[-1])
-    return inputs[0], inputs[0]
+    drawn = draw_by_torch(*inputs)
+    return drawn, drawn
 
 
 OPERATION = Operation(

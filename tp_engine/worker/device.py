@@ -53,11 +53,11 @@ class Device:
     @property
     def description(self) -> str:
         """What it is, as an operator finds it."""
-        raise NotImplementedError
+        raise NotImplementedError  # each kind of device has its own
 
     def snapshot(self) -> MemorySnapshot:
         """Memory now, after all launched work."""
-        raise NotImplementedError
+        raise NotImplementedError  # each kind of device has its own
 
     def free_bytes(self) -> int:
         """Bytes that this process may still take."""

@@ -61,15 +61,15 @@ def draw_of_shares_triton(
     rows: torch.Tensor,
     positions: torch.Tensor,
     tables: SamplingTables,
-    *,
     vocab_size: int,
-) -> None:
-    """Write the draws of rows with top_k to ``token_ids`` (n,) int32, from the ranks' ``shares`` (world size, n, c)
-    int64, c a power of two: rank keys in the order of their ids.  No row has a top_k above c; those without one keep
-    their tokens.  Other arguments as for ``best_tokens_triton``."""
+) -> torch.Tensor:
+    """Write the draws of rows with top_k to ``token_ids`` (n,) int32, and return it; from the ranks' ``shares``
+    (world size, n, c) int64, c a power of two: rank keys in the order of their ids.  No row has a top_k above c; those
+    without one keep their tokens.  Other arguments as for ``best_tokens_triton``."""
     world_size, num_rows, width = shares.shape
     draw_of_shares_kernel[(num_rows,)](
         shares, rows, positions, tables.floats, tables.top_k, tables.seeds, token_ids, vocab_size,
         NUM_FLOATS=NUM_FLOATS, WORLD_SIZE=world_size, RANKS=triton.next_power_of_2(world_size), WIDTH=width,
         num_warps=4, **LAUNCH_OPTIONS, **dependent_launch(shares.device),
     )  # fmt: skip
+    return token_ids
