@@ -15,6 +15,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests.covers import unmade
 from tests.leaks import footprint, leaked_since
 from tests.plain_environment import make_plain_environment
 from tests.skip_list import pytest_addoption, pytest_configure  # noqa: F401 - the hooks of a plugin
@@ -64,6 +65,14 @@ def leaves_nothing(session_leaves_nothing: None) -> Iterator[None]:
     yield
     if leaks := leaked_since(before, engines_go_on=True):
         pytest.fail("the test left behind:\n  " + "\n  ".join(leaks))
+
+
+@pytest.fixture(autouse=True)
+def covers_what_it_made(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that names a model in ``@covers`` whose configuration no test has made."""
+    yield
+    missing = unmade(request.node) if request.node.get_closest_marker("covers") else []
+    assert not missing, f"it names models that it does not run: {', '.join(missing)}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

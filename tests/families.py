@@ -431,6 +431,14 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+# The families that have layers with experts.
+OF_EXPERTS = [
+    name
+    for name, family in FAMILIES.items()
+    if any(count for key, count in family.changes.items() if key.endswith("experts") and "shared" not in key)
+]
+
+
 def families_on(world_size: int) -> list[str]:
     """The families that run on this number of ranks: all on 1 and 2, and each on 3 or 4, alternately; ``EVERY_SIZE`` on
     all.

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tests.covers import made
 from tp_engine.images.image_input import ImageInput
 from tp_engine.images.rules import image_rules, read_processor
 from tp_engine.kernels.kv_cache.layer_kv import dequantise, quantise
@@ -283,6 +284,7 @@ def image_config(name: str, whole: dict[str, int] | None = None, vision: Any = N
     """transformers' configuration; ``text`` changes the text part, ``vision`` the other, ``whole`` images' tokens."""
     import transformers
 
+    made.add(name)
     family = IMAGE_FAMILIES[name]
     settings = {**_TEXT, **family.text, **text}
     if family.config.startswith("Qwen2"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.covers import made
 from tests.families import FAMILIES
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def make_config(
     """
     import transformers
 
+    made.add(architecture)
     family = FAMILIES[architecture]
     settings: dict[str, Any] = {
         "num_hidden_layers": 2,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.covers import covers
 from tests.pooling_models import eos_tokenizer, make_classifier, token_scores
 from tests.tiers import slow_but
 from tp_engine import LLM, ConfigError, PoolingParams, RequestError, run_batch
@@ -40,6 +41,7 @@ HEADS = [
     slow_but([one for one in HEADS if one[0] == "qwen3" or one[1] == "ForProcessRewardModel"], HEADS),
     ids=[f"{one[0]}-{one[1]}" for one in HEADS],
 )
+@covers("vectors, scores", lambda family: [(family, 1)])
 def test_scores_equal_transformers(family: str, kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
     """Oracle: transformers' scores of each token, in float32; its softmax, sigmoid or neither, by ``problem_type``.
 

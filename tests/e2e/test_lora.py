@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.covers import covers
 from tests.lora_adapters import ADAPTERS, EXPERT_ADAPTERS, greedy_by_peft, make_adapter, merge_adapter, needs_peft
 from tests.services import stepping
 from tests.tiny_models import make_checkpoint
@@ -76,6 +77,7 @@ def answer(output: RequestOutput) -> tuple[list[int], list[float]]:
     return list(sample.token_ids), [at[token].logprob for token, at in found]
 
 
+@covers("LoRA", lambda: [("qwen3", 1)])
 def test_merged_weights_give_the_same(files: Files, llm: LLM) -> None:
     """Oracle: PEFT's ``merge_and_unload``, served as a checkpoint without adapters."""
     merged = merge_adapter(files.folder / "merged", files.checkpoint, files.adapters["stabilised"])
@@ -285,6 +287,7 @@ def scores_by_peft(checkpoint: Path, adapter: Path | None, prompt: list[int]) ->
         ("qwen2-moe", r".*\.shared_expert\.(up|down)_proj"),
     ],
 )
+@covers("LoRA", lambda family: [(family, 1)])
 def test_families(family: str, targets: str, tmp_path: Path) -> None:
     """Oracle: PEFT: modules stored fused, keys that are values too, the delta rule, names of a family's own, latents,
     shared experts."""

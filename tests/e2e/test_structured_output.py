@@ -15,6 +15,7 @@ import llguidance
 import pytest
 import torch
 
+from tests.covers import covers
 from tests.services import engine_of, stepping
 from tests.text_tokenizers import byte_level_tokenizer
 from tests.tiny_models import make_checkpoint
@@ -125,6 +126,7 @@ def library_grammar(params: StructuredOutputsParams) -> str:
     return str(llguidance.grammar_from("choice" if params.choice else "grammar", text))
 
 
+@covers("grammars", lambda: [("qwen3", 1), ("qwen3", 2)])
 def test_tokens_are_those_of_masked_full_logits(llm: LLM, two_ranks: LLM, folder: Path) -> None:
     """Oracle: masked full logits; a request without structure, in the same steps, gets the tokens of a run alone."""
     oracle, plain = Oracle(folder), greedy(None, max_tokens=30, ignore_eos=True)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.assistants import ReferenceAssistant, make_assistant
+from tests.covers import covers
 from tests.ranks import draft_head_job, parity_job
 from tests.ranks.test_draft_head import SETTINGS, WITHOUT_TEXT
 from tests.ranks.test_parity import make_prompts
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.slow
     ("world_size", "name", "family"),
     [(1, "plain", "gemma4"), (2, "prefix hits", "gemma4-experts"), (4, "chunks and preemption", "gemma4")],
 )
+@covers("draft heads", lambda family, world_size: [(family, world_size)])
 def test_drafts_change_no_bit(
     world_size: int, name: str, family: str, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

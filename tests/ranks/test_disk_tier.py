@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.covers import covers
 from tests.ranks import parity_job
 from tests.ranks.chats_job import run_chats
 from tests.ranks.test_host_tier import MODELS, TIGHT, assert_same_arrivals
@@ -26,6 +27,7 @@ NUM_HOST_SLOTS = 40
 
 
 @pytest.mark.parametrize(("world_size", "model"), [(1, "gemma3"), (2, "qwen3"), (2, "deepseek-v3")])
+@covers("KV tiers", lambda world_size, model: [(model, world_size)])
 def test_a_disk_tier_changes_no_token(
     world_size: int, model: str, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.covers import covers
 from tests.draft_heads import ReferenceHead, make_cycle, make_draft_head
 from tests.ranks import draft_head_job, parity_job
 from tests.ranks.test_parity import CACHED, PLAIN, TIGHT, make_prompts
@@ -43,6 +44,7 @@ def make_pairs(folder: Path, checkpoint: Callable[..., Path]) -> dict[str, tuple
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+@covers("draft heads", lambda world_size: [(family, world_size) for family in ("mistral", "llama", "qwen3")])
 def test_drafts_change_no_bit(world_size: int, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Oracle: tokens, ends and log-probabilities of the engine without speculation, bit for bit; and the head in plain
     PyTorch, whose drafts are the engine's but for near ties."""

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.families import EVERY_SIZE, FAMILIES, families_on
+from tests.covers import covers
+from tests.families import EVERY_SIZE, FAMILIES, OF_EXPERTS, families_on
 from tests.ranks import parity_job
 from tests.ranks.warm_ranks import warm_ranks
 from tests.tiers import fast_first
@@ -205,8 +206,17 @@ def names_of(world_size: int, part: int | None) -> list[str]:
     return [name for name in families_on(world_size) if name not in EVERY_SIZE][part::PARTS]
 
 
+def runs_in(setting: str, world_size: int, part: int | None) -> list[tuple[str, int]]:
+    """The families of a part and the number of ranks, if they run in the setting there."""
+    is_run = setting in {1: ON_1_RANK, 2: ON_2_RANKS}.get(world_size, ON_MORE_RANKS)
+    return [(name, world_size) for name in names_of(world_size, part) if is_run]
+
+
 @pytest.mark.parametrize("part", fast_first(1, [None, *range(PARTS)]))
 @pytest.mark.parametrize("world_size", fast_first(3, [1, 2, 3, 4]))
+@covers("tokens", lambda world_size, part: [(name, world_size) for name in names_of(world_size, part)])
+@covers("preemption", lambda world_size, part: runs_in("preempted", world_size, part))
+@covers("prefix cache", lambda world_size, part: runs_in("cached", world_size, part))
 def test_families_equal_transformers(
     world_size: int,
     part: int | None,
@@ -235,14 +245,14 @@ def test_families_equal_transformers(
 
 
 @pytest.mark.slow
+@covers("split experts", lambda: [(name, 3) for name in OF_EXPERTS])
 def test_expert_parallel_equals_transformers(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Oracle: transformers' logits, given our tokens; each of 3 ranks has whole experts, in unequal numbers."""
 
     def choose(folder: Path, world_size: int) -> dict[str, dict[str, Any]]:
         return {"ahead": settings_of(folder, world_size)["ahead"] | {"enable_expert_parallel": True}}
 
-    folders = {name: checkpoint(name, vocab_size=VOCAB_SIZE, **HEADS_OF_3_RANKS) for name in FAMILIES}
-    folders = {name: folder for name, folder in folders.items() if is_of_experts(folder)}
+    folders = {name: checkpoint(name, vocab_size=VOCAB_SIZE, **HEADS_OF_3_RANKS) for name in OF_EXPERTS}
     results = run_cases(3, list(folders.values()), tmp_path, choose)
     found = {
         name: problem_of(name, folder, result["ahead"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.covers import covers
 from tests.draft_heads import make_draft_head
 from tests.mtp_heads import FAMILIES, make_mtp
 from tests.ranks.test_parity import make_prompts
@@ -26,9 +27,15 @@ PARAMS: list[dict[str, Any]] = [
 ]
 
 
+# A method, or the model with its own head -> the model.
+HEADS = {"eagle3": "llama", "qwen3.5": "qwen3.5", "deepseek-v3": "deepseek-v3"}
+
+
 @pytest.mark.parametrize("method", slow_but(["ngram", "qwen3.5"], ["ngram", "qwen3.5", "deepseek-v3", "eagle3"]))
 @pytest.mark.parametrize("max_num_seqs", slow_but([1], [1, 2]))
 @pytest.mark.parametrize("world_size", slow_but([1], [1, 2]))
+@covers("text drafts", lambda method, world_size: [("qwen3", world_size)] if method == "ngram" else [])
+@covers("draft heads", lambda method, world_size: [(HEADS[method], world_size)] if method in HEADS else [])
 def test_draft_tokens_are_no_sequences(
     method: str, max_num_seqs: int, world_size: int, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.covers import covers
 from tests.ranks import parity_job
 from tests.ranks.chats_job import run_chats
 from tests.ranks.warm_ranks import warm_ranks
@@ -30,6 +31,7 @@ SLOW_COPIES = "1:move@*:sleep=0.005"
 
 
 @pytest.mark.parametrize(("world_size", "model"), [(1, "gemma3"), (2, "qwen3"), (2, "deepseek-v3")])
+@covers("KV tiers", lambda world_size, model: [(model, world_size)])
 def test_a_host_tier_changes_no_token(
     world_size: int, model: str, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.covers import covers
 from tests.draft_heads import ReferenceHead, make_draft_head
 from tests.image_models import VOCAB_SIZE, Oracle, Prompt, draw_pixels, make_image_model, pixel_files
 from tests.mtp_heads import ReferenceMtp, make_mtp
@@ -31,6 +32,7 @@ from tp_engine.worker.effective_config import resolve
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_children")]
 
 NUM_TOKENS = 16
+IN_TEXTS = ("suffix", "ngram")  # methods that find drafts in texts
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
@@ -75,6 +77,8 @@ def error_of(found: dict[str, Any], expected: dict[str, Any]) -> float:
         ("mistral3-vision", "ngram", 1),
     ],
 )
+@covers("text drafts", lambda name, method, world_size: [(name, world_size)] if method in IN_TEXTS else [])
+@covers("draft heads", lambda name, method, world_size: [(name, world_size)] if method not in IN_TEXTS else [])
 def test_drafts_change_no_token(
     name: str, method: str, world_size: int, image_model: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -99,7 +103,7 @@ def test_drafts_change_no_token(
     plain, drafted = run_cases(world_size, cases, tmp_path)
     assert error_of(drafted, plain) < 1e-4
     assert drafted["num_drafted"] > 0  # how many depends on measured times
-    if method not in ("mtp", "eagle3"):
+    if method in IN_TEXTS:
         return
     reference: Any = ReferenceMtp(folder) if method == "mtp" else ReferenceHead(head, folder)
     oracle, num_equal, num_seen = Oracle(folder, name), 0, 0
@@ -132,6 +136,7 @@ def test_preempted_and_forked_images_of_other_families(
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("qwen3-vl", 2), ("gemma4-vision", 1)])
+@covers("KV tiers", lambda world_size, name: [(name, world_size)])
 def test_tiers_change_no_token(name: str, world_size: int, image_model: Callable[..., Path], tmp_path: Path) -> None:
     """A pool too small for all prompts, a host tier, and a directory that a second engine finds: names of images mean
     nothing to it, so it has hits in texts alone."""
@@ -167,6 +172,7 @@ def run(llm: LLM, prompts: list[Prompt]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("qwen3-vl", 1), ("gemma4-vision", 2)])
+@covers("new weights", lambda world_size, name: [(name, world_size)])
 def test_new_weights_are_the_towers_too(name: str, world_size: int, image_model: Callable[..., Path]) -> None:
     """Oracle: an engine that starts with the new weights, bit for bit, behind hits of the prefix cache as well; after a
     sleep, too.  Rows of the old tower are never used: all images are encoded again, and found afterwards."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.covers import covers
 from tests.image_models import IMAGE_FAMILIES, Oracle, make_image_model, pixel_files, write_hub_form_of_kimi
 from tests.ranks import image_job
 from tests.ranks.warm_ranks import warm_ranks
@@ -112,6 +113,7 @@ MORE_ON_2_RANKS = ("qwen3-vl", "gemma4-narrow")
         pytest.param(name, 4, marks=pytest.mark.slow) for name in ("qwen3.5-moe-vision", "qwen3-vl", "kimi-k2.5-vision")
     ],
 )
+@covers("images", lambda world_size, name: [(name, world_size)])
 def test_images_equal_transformers(
     name: str,
     world_size: int,
@@ -178,6 +180,7 @@ def compare(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma4-narrow", "gemma3-vision", "qwen3-vl"])
+@covers("8-bit KV", lambda name: [(name, 1)])
 def test_quantised_kv_equals_transformers_with_it(
     name: str, image_model: Callable[[str], Path], tmp_path: Path
 ) -> None:

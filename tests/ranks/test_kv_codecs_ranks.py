@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.covers import covers
 from tests.ranks import parity_job
 from tests.ranks.forced_job import run_forced
 from tests.ranks.warm_ranks import warm_ranks
@@ -49,6 +50,7 @@ def largest_error(found: dict[str, Any], plain: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize(("world_size", "model"), [(1, "gemma3"), (2, "qwen3")])
+@covers("8-bit KV", lambda world_size, model: [(model, world_size)])
 def test_errors_are_bounded_under_preemption(
     world_size: int, model: str, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.covers import covers
 from tests.lora_adapters import ADAPTERS, greedy_by_peft, make_adapter, needs_peft
 from tests.ranks import lora_job
 from tests.ranks.warm_ranks import warm_ranks
@@ -60,6 +61,7 @@ def assert_answer(found: list[Any], expected: tuple[list[int], list[float]]) -> 
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
+@covers("LoRA", lambda num_ranks: [("llama", num_ranks)])
 def test_adapters_of_a_batch(case: Case, num_ranks: int, tmp_path: Path) -> None:
     """Oracle: PEFT's model in float32, prompt by prompt, with more adapters than slots; after a reload in place from
     the same folder the new adapter's answers, though the prefix of the old ones is cached; a torn file is refused and

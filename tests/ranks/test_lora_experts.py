@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.covers import covers
 from tests.lora_adapters import EXPERT_ADAPTERS, greedy_by_peft, make_adapter, needs_peft
 from tests.ranks import lora_job
 from tests.ranks.warm_ranks import warm_ranks
@@ -29,6 +30,7 @@ MAX_RANK, MAX_LORAS, HIDDEN = 16, 2, 64
         ("mixtral", 2, {}),
     ],
 )
+@covers("LoRA", lambda family, num_ranks: [(family, num_ranks)])
 def test_adapters_of_experts(family: str, num_ranks: int, changes: dict[str, Any], tmp_path: Path) -> None:
     """Oracle: PEFT's model in float32, prompt by prompt, for adapters of both stacks, of either, and the base model in
     one batch, with more adapters than slots, and after a reload in place; the ledger's line grows by the sizes of A

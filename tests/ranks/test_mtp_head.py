@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.covers import covers
 from tests.draft_heads import make_draft_head
 from tests.mtp_heads import FAMILIES, ReferenceMtp, make_mtp, make_mtp_cycle
 from tests.quantised.checkpoints import compress
@@ -51,6 +52,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("world_size", CASES)
+@covers("draft heads", lambda world_size: [(family, world_size) for family, _ in CASES[world_size]])
 def test_drafts_change_no_bit(world_size: int, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Oracle: tokens, ends and log-probabilities of the engine without speculation, bit for bit; and transformers'
     head, whose drafts are the engine's but for near ties."""
@@ -157,6 +159,7 @@ def test_a_step_without_drafts_ends_behind_the_heads_attention(
     assert len(seen) > 3 and all(reference.drafts(tokens, len(drafts)) == drafts for tokens, drafts in seen)
 
 
+@covers("new weights", lambda: [("qwen3.5", 1)])
 def test_new_weights_are_the_heads_too(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Oracle: an engine that starts with the new weights; drafts are always right, so the head is theirs, after a sleep
     too.  A checkpoint without the head is refused, and nothing changes."""

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.covers import covers
 from tests.ranks import parity_job
 from tests.ranks.parity_job import BEAMS
 from tests.ranks.warm_ranks import warm_ranks
@@ -64,6 +65,11 @@ def make_prompts(vocab_size: int, num_prompts: int = 16) -> list[list[int]]:
 
 
 MAX_TOKENS = [int(n) for n in np.random.default_rng(7).integers(4, 25, 16)]
+
+
+def models_on(world_size: int) -> dict[str, dict[str, Any]]:
+    """The models that so many ranks run, and their shapes."""
+    return MODELS_OF_3_RANKS if world_size == 3 else MODELS
 
 
 @lru_cache
@@ -119,13 +125,15 @@ def make_case(folder: Path, world_size: int, settings: dict[str, Any]) -> dict[s
 
 
 @pytest.mark.parametrize("world_size", slow_but([2], [1, 2, 3, 8]))
+@covers("tokens", lambda world_size: [(name, world_size) for name in models_on(world_size)])
+@covers("preemption", lambda world_size: [(name, world_size) for name in models_on(world_size)])
+@covers("prefix cache", lambda world_size: [(name, world_size) for name in models_on(world_size)])
 def test_tokens_equal_transformers(world_size: int, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Oracle: transformers generate, greedy and with beams.
 
     Batch of 16 and alone, chunked or not, preempted or not, cached or not.
     """
-    models = MODELS_OF_3_RANKS if world_size == 3 else MODELS
-    folders = {name: checkpoint(name, **shape) for name, shape in models.items()}
+    folders = {name: checkpoint(name, **shape) for name, shape in models_on(world_size).items()}
     variants = {"plain": PLAIN, "tight": TIGHT, "cached": CACHED}
     if world_size == 8:
         variants = {"cached": CACHED}  # chunked, preempted and cached

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.covers import covers
 from tests.pooling_models import (
     VOCAB,
     eos_tokenizer,
@@ -97,6 +98,7 @@ def expected_score(folder: Path, query: str, document: str) -> float:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+@covers("vectors, scores", lambda world_size: [("qwen3", world_size)])
 def test_vectors_and_scores_equal_transformers(
     world_size: int, embedding_model: Path, reranker: Path, tmp_path: Path
 ) -> None:
@@ -133,6 +135,7 @@ def test_vectors_and_scores_equal_transformers(
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
+@covers("vectors, scores", lambda world_size: [("qwen3", world_size), ("qwen2", world_size)])
 def test_scores_of_heads_equal_transformers(world_size: int, tmp_path: Path) -> None:
     """Oracle: transformers, one prompt at a time; last tokens and all tokens in one batch, in chunks, cached."""
     heads = {

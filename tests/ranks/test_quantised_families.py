@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.covers import covers
 from tests.quantised.checkpoints import SAME_NUMBERS, compress, compress_alike
 from tests.quantised.formats import FORMATS
 from tests.ranks.test_families import (
@@ -170,6 +171,7 @@ def rows_on(world_size: int) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("world_size", [1, 2, 8])
+@covers("quantised", lambda world_size, part: [(name, world_size) for _, name in rows_on(world_size)[part::PARTS]])
 def test_formats_equal_their_twins(
     world_size: int, part: int, quantised: Written, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

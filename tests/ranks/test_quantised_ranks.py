@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.covers import covers
 from tp_engine import LLM, SamplingParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_children")]
@@ -32,6 +33,7 @@ def generated(folder: Path, kv_cache_dtype: str, num_ranks: int) -> list[list[in
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+@covers("8-bit KV", lambda: [("qwen3", 1), ("qwen3", 2)])
 def test_two_ranks_give_the_tokens_of_one(checkpoint: Callable[..., Path], kv_cache_dtype: str) -> None:
     """Oracle: one rank."""
     folder = checkpoint("qwen3", vocab_size=203)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.covers import covers
 from tests.ranks import parity_job, speculation_job
 from tests.ranks.speculation_job import KINDS
 from tests.ranks.test_parity import CACHED, PLAIN, TIGHT, make_prompts
@@ -57,6 +58,8 @@ SAMPLERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(("family", "world_size"), SETTINGS_OF)
+@covers("text drafts", lambda family, world_size: [(family, world_size)])
+@covers("grammars", lambda family, world_size: [(family, world_size)])
 def test_no_draft_token_changes_a_bit(
     family: str, world_size: int, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.covers import covers
 from tests.ranks import parity_job
 from tests.ranks.warm_ranks import warm_ranks
 
@@ -85,6 +86,7 @@ def run(cases: dict[tuple[str, str], dict[str, Any]], world_size: int, folder: P
     return found
 
 
+@covers("tp-invariant", lambda: [(name, ranks) for name in MODELS for ranks in (1, 2, 4, 8)])
 def test_the_same_bits_on_any_number_of_ranks(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Oracle: one rank, whole prompts.  Token ids and log-probabilities of 2, 4 and 8 ranks, of chunks, after
     preemption, from the prefix cache and of steps that are not recorded are equal to its bits."""

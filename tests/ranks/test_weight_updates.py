@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.covers import covers
 from tests.ranks.launch import TWO_RANKS
 from tests.services import engine_of, stepping
 from tp_engine import LLM, AsyncLLM, RequestError, SamplingParams
@@ -56,6 +57,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     ],
     ids=["tp2", "tied", "int8", "experts", "short-contexts-need-no-indexer", "fp8-eager"],
 )
+@covers("new weights", lambda architecture, options: [(architecture, options["tensor_parallel_size"])])
 def test_an_engine_with_new_weights_is_one_that_starts_with_them(
     architecture: str, options: dict[str, Any], checkpoint: Callable[..., Path]
 ) -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lib import generated, gpu_table
+from lib import feature_table, generated, gpu_table
 
+from tests.covers import ANSWERS, OPTIONS
+from tests.families import FAMILIES
 from tp_engine.api.openai.reasoning import REASONING_FORMATS
 from tp_engine.api.openai.tools.formats import TOOL_FORMATS
 from tp_engine.apps.batch.config import BatchConfig
@@ -86,6 +88,23 @@ def test_the_page_of_gpus_is_current() -> None:
     (title, config), *others = gpu_table.models().items()
     assert [line.split(" | ")[0][2:] for line in rows[1:]] == [name for name, _ in others]
     assert text == gpu_table.page([gpu_table.row(title, config), *rows[1:]]), "run scripts/generate"
+
+
+@pytest.mark.slow
+def test_the_page_of_features_is_current() -> None:
+    """Oracle: the marks and parameters of the tests, and the table of families."""
+    text, remedy = feature_table.PAGE.read_text(encoding="utf-8"), "run scripts/generate"
+    tables = [re.findall(r"^\| `.*", part, re.MULTILINE) for part in text.split("\nArchitectures that are not")]
+    assert {row.split("`")[1] for row in tables[0]} == set(map(feature_table.architecture, FAMILIES)), remedy
+    told = {
+        (row.split("`")[1], feature): cell
+        for rows, features in zip(tables, (ANSWERS, OPTIONS), strict=True)
+        for row in rows
+        for feature, cell in zip(features, row.removesuffix(" |").split(" | ")[1:], strict=True)
+        if cell[:1].isdigit()
+    }
+    assert told == {place: feature_table.shown(ranks) for place, ranks in feature_table.read_covered().items()}, remedy
+    assert text == feature_table.page(*tables), remedy
 
 
 def test_every_endpoint_is_documented() -> None:
