@@ -180,6 +180,19 @@ FAMILIES: dict[str, Family] = {
         {**_GEMMA4, "final_logit_softcapping": 9.0, "model_type": "gemma4_unified_text"},
         vision={"mm_embed_dim": 32, "output_proj_dims": 32, "mm_posemb_size": 8},
     ),
+    "muse-glimmer": Family(
+        "MuseGlimmerConfig",
+        "MuseGlimmerForConditionalGeneration",
+        {
+            **_SLIDING_3_TO_1,
+            "num_hidden_layers": 5,
+            "qk_scale_factor": 2.5,
+            "output_multiplier": 0.7,
+            "final_logit_softcapping": 3.0,
+            "post_norm_eps": 1e-3,
+        },
+        vision={**_VISION, "pos_emb_height": 4, "pos_emb_width": 4},
+    ),
     "olmo2": Family("Olmo2Config", "Olmo2ForCausalLM"),
     "olmo3": Family("Olmo3Config", "Olmo3ForCausalLM", {**_SLIDING_3_TO_1, "rope_scaling": _YARN}),
     "granite": Family(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -27,7 +28,7 @@ from tp_engine.layers.quantization.base import LinearFormat, ParameterFactory, P
 from tp_engine.layers.quantization.dense import Dense
 from tp_engine.layers.quantization.stored import LinearShape, Part
 from tp_engine.model_config import padded_vocab_size
-from tp_engine.weights.source import Span, vocab_share
+from tp_engine.weights.source import Decode, Span, as_stored, vocab_share
 
 Lookup: TypeAlias = Callable[[torch.Tensor, int | None, float], torch.Tensor]
 """``lookup(token_ids, first_id, scale)``: ``kernels.layer_ops.embed`` with its own weight."""
@@ -67,16 +68,27 @@ class VocabSlice:
 class VocabParallelEmbedding(Layer):
     """(N,) token ids -> (N, hidden).  Each rank looks up the ids of its own rows; the result is the sum over ranks.
 
-    Rows are multiplied by ``scale``, rounded to their type.  ``reduced_bytes`` of each token are summed over the ranks.
+    Rows are multiplied by ``scale``, rounded to their type.  With an ``eps``, they are normalised as they are loaded.
+    ``reduced_bytes`` of each token are summed over the ranks.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, context: LayerContext, scale: float = 1.0) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        context: LayerContext,
+        scale: float = 1.0,
+        eps: float | None = None,
+    ) -> None:
         super().__init__()
+        order = as_stored if eps is None else partial(_normalised, eps=eps)
         self._communicator = context.communicator
         self._num_rows = padded_vocab_size(vocab_size, context.world_size) // context.world_size
         self._first_row = context.rank * self._num_rows
         self.weight: nn.Parameter | None = context.parameter(
-            (self._num_rows, hidden_size), _vocab_shape(vocab_size, hidden_size, self._num_rows, context).sources()
+            (self._num_rows, hidden_size),
+            _vocab_shape(vocab_size, hidden_size, self._num_rows, context, order).sources(),
         )
         self._scale = torch.tensor(scale, dtype=context.dtype, device="cpu").item()
         self.reduced_bytes = hidden_size * context.dtype.itemsize
@@ -165,8 +177,15 @@ class _Tied(Dense):
         return self._format.tuned({"weight": weight}, shape, dtype, device_type)
 
 
-def _vocab_shape(vocab_size: int, hidden_size: int, num_rows: int, context: LayerContext) -> LinearShape:
+def _normalised(rows: torch.Tensor, eps: float) -> torch.Tensor:
+    """``rows`` (n, hidden) by their root mean square, in float32."""
+    return torch.nn.functional.rms_norm(rows.float(), rows.shape[-1:], eps=eps)
+
+
+def _vocab_shape(
+    vocab_size: int, hidden_size: int, num_rows: int, context: LayerContext, order: Decode = as_stored
+) -> LinearShape:
     """This rank's rows of the vocabulary, in a weight of ``num_rows``."""
     rows = vocab_share(vocab_size, context.rank, num_rows)
-    part = Part(name=context.path, stored_rows=vocab_size, rows=rows, room=num_rows)
+    part = Part(name=context.path, stored_rows=vocab_size, rows=rows, room=num_rows, order=order)
     return LinearShape(stored_columns=hidden_size, columns=Span(0, hidden_size), parts=(part,))

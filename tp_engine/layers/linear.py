@@ -131,7 +131,9 @@ class QKVParallelLinear(LocalLinear):
         sizes = [(spec.num_heads * dim, times(heads, dim)), *[(spec.num_kv_heads * dim, times(kv_heads, dim))] * 2]
         modules = zip(spec.projections, sizes, (order, order, as_stored), strict=False)
         parts = _parts(context, spec.fused_name, [(name, *size, own) for name, size, own in modules])
-        if spec.has_gate:
+        if spec.has_gate and spec.gate_name is not None:
+            parts += _parts(context, None, [(spec.gate_name, *sizes[0], as_stored)])
+        elif spec.has_gate:
             query = replace(parts[0], stored_rows=2 * spec.num_heads * dim, step=2 * dim, count=dim)
             parts = (query, *parts[1:], replace(query, first=dim, order=as_stored))
         shape = LinearShape(stored_columns=hidden_size, columns=Span(0, hidden_size), parts=parts)

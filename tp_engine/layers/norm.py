@@ -50,8 +50,10 @@ class QKNorm(Layer):
         self._squares, self._normalise = context.op("head_squares"), context.op("norm_width")
         self.is_recordable = not spec.spans_heads or context.can_record("head_squares", "norm_width")
 
-    def _weight(self, name: str, num_heads: int, own: Span, order: Decode, context: LayerContext) -> torch.nn.Parameter:
+    def _weight(self, name: str, num_heads: int, own: Span, order: Decode, context: LayerContext) -> torch.Tensor:
         dim = self._attention.head_dim
+        if not self._spec.has_weights:
+            return torch.full((dim,), 1.0 - self._spec.offset, dtype=context.dtype, device=context.device)
         stored = num_heads * dim if self._spec.spans_heads else dim
         taken = times(own, dim) if self._spec.spans_heads else Span(0, dim)
         source = vector_source(

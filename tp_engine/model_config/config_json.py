@@ -16,7 +16,7 @@ T = TypeVar("T", int, float, str, bool, list[Any], dict[str, Any])
 
 # For a model with a text part and others: keys of the others, and keys of the whole that hold for the text part too.
 _OTHER_PARTS = re.compile(
-    r"(vision|audio|image|video|visual|projector|multimodal|mm)_|.*_token_(id|index)$|spatial_merge_size$|"
+    r"(vision|audio|image|video|visual|projector|multimodal|mm)_|.*_token_(id|index)$|spatial_merge_size$|out_hidden_size$|"
     r"language_model_only$"
 )
 _OF_THE_WHOLE = (

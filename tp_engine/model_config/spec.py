@@ -45,11 +45,13 @@ class NormSpec:
 class QkNormSpec:
     """Queries and keys are normalised before they turn: each head alone, or (``spans_heads``) all heads together.
 
-    With ``includes_values``, each value head is normalised too, without a weight.
+    With ``includes_values``, each value head is normalised too, without a weight.  With ``has_weights`` False no head
+    has one.
     """
 
     eps: float
     offset: float = 0.0
+    has_weights: bool = True
     spans_heads: bool = False
     includes_values: bool = False
 
@@ -63,8 +65,9 @@ class AttentionSpec:
     into ``ModelSpec.ropes``, None: queries and keys do not turn.  ``fused_name``: the one stored tensor that holds
     query, key and value rows.  ``values_from_keys``: the key projection makes the values too, which are neither turned
     nor normalised as keys are.  ``latent``: keys and values are made of latents; then ``num_kv_heads`` is 1, the cached
-    row, and ``head_dim`` that of queries.  ``has_gate``: after the rows of each head, the query projection has as many
-    of a gate, by whose sigmoid the head's output is multiplied.  ``kv_source``: the layer makes queries alone, and
+    row, and ``head_dim`` that of queries.  ``has_gate``: a head's output is multiplied by the sigmoid of a gate of the
+    same size, whose rows are those of the module ``gate_name``, or follow the head's in the query projection.
+    ``kv_source``: the layer makes queries alone, and
     reads the keys and values of that layer before it.  ``sees_whole_images``: a token of an image sees those after it
     in the image too, within the window.
     """
@@ -84,6 +87,7 @@ class AttentionSpec:
     values_from_keys: bool = False
     latent: MLASpec | None = None
     has_gate: bool = False
+    gate_name: str | None = None
     kv_source: int | None = None
     sees_whole_images: bool = False
 
@@ -234,7 +238,8 @@ class MtpSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """One decoder-only model.  Logits are multiplied by ``logit_scale``, then bounded by ``logit_softcap``.
+    """One decoder-only model.  With an ``embedding_eps``, each token's embedding is normalised, without a weight: x /
+    sqrt(mean(x^2) + eps).  Logits are multiplied by ``logit_scale``, then bounded by ``logit_softcap``.
 
     With ``tie_word_embeddings`` a checkpoint without an output head uses the embedding; if it ``has_own_head``, another
     one, it uses that.  A ``classifier`` makes scores in place of text.  ``max_position_key`` is what bounds its
@@ -257,6 +262,7 @@ class ModelSpec:
     dtype: str
     eos_token_ids: tuple[int, ...]
     embedding_scale: float = 1.0
+    embedding_eps: float | None = None
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     names: CheckpointNames = USUAL_NAMES

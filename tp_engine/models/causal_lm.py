@@ -56,7 +56,9 @@ class CausalLM(nn.Module):
         super().__init__()
         model, layout = context.at("model"), spec.kv_layout_on(context.world_size)
         sizes = (spec.vocab_size, spec.hidden_size)
-        self.embed_tokens = VocabParallelEmbedding(*sizes, context=model.at("embed_tokens"), scale=spec.embedding_scale)
+        self.embed_tokens = VocabParallelEmbedding(
+            *sizes, context=model.at("embed_tokens"), scale=spec.embedding_scale, eps=spec.embedding_eps
+        )
         self.ropes = nn.ModuleList(
             RotaryEmbedding(rope, max_model_len, dtype=context.dtype, device=context.device) for rope in spec.ropes
         )

@@ -163,6 +163,21 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         },
         "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 102400,
     },
+    "Muse-Glimmer-30B": {
+        "architectures": ["MuseGlimmerForConditionalGeneration"], "image_token_id": 200092, "dtype": "bfloat16",
+        "model_type": "muse_glimmer", "out_hidden_size": 6144, "projector_hidden_act": "gelu",
+        "projector_hidden_size": 4096, "video_token_id": 200091, "vision_config": {"model_type": "muse_glimmer_vision"},
+        "text_config": {
+            "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 200001, "final_logit_softcapping": 20.0,
+            "head_dim": 128, "hidden_activation": "silu", "hidden_size": 6656, "intermediate_size": 19968,
+            "layer_rope_theta": [500000.0, 500000.0, 500000.0, 0], "max_position_embeddings": 131072,
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "model_type": "muse_glimmer_text",
+            "num_attention_heads": 32, "num_hidden_layers": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-05,
+            "output_multiplier": 0.19611613513818404, "post_norm_eps": 1e-08, "qk_scale_factor": 3.87,
+            "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}, "sliding_window": 2048,
+            "vocab_size": 202048,
+        },
+    },
     "Command-R7B": {
         "_sliding_window_pattern": 4, "architectures": ["Cohere2ForCausalLM"], "attention_bias": False,
         "bos_token_id": 5, "cache_implementation": "hybrid", "eos_token_id": 255001, "head_dim": 128,
@@ -296,12 +311,31 @@ def test_gemma_4() -> None:
         ("granite-3.3", {"rms_norm_eps": -1e-5}, "rms_norm_eps"),
         ("Phi-3.5-mini", {"original_max_position_embeddings": 1}, "at least 2"),
         ("granite-3.3", {"num_local_experts": 8}, "num_local_experts"),
+        ("Muse-Glimmer-30B", {"tie_word_embeddings": True}, "tie_word_embeddings"),
     ],
 )
 def test_what_a_family_does_not_do_is_refused_by_name(name: str, changes: dict[str, Any], named: str) -> None:
     """Oracle: the rule that the reader ignores no option of config.json."""
     with pytest.raises(ConfigError, match=named):
         read_model({**PUBLISHED[name], **changes})
+
+
+@pytest.mark.parametrize(
+    ("thetas", "turning"), [(None, [0, 0, 0, None]), ([0, 500000.0, 500000, 0], [None, 0, 0, None]), ([1e4] * 4, None)]
+)
+def test_which_layers_of_muse_glimmer_turn(thetas: list[float] | None, turning: list[int | None] | None) -> None:
+    """Oracle: transformers' module, in which all layers that turn do so by ``rope_parameters``, whatever the theta."""
+    whole = PUBLISHED["Muse-Glimmer-30B"]
+    text = {name: value for name, value in whole["text_config"].items() if name != "layer_rope_theta"}
+    text |= {} if thetas is None else {"layer_rope_theta": thetas}
+    if turning is None:
+        with pytest.raises(ConfigError, match=r"layer_rope_theta is \[10000.*rope_theta, 500000"):
+            read_model({**whole, "text_config": text})
+        return
+    spec = read_model({**whole, "text_config": text})
+    assert [one.rope for one in spec.attentions] == turning
+    assert [one.window for one in spec.attentions] == [2048, 2048, 2048, None]
+    assert spec.attentions[0].scale == 3.87 * 128**-0.5 and spec.embedding_eps == 1e-5
 
 
 # transformers builds a vision part of its own default size beside the text part.
