@@ -253,6 +253,13 @@ def test_a_benchmark_without_the_checkout(installed: Installation) -> None:
     assert (result["completed"], result["failed"], result["total_output_tokens"]) == (4, 0, 16)
 
 
+def test_an_evaluation_without_the_checkout(installed: Installation) -> None:
+    """Oracle: exit code 0; the demo model knows nine of ten sums, and the wheel has the questions."""
+    printed = installed.run("tp-engine", "eval", "--threshold", "60%", "--limit", "20", "--json", *SMALL)
+    (line,) = json.loads(printed)["lines"]
+    assert line["numbers"]["asked"] == 20 and line["verdict"] == "passed"
+
+
 def test_torchrun_without_the_checkout(installed: Installation) -> None:
     """Oracle: arithmetic, through HTTP and in a batch job; torchrun itself ends with 1 after a signal."""
     with installed.serving(*TORCHRUN, "2", "-m", "tp_engine", "serve", exit_code=1) as client:

@@ -36,6 +36,7 @@ COMMANDS = {
     "bench": Command("tp_engine.apps.bench.command:main", "measure: serve, offline, latency, throughput"),
     "recommend": Command("tp_engine.apps.advice.command:main", "what fits on a device, and which options to use"),
     "check": Command("tp_engine.apps.check.command:main", "whether what this machine answers is right"),
+    "eval": Command("tp_engine.apps.eval.command:main", "whether a model answers as many questions right as it must"),
     "tune": Command("tp_engine.apps.tune.command:main", "prove and time a model's kernels on this device"),
     "doctor": Command("tp_engine.apps.doctor.command:main", "what this machine has, and what would be chosen on it"),
 }

@@ -39,6 +39,7 @@ NOTIFY_SOCKET = Variable("NOTIFY_SOCKET")  # where systemd wants to hear of a se
 OTLP_PROTOCOL = Variable("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
 OTEL_SERVICE_NAME = Variable("OTEL_SERVICE_NAME", "tp_engine")  # this server's name in its spans
 RUN_ID = Variable("TORCHELASTIC_RUN_ID")  # the name of torchrun's job; random with --standalone
+GITHUB_STEP_SUMMARY = Variable("GITHUB_STEP_SUMMARY")  # the file of Markdown that GitHub shows with a job
 AGENT_STORE = Variable("TORCHELASTIC_USE_AGENT_STORE")  # "True": the agent serves the ranks' store, else rank 0 does
 
 

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from tp_engine.apps.check import launched
 from tp_engine.apps.check.report import CheckReport
+from tp_engine.apps.gates.report import make_folder
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
 from tp_engine.options import Options, parse_options
@@ -54,14 +55,7 @@ class CheckConfig:
     def make_folders(self) -> None:
         """Make the folders of the files that are written at the end; ``ConfigError`` where one cannot be made."""
         for name in ("record", "junit"):
-            if (path := getattr(self, name)) is None:
-                continue
-            try:
-                Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ConfigError(
-                    f"{name} is {path!r}; its folder cannot be made ({error.strerror}): give another file"
-                ) from error
+            make_folder(name, getattr(self, name))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -10,8 +10,8 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from xml.etree import ElementTree
 
+from tp_engine.apps.gates.junit import JUnitCase, as_junit
 from tp_engine.errors import printable
 from tp_engine.system.version import __version__, installed_version
 
@@ -114,30 +114,18 @@ class CheckReport:
 
     def as_junit(self) -> str:
         """Return JUnit's XML, a test case for each finding: wrong is a failure, not checked an error."""
-        suite = ElementTree.Element("testsuite", name="tp-engine check", hostname=platform.node() or "localhost")
-        properties = ElementTree.SubElement(suite, "properties")
-        for key, value in {"subject": self.subject, **self.environment}.items():
-            ElementTree.SubElement(properties, "property", name=key, value=_xml_text(value))
         kinds = {CheckStatus.WRONG: "failure", CheckStatus.NOT_CHECKED: "error", CheckStatus.SKIPPED: "skipped"}
-        counts = dict.fromkeys(kinds.values(), 0)
-        for one in self.findings:
-            case = ElementTree.SubElement(
-                suite, "testcase", classname="tp_engine.check", name=_xml_text(one.name), time=f"{one.seconds:.3f}"
+        cases = (
+            JUnitCase(
+                name=one.name,
+                kind=kinds.get(one.status),
+                message=one.detail,
+                text="\n".join(filter(None, (one.place, one.meaning, one.remedy))),
+                seconds=one.seconds,
             )
-            if (kind := kinds.get(one.status)) is not None:
-                counts[kind] += 1
-                element = ElementTree.SubElement(case, kind, message=_xml_text(one.detail))
-                element.text = _xml_text("\n".join(filter(None, (one.place, one.meaning, one.remedy))))
-            else:
-                ElementTree.SubElement(case, "system-out").text = _xml_text(one.detail)
-        suite.set("tests", str(len(self.findings)))
-        for kind, name in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
-            suite.set(name, str(counts[kind]))
-        suite.set("time", f"{sum(one.seconds for one in self.findings):.3f}")
-        root = ElementTree.Element("testsuites")
-        root.append(suite)
-        ElementTree.indent(root)
-        return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+            for one in self.findings
+        )
+        return as_junit("tp-engine check", {"subject": self.subject, **self.environment}, cases)
 
 
 def describe_environment() -> dict[str, str]:
@@ -181,8 +169,3 @@ def _wrapped(first: str, text: str) -> list[str]:
         text, _COLUMNS, initial_indent=first, subsequent_indent=" " * (_INDENT + 7), break_long_words=False,
         break_on_hyphens=False, drop_whitespace=True,
     )  # fmt: skip
-
-
-def _xml_text(text: str) -> str:
-    """Without the characters that XML does not have."""
-    return "".join(one if one in "\t\n" or (ord(one) >= 32 and one not in "\ufffe\uffff") else "?" for one in text)
