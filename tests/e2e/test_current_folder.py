@@ -12,13 +12,16 @@ import openai
 import pytest
 
 from tests.e2e.serving import ROOT, serving
+from tests.start_lines import check_start
 from tests.unit.system.test_child_process import write_hostile_modules
 
 pytestmark = pytest.mark.slow
 
 _SCRIPT = """
+import sys
 from tp_engine import LLM, SamplingParams
 for num_ranks in (1, 2):
+    print("start", file=sys.stderr)
     with LLM(tensor_parallel_size=num_ranks, device="cpu", num_gpu_blocks_override=64, max_model_len=256) as llm:
         messages = [{"role": "user", "content": "12+34="}]
         print("answer", llm.chat(messages, SamplingParams(temperature=0), use_tqdm=False)[0].outputs[0].text)
@@ -31,15 +34,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_llm(folder: Path, tmp_path: Path) -> None:
-    """Oracle: the demo model's sum, at one rank and at two, which a script of another folder asks for here."""
+    """Oracle: the demo model's sum, at one rank and at two, which a script of another folder asks for here; where the
+    script wants the log, each start is a screen."""
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
     job = subprocess.run(
         [sys.executable, str(script)],
-        cwd=folder, capture_output=True, text=True, timeout=340, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=folder, capture_output=True, text=True, timeout=340,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TP_ENGINE_LOG_LEVEL": "INFO"},
     )  # fmt: skip
     assert job.returncode == 0, job.stderr[-3000:]
     assert job.stdout.split() == ["answer", "46"] * 2
+    nothing, *starts = job.stderr.split("start\n")
+    assert not nothing and len(starts) == 2 and "\r" not in job.stderr
+    for start in starts:
+        check_start(start)
 
 
 def test_server(folder: Path) -> None:

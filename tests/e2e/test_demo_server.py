@@ -11,6 +11,7 @@ import pytest
 
 from tests.e2e.serving import Server, launch, serve, serving
 from tests.ranks.warm_ranks import started_ranks
+from tests.start_lines import check_start
 from tests.tiers import fast_first, slow_but
 
 QUESTIONS = {
@@ -53,10 +54,12 @@ def ask_streamed(client: openai.OpenAI, question: str) -> str:
 
 @pytest.mark.parametrize("num_ranks", slow_but([2], [0, 2]))
 def test_the_demo_model_answers_through_http(num_ranks: int) -> None:
-    """Oracle: arithmetic.  Without torchrun (0), rank 0 starts one other rank; with torchrun: 2 ranks."""
+    """Oracle: arithmetic; a start of a screen.  Without torchrun (0), rank 0 starts one other rank; with torchrun: 2
+    ranks."""
     small = ["--device", "cpu", "--num-gpu-blocks-override", "512", "--block-size", "16"]
     small += [] if num_ranks else ["-tp", "2"]
     with serving(num_ranks, *small, timeout_s=300) as server:
+        check_start(server.text())
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", timeout=60, max_retries=0)
         for question, expected in QUESTIONS.items():
             assert expected in ask(client, question), question

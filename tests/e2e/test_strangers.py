@@ -24,6 +24,7 @@ import pytest
 
 from tests.e2e.serving import Server, serving
 from tests.patience import on_this_machine
+from tests.start_lines import check_start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -173,6 +174,7 @@ def resident_bytes(server: Server) -> int:
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     with serving(0, *OPTIONS) as running:
+        check_start(running.text())  # of one rank
         yield running
 
 

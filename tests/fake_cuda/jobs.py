@@ -117,7 +117,7 @@ JOBS = (
         node={"GPUS": "1xH100", **_LAZY}, kept_bytes=2 << 20),
     Job("1 rank, a budget", "`meter.py`, `ledger.py`, `trial_steps.py`: the ledger decides, and that much is free",
         options={"num_gpu_blocks_override": None}, only_gpu={"gpu_memory_utilization": 0.0025},
-        environment={"TP_ENGINE_LOG_LEVEL": "INFO"},
+        environment={"TP_ENGINE_LOG_LEVEL": "DEBUG"},
         # A fourhundredth of 45 GiB, and what torch's blocks are larger than their tensors.
         node={"GPUS": "1xL40", "FREE_GIB": "0.1208", **_LAZY}),
     Job("1 rank, long contexts", "`paged_decode_triton.py`: decodes that are split, and joined", program="long",

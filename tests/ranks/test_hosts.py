@@ -55,7 +55,7 @@ def test_a_server_over_two_hosts(tmp_path: Path) -> None:
             str(rank): True for rank in range(2)
         }
         assert "serving " not in running.parts[1].text()
-        assert "Memory of rank 1 (host 1):" in running.parts[1].text()
+        assert "memory of rank 1 (host 1): " in running.parts[1].text()
         interrupt(running.parts[0].process, signal.SIGTERM)
         deadline_s = time.monotonic() + _ENDS_S
         running.parts[0].wait_end(deadline_s)

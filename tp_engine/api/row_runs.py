@@ -6,14 +6,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeAlias
 
-from tqdm import tqdm
-
 from tp_engine.api.calls import Call, RequestEnd
 from tp_engine.api.rows import Row, Rows
 from tp_engine.errors import NO_TOKEN_LEFT, RequestError, again
 from tp_engine.options.fields import unboxed
 from tp_engine.requests.outputs import RequestOutput
 from tp_engine.requests.structured_outputs import PARAM
+from tp_engine.system.progress_bar import progress_bar, say_plainly
 
 _ENDING_S = 60.0
 
@@ -48,8 +47,7 @@ class RowRun:
         self._call, self._rows, self._window, self._on_error = call, rows, window, on_error
         self._numbers: dict[str, int] = {}  # of the rows that run, by the ids of their requests
         self._errors: list[RequestError] = []  # to be raised
-        make_bar = use_tqdm if callable(use_tqdm) else tqdm
-        self._bar = make_bar(total=rows.size, desc="requests", unit="", dynamic_ncols=True) if use_tqdm else None
+        self._bar = _bar(rows.size, use_tqdm) if use_tqdm else None
         self._num_tokens, self._started_s = 0, time.monotonic()
 
     def results(self, made: Callable[[RequestOutput], Any] = lambda output: output) -> list[Any]:
@@ -158,6 +156,13 @@ class RowRun:
             rate = self._num_tokens / max(1e-9, time.monotonic() - self._started_s)
             self._bar.set_postfix_str(f"{rate:.1f} output tokens/s", refresh=False)
             self._bar.update(1)
+
+
+def _bar(total: int | None, made_by: Progress) -> Any:
+    """What ``made_by`` makes; a bar on a terminal, and elsewhere a line in a while."""
+    if callable(made_by):
+        return made_by(total=total, desc="requests", unit="", dynamic_ncols=True)
+    return progress_bar("requests", total=total, unit="", say=say_plainly)
 
 
 def _in_order(found: list[tuple[int, Any]]) -> list[Any]:

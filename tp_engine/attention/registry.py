@@ -1,5 +1,6 @@
 """Which attention backend runs: ``auto`` is resolved, and a named one checked, before any device is touched."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -84,7 +85,8 @@ def _choose(needs: AttentionNeeds) -> str:
     others = [name for name, obstacle in found.items() if obstacle is None and name not in (chosen, "torch")]
     if others:
         reason += f"; usable too, but only where attention_backend names it: {', '.join(others)}"
-    _logger.info("attention backend: %s (%s)", chosen, reason)
+    is_usual = needs.device_type == "cpu" or not before
+    _logger.log(logging.DEBUG if is_usual else logging.INFO, "attention backend: %s (%s)", chosen, reason)
     return chosen
 
 

@@ -41,7 +41,7 @@ def main() -> int:
     spec = msgspec.json.decode(sys.stdin.buffer.read(), type=RankSpec)
     die_with_parent(spec.parent_pid, grace_s=_LAST_WORDS_S)
     config = spec.config
-    configure_logging(f"rank {spec.rank}", config.log_format)
+    configure_logging(f"rank {spec.rank}", config.log_format, is_first=False)
     try:
         board, progress = JobBoard.open(spec.board), RankProgress(fault_injector(spec.rank))
         job = Job(board, progress, config, spec.rank, ends_process=True, same_parent=False)

@@ -28,6 +28,7 @@ from tp_engine.engine.service_socket import new_address, remove_address
 from tp_engine.engine.told_errors import ToldError
 from tp_engine.errors import RankError
 from tp_engine.ipc.pulse import Pulse
+from tp_engine.job.shown_progress import shown_progress
 from tp_engine.system import env
 from tp_engine.system.child_process import ignore_stop_signals
 from tp_engine.system.importing import without_collections
@@ -49,6 +50,7 @@ class ServiceSpec(msgspec.Struct, kw_only=True):
     told_fd: int
     pulse: str
     log_level: str
+    shows_progress: bool
 
 
 class Service(Protocol):
@@ -124,6 +126,7 @@ def spawn_service(config: EngineConfig, is_over: Callable[[], bool] = lambda: Fa
                 told_fd=theirs,
                 pulse=pulse.address,
                 log_level=_log_level(),
+                shows_progress=env.log_level("INFO").upper() in ("INFO", "DEBUG"),
             )
             process = ChildRanks(__name__, [msgspec.json.encode(spec)], first_rank=0, pass_fds=(theirs,))
         finally:
@@ -159,7 +162,8 @@ def main() -> int:
             from tp_engine.engine.start import start_engine
 
         with contextlib.ExitStack() as stack:
-            engine = start_engine(config, ends_process=True, pulse=Pulse.open(spec.pulse))
+            with shown_progress() if spec.shows_progress else contextlib.nullcontext():
+                engine = start_engine(config, ends_process=True, pulse=Pulse.open(spec.pulse))
             stack.callback(engine.close)
             service = EngineService(engine, spec.address)
             stack.callback(service.close)

@@ -81,7 +81,7 @@ def start_engine(config: EngineConfig, *, ends_process: bool = False, pulse: Pul
             assert launched is not None
             store = launched_store(timeout_s=config.startup_timeout_s)
             store.set(_BOARD_KEY.format(0), job.board.address)
-            logger.info("%s: torch is loaded, the other ranks may come", RankPhase.IMPORT.label)
+            logger.debug("%s: torch is loaded, the other ranks may come", RankPhase.IMPORT.label)
             progress.reach(RankPhase.IMPORT)
             hosts = link_hosts(effective, launched, store, job)
             undo.callback(hosts.close)  # at the end of the start too: all hosts are connected then
@@ -103,13 +103,22 @@ def _with_tokenizer_eos(effective: EffectiveConfig) -> EffectiveConfig:
 
 def _log_model(asked: EngineConfig, effective: EffectiveConfig) -> None:
     """Log, once for all ranks, what the operator should know about the model's files."""
-    head = effective.draft_head
+    head, ranks = effective.draft_head, effective.config.tensor_parallel_size
+    logger.info(
+        "model: %s of %s at %s; %d rank%s, at most %s tokens",
+        effective.model.architecture,
+        effective.config.dtype,
+        effective.model_path,
+        ranks,
+        "s" if ranks > 1 else "",
+        f"{effective.max_model_len:,}",
+    )
     for spec, prefix in ((effective.model, ""), *(() if head is None else ((head.spec.model, "draft head: "),))):
         for note in spec.notes:
             logger.info("%s%s", prefix, note)
         if spec.ignored_keys:
             keys = ", ".join(spec.ignored_keys)
-            logger.info("%sconfig.json: ignored keys, which do not change what the model computes: %s", prefix, keys)
+            logger.debug("%sconfig.json: ignored keys, which do not change what the model computes: %s", prefix, keys)
         for warning in spec.warnings:
             logger.warning("%s%s", prefix, warning)
     own, dtype = effective.model.dtype, effective.config.dtype

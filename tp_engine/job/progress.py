@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import IntEnum
 from time import monotonic_ns
 from typing import Final, TypeAlias
@@ -121,17 +122,33 @@ def split_phase(word: int) -> tuple[RankPhase, int]:
     return RankPhase(word & (1 << _COUNT_SHIFT) - 1), word >> _COUNT_SHIFT
 
 
-_listeners: list[Callable[[str], None]] = []
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a process is doing at its start; of work that can be counted, how much is ``done``, of how much if known."""
+
+    what: str
+    done: int | None = None
+    total: int | None = None
+    unit: str = ""
+
+    def __str__(self) -> str:
+        """Return it as ``compiling the CPU kernels: 3 of 17 files``."""
+        if self.done is None:
+            return self.what
+        return f"{self.what}: {self.done} {'' if self.total is None else f'of {self.total} '}{self.unit}"
 
 
-def tell_progress(text: str) -> None:
-    """Say what this process is doing at its start, from any thread; nobody need listen."""
+_listeners: list[Callable[[Progress], None]] = []
+
+
+def tell_progress(what: str, done: int | None = None, total: int | None = None, unit: str = "") -> None:
+    """Say what this process is doing at its start (``Progress``), from any thread; nobody need listen."""
     for listener in tuple(_listeners):
-        listener(text)
+        listener(Progress(what, done, total, unit))
 
 
 @contextmanager
-def hearing_progress(listener: Callable[[str], None]) -> Iterator[None]:
+def hearing_progress(listener: Callable[[Progress], None]) -> Iterator[None]:
     """Let ``listener`` get what ``tell_progress`` says in this process, within."""
     _listeners.append(listener)
     try:

@@ -23,8 +23,6 @@ from tp_engine.system.log import get_logger
 
 logger = get_logger(__name__)
 
-_SAY_S = 10.0
-
 
 class _Kernels:
     """Counts what this process has found and compiled, for the log."""
@@ -33,7 +31,7 @@ class _Kernels:
         self.turn = ExitStack()
         self._note = note
         self._compiled = self._found = 0
-        self._seconds, self._began_s, self._said_s = 0.0, 0.0, time.monotonic()
+        self._seconds, self._began_s = 0.0, 0.0
 
     def begin(self, file: Path, name: str, find: Callable[[], Any]) -> Any:
         """What ``find`` returns for a kernel, at once or when another process has compiled it; None if this process
@@ -55,10 +53,7 @@ class _Kernels:
         now_s = time.monotonic()
         self._compiled, self._seconds = self._compiled + 1, self._seconds + now_s - self._began_s
         self._note()
-        tell_progress(f"compiling kernels: {self._compiled + self._found} are ready")
-        if now_s > self._said_s + _SAY_S:
-            self._said_s = now_s
-            self.tell()
+        tell_progress("compiling kernels", self._compiled + self._found, unit="are ready")
 
     def tell(self) -> None:
         if self._compiled:

@@ -45,11 +45,11 @@ def run_launched(
     rank = env.given_rank()
     try:
         launched = env.launched_rank()
-        rank = launched.rank if launched else 0
-        configure_logging(f"rank {rank}")
+        rank, is_first = (launched.rank, launched.local_rank == 0) if launched else (0, True)
+        configure_logging(f"rank {rank}", is_first=is_first)
         with _silent_unless(rank == 0):
             options = parse_options(prog, description, tables, argv)
-        configure_logging(f"rank {rank}", options.given["engine"].get("log_format", "text"))
+        configure_logging(f"rank {rank}", options.given["engine"].get("log_format", "text"), is_first=is_first)
         for note in options.notes if rank == 0 else ():
             logger.info("%s", note)
         adopt_world_size(options.given["engine"], launched.world_size if launched else None)

@@ -33,6 +33,7 @@ from tp_engine.engine.service_socket import new_address, remove_address
 from tp_engine.features.lora.options import adapter_names
 from tp_engine.ipc.pulse import Pulse
 from tp_engine.job.progress import hearing_progress
+from tp_engine.job.shown_progress import shown_progress
 from tp_engine.server.access import warn_of_exposure
 from tp_engine.server.config import ServerConfig
 from tp_engine.server.frontend_process import FrontendSettings, check_frontend, end_frontend, start_frontend
@@ -182,7 +183,7 @@ def _start(
         frontend = start_frontend(settings)
         stack.callback(end_frontend, frontend)
     logger.info("tp_engine %s starts, and imports PyTorch first", __version__)
-    with _ending_with(frontend, leftovers), hearing_progress(pulse.say):
+    with _ending_with(frontend, leftovers), shown_progress(), hearing_progress(lambda told: pulse.say(str(told))):
         engine = start_engine(config, ends_process=True, pulse=pulse)
     stack.callback(engine.close)
     return engine, frontend, address

@@ -1,12 +1,13 @@
 """Logging on standard error in one format, with the rank in every line, and the request if there is one."""
 
+import contextlib
 import datetime
 import json
 import logging
 import sys
 from collections.abc import Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TextIO
 
 from tp_engine.errors import printable
 from tp_engine.system import env
@@ -25,21 +26,25 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
-def configure_logging(process: str, log_format: str = "text", *, others: Sequence[str] = ()) -> None:
+def configure_logging(
+    process: str, log_format: str = "text", *, others: Sequence[str] = (), is_first: bool = True
+) -> None:
     """Write this library's log to standard error, each line marked with ``process`` (such as ``rank 0``).
 
     ``log_format`` is one of ``LOG_FORMATS``; ``json`` writes one object per line.  ``others`` are loggers of libraries
-    whose warnings and errors get the same format.  Only launchers and the processes that the engine starts call this,
-    because a library must not change the root logger.
+    whose warnings and errors get the same format.  ``is_first``: the process speaks for the ranks of its host; the
+    others are silent while all goes well, because their lines would be the same, unless the level is ``DEBUG``.  Only
+    launchers and the processes that the engine starts call this, because a library must not change the root logger.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _BesideBars(sys.stderr)
     handler.setFormatter(_JsonFormatter(process) if log_format == "json" else _TextFormatter(process))
     logger = logging.getLogger(_ROOT)
     logger.handlers[:] = [handler]
-    logger.setLevel(env.LOG_LEVEL.read().upper())
+    level = env.LOG_LEVEL.read().upper()
+    logger.setLevel(level if is_first or level != "INFO" else "WARNING")
     logger.propagate = False
     if others:
-        beside = logging.StreamHandler(sys.stderr)
+        beside = _BesideBars(sys.stderr)
         beside.setFormatter(handler.formatter)
         beside.setLevel(logging.WARNING)
         for name in others:
@@ -59,6 +64,15 @@ def warn_once(logger: logging.Logger, text: str, *arguments: object) -> None:
     if (text, *arguments) not in _said and len(_said) < _MAX_SAID:
         _said.add((text, *arguments))
         logger.warning(text, *arguments)
+
+
+class _BesideBars(logging.StreamHandler[TextIO]):
+    """Standard error; a bar of tqdm that is shown there moves to below the line."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        bars = sys.modules.get("tqdm")
+        with contextlib.nullcontext() if bars is None else bars.tqdm.external_write_mode(file=self.stream):
+            super().emit(record)
 
 
 class _TextFormatter(logging.Formatter):

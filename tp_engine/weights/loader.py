@@ -1,5 +1,6 @@
 """Fill all of this rank's parameters from a checkpoint, or fail: only the rank's slices are read, to the device."""
 
+import itertools
 import math
 import re
 import time
@@ -11,6 +12,7 @@ from typing import TypeAlias
 import torch
 
 from tp_engine.errors import WeightError
+from tp_engine.job.progress import tell_progress
 from tp_engine.job.topology import RankInfo
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.weights.checkpoint import Checkpoint
@@ -80,9 +82,12 @@ def load_weights(
         for name, parameter in parameters.items():
             _clear_uncovered(name, parameter)
 
+        num_read = itertools.count(1)
+
         def load(item: _Item, copy: Copy) -> int:
             num_bytes = _load(stored, item, copy)
             note_read()
+            tell_progress("loading weights", next(num_read), len(items), "tensors")
             return num_bytes
 
         # Random weights are already on the device.

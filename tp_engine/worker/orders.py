@@ -109,8 +109,14 @@ class StartUp:
         tell_progress(name)
         result = body()
         self.seconds[name] = time.perf_counter() - started_s
-        logger.info("%s took %.2f s", name, self.seconds[name])
+        logger.debug("%s took %.2f s", name, self.seconds[name])
         return result
+
+    def tell(self) -> None:
+        """Log that the rank is ready, and which phases took long."""
+        total_s = sum(self.seconds.values())
+        long = {name: took_s for name, took_s in self.seconds.items() if took_s >= max(0.1, total_s / 20)}
+        logger.info("ready: %s", ", ".join(f"{name} {took_s:.1f} s" for name, took_s in long.items()) or "at once")
 
     def run_agreed_phase(self, name: str, body: Callable[[], Result]) -> Result:
         """Run a phase without collectives: if it fails on one rank, it raises on every rank and names that one.

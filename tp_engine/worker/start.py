@@ -119,6 +119,8 @@ def start_rank(
     names = names_for(config.device)
     runner.named = names if profiler is None else profiler.named(names)
     log_memory(ledger, effective.kv_shape, effective.kv_capacity, groups.info, num_blocks=num_blocks)
+    if groups.info.is_first:
+        start_up.tell()
     return StartedRank(
         effective=effective,
         groups=groups,
@@ -166,7 +168,9 @@ def _open_device(effective: EffectiveConfig, groups: RankGroups, start_up: Start
         groups.device = device.torch_device
         groups.note_device(device.description)
         if info.is_first:
-            logger.info("computing on %s", device.description)
+            others, attention = info.world_size - 1, effective.config.attention_backend
+            more = f" and {others} like it" if others else ""
+            logger.info("computing on %s%s, attention by %s", device.description, more, attention)
         return device
 
     device = start_up.run_agreed_phase("opening the device", open_own)

@@ -78,7 +78,7 @@ def none_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_auto(facts: dict[str, Any], chosen: str, caplog: pytest.LogCaptureFixture) -> None:
     """Oracle: triton where its rules hold on CUDA, native on CPUs, otherwise torch.  The log gives the reason."""
-    with caplog.at_level(logging.INFO, logger="tp_engine"):
+    with caplog.at_level(logging.DEBUG, logger="tp_engine"):
         assert check_backend("auto", needs(facts)) == chosen
     assert f"attention backend: {chosen} (" in caplog.text
 
@@ -97,7 +97,7 @@ def test_order_of_auto(
 ) -> None:
     """Oracle: the order in the documents; the log names the chosen backend, and the others as available by option."""
     install(monkeypatch, *packages)
-    with caplog.at_level(logging.INFO, logger="tp_engine"):
+    with caplog.at_level(logging.DEBUG, logger="tp_engine"):
         assert check_backend("auto", needs(ON_CUDA)) == order[0]
     others = ", ".join(order[1:])
     assert f"attention backend: {order[0]} (" in caplog.text

@@ -182,7 +182,7 @@ def test_a_lock_of_a_process_that_was_killed_is_taken(compiler: Path) -> None:
 def test_progress_is_told(compiler: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Oracle: a line at the beginning and at the end, and every file for those who listen."""
     told: list[str] = []
-    with caplog.at_level(logging.INFO), hearing_progress(told.append):
+    with caplog.at_level(logging.INFO), hearing_progress(lambda one: told.append(str(one))):
         compiled_library(NATIVE)
     number = len(SOURCES)
     assert f"compiling the CPU kernels (native), once for this machine: {number} files of C" in caplog.text

@@ -243,7 +243,8 @@ def test_an_override_in_blocks_may_be_small() -> None:
 
 
 def test_report(caplog: pytest.LogCaptureFixture) -> None:
-    """Oracle: a table per rank, a JSON line per rank whose terms add up, and the three lines once; hosts are named."""
+    """Oracle: a line, a table and JSON per rank, whose terms add up, and the three lines once; hosts are named.  A
+    start shows the line of a rank, and the three."""
     table = ledger_table(LEDGER, RankInfo(rank=3, world_size=4, local_rank=1, local_world_size=2))
     assert "Memory of rank 3 (host 1):" in table and "weights" in table and "60.00 GiB" in table
     info = RankInfo(rank=1, world_size=2, local_rank=1, local_world_size=2)
@@ -253,11 +254,18 @@ def test_report(caplog: pytest.LogCaptureFixture) -> None:
     spent = sum(report[name] for name in terms)
     assert "\n" not in line
     assert (report["rank"], report["host"], report["num_kv_blocks"], spent) == (1, 0, 7, report["requested"])
-    with caplog.at_level(logging.INFO, logger="tp_engine"):
+    with caplog.at_level(logging.DEBUG, logger="tp_engine"):
         for rank in range(2):
             info = RankInfo(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
             log_memory(LEDGER, SHAPE, capacity(), info, num_blocks=100)
     text = caplog.text
+    expected = "72.00 of 80.00 GiB: weights 60.00, activations 3.00, non torch 2.00, kv cache 6.00"
+    three = list(kv_cache_lines(num_bytes=100 * SHAPE.block_bytes, num_tokens=1600, max_model_len=160))
     assert text.count("Memory of rank") == text.count("memory: {") == 2
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.INFO] == [
+        f"memory of rank 0: {expected}",
+        *three,
+        f"memory of rank 1: {expected}",
+    ]
     assert text.count("GPU KV cache size: 1,600 tokens") == 1
     assert text.count("Maximum concurrency for 160 tokens per request: 10.00x") == 1

@@ -8,16 +8,12 @@
 
 from __future__ import annotations
 
-import io
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
-
-from tqdm import tqdm
 
 from tp_engine.api.batch_file.endpoints import ENDPOINTS
 from tp_engine.api.batch_file.lines import (
@@ -42,6 +38,7 @@ from tp_engine.requests.outputs import RequestOutput
 from tp_engine.requests.request import EngineRequest
 from tp_engine.system.closing import Closing
 from tp_engine.system.log import get_logger
+from tp_engine.system.progress_bar import progress_bar
 
 logger = get_logger(__name__)
 
@@ -50,7 +47,6 @@ _LOOK_S = 0.01  # for further lines, while there is room for some
 _JOIN_S = 10.0
 _LOG_PERIOD_S = 30.0
 _RATE_PERIOD_S = 2.0
-_LOGGED = "{desc}: {n_fmt} of {total_fmt} ({percentage:.1f} %), {rate_fmt}{postfix}, {remaining} left"
 
 PrepareRequest: TypeAlias = Callable[[BatchRequest], PreparedBody]
 Rounds: TypeAlias = Generator[list[EngineRequest], list[RequestOutput], RequestOutput]
@@ -218,18 +214,14 @@ class Outcomes(Closing):
         self._next = 0
         self._started_s = self._rated_s = time.monotonic()
         self._num_tokens = 0
-        on_terminal = sys.stderr.isatty()
-        self._bar = tqdm(
+        self._bar = progress_bar(
+            "lines",
             total=summary.num_lines,
             initial=summary.num_earlier,
-            desc="lines",
             unit="line",
+            say=lambda text: logger.info("%s", text),
+            period_s=_LOG_PERIOD_S,
             disable=not shows_progress,
-            dynamic_ncols=on_terminal,
-            file=sys.stderr if on_terminal else _LoggedBar(),
-            bar_format=None if on_terminal else _LOGGED,
-            mininterval=0.1 if on_terminal else _LOG_PERIOD_S,
-            delay=0.0 if on_terminal else _LOG_PERIOD_S,
         )
 
     def has_room(self, ordinal: int) -> bool:
@@ -268,15 +260,6 @@ class Outcomes(Closing):
         else:
             self._summary.count_error(work.result.error["code"] or "invalid_request")
         self._bar.update(1)
-
-
-class _LoggedBar(io.StringIO):
-    """Where a bar goes if not to a terminal: the log."""
-
-    def write(self, text: str) -> int:
-        if words := text.strip():
-            logger.info("%s", words)
-        return len(text)
 
 
 def open_lines(source: BatchInput, survey: Survey, prepare: PrepareRequest) -> Iterator[Work]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from tp_engine.apps.doctor.findings import Finding, Status, as_text, check_packages
 from tp_engine.config import DEMO_MODEL
+from tp_engine.job.shown_progress import shown_progress
 from tp_engine.options import parse_options
 from tp_engine.options.fields import checked, option
 from tp_engine.system.log import configure_logging
@@ -37,7 +38,8 @@ def main(argv: Sequence[str]) -> int:
         print(options.effective_toml(), end="")
         return 0
     configure_logging("doctor")  # a first start compiles the kernels, and says how far it is
-    findings = list(examine(config))
+    with shown_progress():
+        findings = list(examine(config))
     missing = [one for one in findings if one.status is Status.MISSING]
     if config.json:
         content = {"version": __version__, "findings": [dataclasses.asdict(one) for one in findings]}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
+from tp_engine.job.shown_progress import shown_progress
 from tp_engine.options import parse_options
 from tp_engine.options.fields import checked, option
 from tp_engine.system.log import configure_logging
@@ -55,7 +56,8 @@ def main(argv: Sequence[str]) -> int:
     from tp_engine.worker.tuning.report import as_report, as_summary
     from tp_engine.worker.tuning.table import write_pinned
 
-    table = _search(engine, quick=config.quick, again=config.again)
+    with shown_progress():
+        table = _search(engine, quick=config.quick, again=config.again)
     print(as_report(table) if config.report else as_summary(table), flush=True)
     if config.to is not None:
         write_pinned(config.to, table)

@@ -29,7 +29,6 @@ logger = get_logger(__name__)
 
 # A level takes about 55 s of processor time.  With all waits, and below startup_timeout_s, so that PyTorch can step in.
 COMPILE_TIMEOUT_S = 400.0
-_SAY_S = 5.0
 _LEFT_S = 86400.0  # what a process that was killed has left is this old
 _WHAT = "the CPU kernels"
 
@@ -96,19 +95,14 @@ def _processor() -> str:
 
 
 def _compile(compiler: Path, level: Level, folder: Path, turn: Turn, deadline_s: float) -> Path:
-    """The library in ``folder``; says in the log how far it is, and ends by ``deadline_s``."""
-    begin_s = said_s = time.monotonic()
+    """The library in ``folder``; tells how far it is, and ends by ``deadline_s``."""
+    begin_s = time.monotonic()
     number = len(SOURCES)
     logger.info("compiling %s (%s), once for this machine: %d files of C, by %s", _WHAT, level.name, number, compiler)
 
     def report(done: int) -> None:
-        nonlocal said_s
-        progress = f"{done} of {number} files"
-        turn.report(progress)
-        tell_progress(f"compiling {_WHAT}: {progress}")
-        if time.monotonic() > said_s + _SAY_S:
-            said_s = time.monotonic()
-            logger.info("compiled %s of %s", progress, _WHAT)
+        turn.report(f"{done} of {number} files")
+        tell_progress(f"compiling {_WHAT}", done, number, "files")
 
     library = compile_level(compiler, level, folder, report, timeout_s=deadline_s - begin_s)
     logger.info("compiled %s in %.1f s", _WHAT, time.monotonic() - begin_s)

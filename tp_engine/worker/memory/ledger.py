@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from tp_engine.errors import MemoryBudgetError
 from tp_engine.job.topology import RankInfo
 from tp_engine.model_config.kv_layout import KvCapacity
-from tp_engine.system.units import format_gib
+from tp_engine.system.units import GIB, format_gib
 from tp_engine.worker.device import MemorySnapshot
 
 
@@ -128,6 +128,19 @@ def memory_lines(ledger: MemoryLedger, *, kv_cache_bytes: int, kv_host_bytes: in
 
 def _terms(ledger: MemoryLedger) -> dict[str, int]:
     return {**asdict(ledger), "kv_cache_available": ledger.available}
+
+
+def ledger_line(ledger: MemoryLedger, info: RankInfo) -> str:
+    """Return one rank's ledger in a line, with what takes a hundredth of it or more."""
+    terms = _terms(ledger)
+    total, requested = terms.pop("total"), terms.pop("requested")
+    large = [
+        f"{name.replace('_', ' ').removesuffix(' available')} {value / GIB:.2f}"
+        for name, value in terms.items()
+        if value * 100 >= requested
+    ]
+    name = info.topology.named(info.rank)
+    return f"memory of {name}: {requested / GIB:.2f} of {total / GIB:.2f} GiB: {', '.join(large)}"
 
 
 def ledger_table(ledger: MemoryLedger, info: RankInfo) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable
 
 import torch
@@ -20,12 +21,14 @@ from tp_engine.worker.memory.ledger import (
     check_longest_request,
     compute_ledger,
     ledger_json,
+    ledger_line,
     ledger_table,
     requested_bytes,
 )
 
 logger = get_logger(__name__)
 
+_UNLIKE = 0.02  # ranks whose numbers of blocks differ by more have unlike devices, or share them
 _MAX_BLOCKS = 1 << 40  # more is a bug in the counting
 
 
@@ -108,11 +111,13 @@ def settle_blocks(
 def log_memory(
     ledger: MemoryLedger, shape: KvCacheShape, capacity: KvCapacity, info: RankInfo, *, num_blocks: int
 ) -> None:
-    """Log the report: each rank's ledger as a table and as JSON, then rank 0's three lines on the cache."""
-    logger.info("%s", ledger_table(ledger, info))
+    """Log the report: a line of each host's first rank, each rank's ledger as a table and as JSON for debugging, then
+    rank 0's three lines on the cache."""
+    logger.info("%s", ledger_line(ledger, info))
+    logger.debug("%s", ledger_table(ledger, info))
     num_bytes = num_blocks * shape.block_bytes
     report = ledger_json(ledger, info, num_blocks=num_blocks, kv_cache_bytes=num_bytes)
-    logger.info("memory: %s", report)
+    logger.debug("memory: %s", report)
     if info.is_first:
         lines = kv_cache_lines(
             num_bytes=num_bytes, num_tokens=capacity.num_tokens(num_blocks), max_model_len=capacity.max_model_len
@@ -158,6 +163,7 @@ def settle_slots(choose: Callable[[], int], group: Agreeing, *, of: str = "host 
             f"{len(failed)} of {info.world_size} ranks could not provide a {of}: {'; '.join(failed)}", rank=min(causes)
         ) from failure
     if info.is_first and info.world_size > 1:
+        level = logging.INFO if max(counts) - num_blocks > num_blocks * _UNLIKE else logging.DEBUG
         text = "blocks of the %s: %d on every rank (limited by %s; the roomiest has %d)"
-        logger.info(text, of, num_blocks, named(counts.index(num_blocks)), max(counts))
+        logger.log(level, text, of, num_blocks, named(counts.index(num_blocks)), max(counts))
     return num_blocks

@@ -141,7 +141,7 @@ class _Search:
                 index, running = left[said.index], said.candidate
                 if running:
                     text = f"trying {self.wanted[index].key}: {running}"
-                    tell_progress(text)
+                    tell_progress(text, len(self.found), len(self.wanted), "shapes")
                     tuner.report(f"{text}, {len(self.found)} of {len(self.wanted)} shapes are done")
                 if said.choice is not None:
                     self._finish_shape(index, said)

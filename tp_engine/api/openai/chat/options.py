@@ -119,7 +119,7 @@ def _log_choice(what: str, flag: str, given: str, formats: _Formats, aliases: Ma
             logger.warning("%s: %s is %s, but the chat template is written for %s", what, flag, given, fitting)
         return
     if fitting == NONE:
-        logger.info("%s: none, as the chat template has the marks of no known format; %s NAME changes that", what, flag)
+        logger.info("%s: none, by the chat template; %s NAME changes that", what, flag)
         return
     found = next(marks.has for marks in formats[fitting].template if marks.fit(template))
     why = " and ".join(found)
