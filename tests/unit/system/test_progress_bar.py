@@ -21,7 +21,8 @@ class Terminal(io.StringIO):
 
 def test_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: whole lines, and nothing that moves a cursor; nothing at all if the work ends before a line is due."""
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    silent = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", silent)
     said: list[str] = []
     for period_s in (0.0, 60.0):
         bar = progress_bar("lines", total=4, unit="line", say=said.append, period_s=period_s, leave=False)
@@ -30,7 +31,7 @@ def test_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         bar.close()
     assert said[0].startswith("lines: 0 of 4 (0 %)") and said[-1].startswith("lines: 4 of 4 (100 %)")
     assert all(one.isprintable() for one in said) and len(said) == 5
-    assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
+    assert silent.getvalue() == ""
 
 
 def test_a_start_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
