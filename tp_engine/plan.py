@@ -64,6 +64,7 @@ FloatArray: TypeAlias = npt.NDArray[np.float32]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 PAD_SLOT = -1
+_MOST_SHOWN = 8  # of a kind, in a plan's repr
 MASK_TOKENS = 32  # token ids in a word of a mask
 FIRST_STEP_ID = 1
 POOLS_NONE, POOLS_LAST, POOLS_ALL = range(3)  # which outputs of a row are read in place of a token
@@ -138,6 +139,13 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     sampling: RowSampling
 
 
+def _counted(items: list[Any], what: str = "") -> str:
+    """``2 rows (0, 5)``; of many the first ones."""
+    more = ", ..." if len(items) > _MOST_SHOWN else ""
+    of_what = f" {what}{'' if len(items) == 1 else 's'}" if what else ""
+    return f"{len(items)}{of_what} ({', '.join(map(str, items[:_MOST_SHOWN]))}{more})"
+
+
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One step.  All arrays are int32 unless said otherwise; see the module's text for the order of application.  Every
     rank makes one per step.  It and its parts are msgspec structs, which take a tenth of a frozen dataclass's time."""
@@ -160,6 +168,35 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     encodes: IntArray = NO_ENCODES
     image_rows: IntArray = NO_IMAGE_ROWS
     extensions: dict[str, Any] = {}
+
+    def __repr__(self) -> str:
+        """Return a line: what the step does, row by row as far as there is room, and how large the other parts are."""
+        said = [f"step {self.step_id}"]
+        if self.control:
+            said.append(str(self.control.name))
+        if len(self.decode_rows):
+            said.append(f"decodes {_counted(self.decode_rows.tolist(), 'row')}")
+        if len(self.prefill_rows):
+            chunks = zip(self.prefill_rows.tolist(), self.prefill_tokens.tolist(), self.prefill_samples.tolist())
+            told = [f"{row}: {num}{'' if ends else '...'}" for row, num, ends in chunks]
+            said.append(f"prompt tokens of {_counted(told, 'row')}")
+        if self.admitted:
+            said.append(f"admits {_counted([one.row for one in self.admitted], 'row')}")
+        if len(self.released):
+            said.append(f"releases {_counted(self.released.tolist(), 'row')}")
+        sizes = {
+            "new blocks": len(self.block_rows),
+            "copies": len(self.copies),
+            "state copies": len(self.state_copies),
+            "images": len(self.images),
+            "encodes": len(self.encodes),
+            "image rows": len(self.image_rows),
+            "bytes of an order": len(self.order),
+        }
+        said += [f"{count} {name}" for name, count in sizes.items() if count]
+        if self.extensions:
+            said.append(f"sections {_counted(list(self.extensions))}")
+        return f"<StepPlan {'; '.join(said)}>"
 
     @property
     def num_tokens(self) -> int:
