@@ -177,7 +177,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         if len(self.decode_rows):
             said.append(f"decodes {_counted(self.decode_rows.tolist(), 'row')}")
         if len(self.prefill_rows):
-            chunks = zip(self.prefill_rows.tolist(), self.prefill_tokens.tolist(), self.prefill_samples.tolist())
+            columns = (self.prefill_rows, self.prefill_tokens, self.prefill_samples)
+            chunks = zip(*(column.tolist() for column in columns), strict=False)  # also of a plan that is malformed
             told = [f"{row}: {num}{'' if ends else '...'}" for row, num, ends in chunks]
             said.append(f"prompt tokens of {_counted(told, 'row')}")
         if self.admitted:
