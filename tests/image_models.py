@@ -121,6 +121,15 @@ IMAGE_FAMILIES: dict[str, ImageFamily] = {
         whole=_TOKENS,
         settings=_AREAS,
     ),
+    "qwen2-vl": ImageFamily(
+        "Qwen2VLConfig",
+        "Qwen2VLForConditionalGeneration",
+        _PIL,
+        vision={"depth": 2, "embed_dim": 32, "hidden_size": 128, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14},
+        text={"hidden_size": 128, "rope_parameters": {**_MROPE, "mrope_section": [2, 3, 3]}},
+        whole=_TOKENS,
+        settings={**_AREAS, "patch_size": 14},
+    ),
     "qwen2.5-vl": ImageFamily(
         "Qwen2_5_VLConfig",
         "Qwen2_5_VLForConditionalGeneration",

@@ -2,7 +2,7 @@
 
 | family | a template writes | text in its place | the image's tokens |
 | --- | --- | --- | --- |
-| Qwen2.5-VL, Qwen3-VL, Qwen3.5, Kimi K2.5 | its image token | the same | one per cell |
+| Qwen2-VL to Qwen3-VL, Qwen3.5, Kimi K2.5 | its image token | the same | one per cell |
 | Gemma 3 | its start token | two line ends, start, image, end, two line ends | one per cell |
 | Gemma 4 | its image token | start, image, end | one per cell |
 | Mistral 3 | ``[IMG]`` | the same | rows of them, each with ``[IMG_BREAK]``, the last with ``[IMG_END]`` |

@@ -7,7 +7,7 @@ The pixels are those of transformers' image processors, bit for bit: Pillow's fi
 
 | family | resized to |
 | --- | --- |
-| Qwen2.5-VL, Qwen3-VL, Qwen3.5 | multiples of a cell nearest to the sides; the area lies within two limits |
+| Qwen2-VL to Qwen3-VL, Qwen3.5 | multiples of a cell nearest to the sides; the area lies within two limits |
 | Gemma 3 | one size for all; the aspect ratio is lost |
 | Gemma 4 | the largest multiples of a cell within a number of cells: small images grow |
 | Mistral 3 | at most a length of the longer side, rounded up to cells |

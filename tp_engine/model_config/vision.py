@@ -174,6 +174,7 @@ def _kimi(config: ConfigJson, vision: ConfigJson) -> dict[str, Any]:
 
 _IMAGE_TOKENS = ("image_token_id", "image_token_index", "media_placeholder_token_id")
 _FAMILIES: dict[str, tuple[str, Callable[[ConfigJson, ConfigJson], dict[str, Any]]]] = {
+    "Qwen2VLForConditionalGeneration": ("qwen2_5_vl", _qwen2_5),
     "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl", _qwen2_5),
     "Qwen3VLForConditionalGeneration": ("qwen3_vl", _qwen),
     "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl", _qwen),

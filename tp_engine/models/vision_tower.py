@@ -42,7 +42,10 @@ class VisionTower(nn.Module, ABC):
         """``config`` is transformers' configuration of the whole model."""
         super().__init__()
         self.spec = spec
-        self.hidden_size: int = config.vision_config.hidden_size
+        vision = config.vision_config
+        self.hidden_size: int = getattr(
+            vision, "embed_dim", vision.hidden_size
+        )  # Qwen2-VL: the other one is the text's
         self.build(config)
 
     @abstractmethod
@@ -159,7 +162,7 @@ class _PatchProduct(nn.Module):
 
 
 class QwenTower(VisionTower):
-    """Qwen2.5-VL, Qwen3-VL and Qwen3.5."""
+    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5."""
 
     parts, layers, embeds = ("visual",), "visual.blocks", "visual.patch_embed"
     between = "visual.deepstack_merger_list"
@@ -400,7 +403,10 @@ def _make_parameters_of_buffers(part: nn.Module) -> None:
 def _from_config(vision_config: Any) -> Any:
     """The tower of transformers, in the type of ``MadeIn``: given one, transformers would make it torch's default."""
     from transformers import AutoModel
+    from transformers.models.qwen2_vl import modeling_qwen2_vl
 
+    if vision_config.model_type == "qwen2_vl_vision":  # AutoModel does not know it
+        return modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel._from_config(vision_config, dtype=None)
     return AutoModel.from_config(vision_config, dtype=None)
 
 
