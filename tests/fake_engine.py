@@ -249,6 +249,7 @@ class FakeEngine:
     is_paused: bool = False
     is_asleep: bool = False
     weight_version: str = ""
+    kernel_choices: str = "own"
     adapters: LoRASlots | None = None
     _sequences: list[_Sequence] = field(default_factory=list)
     _ended: StepOutput = field(default_factory=StepOutput)

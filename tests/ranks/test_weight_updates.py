@@ -282,7 +282,9 @@ def test_requests_that_are_kept_go_on_with_the_new_weights(checkpoint: Callable[
             assert await llm.update_weights(tensors_of(folders[1]).items()) == "1"
             await asyncio.sleep(0.3)
             assert [len(one[-1]) for one in seen] == num_kept and not any(task.done() for task in (*tasks, late))
-            assert await llm.weight_info() == {"weight_version": "1", "is_paused": True, "is_sleeping": False}
+            assert await llm.weight_info() == {
+                "weight_version": "1", "kernel_choices": "own", "is_paused": True, "is_sleeping": False,
+            }  # fmt: skip
             await llm.resume()
             outputs = await asyncio.gather(*tasks, late)
             await llm.pause("wait", timeout_s=10)

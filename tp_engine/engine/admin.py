@@ -54,6 +54,11 @@ class EngineAdmin:
         """Return the scheduler's half of a feature; None if it is switched off."""
         return self._scheduler.feature(kind)
 
+    @property
+    def kernel_choices(self) -> str:
+        """A word for the kernels that compute: engines where it differs may differ in the last bits of a result."""
+        return self._worker.effective.choices.digest
+
     def configuration(self) -> dict[str, Any]:
         """Return the effective configuration, by field."""
         return self._worker.configuration

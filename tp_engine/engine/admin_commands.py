@@ -87,9 +87,13 @@ def resume(engine: EngineAdmin) -> dict[str, Any]:
 
 
 def weight_info(engine: EngineAdmin) -> dict[str, Any]:
-    """Return which weights the engine has, and whether it is paused."""
-    version = engine.weight_version or FIRST_VERSION
-    return {"weight_version": version, "is_paused": engine.is_paused, "is_sleeping": engine.is_asleep}
+    """Return which weights and kernels the engine has, and whether it is paused."""
+    return {
+        "weight_version": engine.weight_version or FIRST_VERSION,
+        "kernel_choices": engine.kernel_choices,
+        "is_paused": engine.is_paused,
+        "is_sleeping": engine.is_asleep,
+    }
 
 
 def sleep(engine: EngineAdmin, level: int = 1) -> dict[str, Any]:

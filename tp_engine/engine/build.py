@@ -75,7 +75,7 @@ def build_engine(
         worker=worker,
         scheduler=scheduler,
         publisher=publisher,
-        model_info=model_info(effective, rank.num_blocks, longest=limits.max_sequence_tokens),
+        model_info=model_info(rank.effective, rank.num_blocks, longest=limits.max_sequence_tokens),
         plan_timeout_s=effective.config.collective_timeout_s,
         num_ahead=int(effective.config.async_scheduling and (groups.info.world_size > 1 or worker.runs_by_itself)),
         job=job,
@@ -134,6 +134,7 @@ def model_info(effective: EffectiveConfig, num_blocks: int, *, longest: int | No
         classifier=effective.pooling.classifier,
         images=image_settings(config, model.vision, effective.model_path),
         adapters={source.name: source.path for source in config.lora_modules},
+        kernel_choices=effective.choices.digest,
     )
 
 

@@ -30,6 +30,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     ``num_blocks`` KV blocks of ``block_size`` tokens exist on every rank.  ``convert``, ``dimensions`` and
     ``classifier`` are those of ``PoolingSpec``.  ``images`` says how images are read; None: the model is served as text
     alone.  ``adapters`` are the folders, by name, of those that are loaded when the engine is ready.
+    ``kernel_choices`` is ``Choices.digest``.
     """
 
     model: str
@@ -53,6 +54,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     images: ImageSettings | None = None
     enable_lora: bool = False
     adapters: dict[str, str] = {}
+    kernel_choices: str = "own"
 
     @property
     def generates_text(self) -> bool:

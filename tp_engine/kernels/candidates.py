@@ -171,6 +171,10 @@ class Choices:
         found = self.found.get(key_of(name, shape))
         return operation(name).default(shape, device) if found is None else found
 
+    def beside(self, key: str, choice: Choice) -> "Choices":
+        """Return these and one more, which is none of ``CANDIDATES``."""
+        return Choices({**self.found, key: choice})
+
     @property
     def digest(self) -> str:
         """A word that differs where a choice differs; ``own`` if all are the code's own."""

@@ -177,7 +177,7 @@ def _add_description(app: FastAPI, state: ServerState) -> None:
         """The effective configuration, the tiers' slots, each rank's memory, and versions; secrets are hidden.
 
         The first three fields have SGLang's names: its router learns the model's name from them.  Clients' keys get
-        these and the versions.
+        these, the choices of kernels, and the versions.
         """
         query_choice(request, "config_format", {"json": None}, "json")
         model = state.llm.model_info
@@ -185,6 +185,7 @@ def _add_description(app: FastAPI, state: ServerState) -> None:
             "served_model_name": state.model_names[0],
             "model_path": model.model,
             "tp_size": model.tensor_parallel_size,
+            "kernel_choices": model.kernel_choices,
             "versions": {
                 "tp_engine": __version__,
                 "python": platform.python_version(),

@@ -20,6 +20,7 @@ from tp_engine.worker.memory.host_memory import host_memory, process_memory, res
 from tp_engine.worker.results.readback import Check, never_fails, record_event, wait_for
 
 _SUCCESS = 0
+_CLOCKS = {"units": 1, "memory": 2}  # nvmlClockType_t: SM, memory
 _MAX_PROCESSES = 1024
 _NOT_AVAILABLE = (1 << 64) - 1
 _POOL_OF_ALL = (0, 0)  # other pools of torch serve the graphs that were captured into them
@@ -266,6 +267,28 @@ def _library() -> ctypes.CDLL | None:
     return library if library.nvmlInit_v2() == _SUCCESS else None
 
 
+def _handle(uuid: str) -> ctypes.c_void_p | None:
+    """The driver's handle of a GPU, if its library is there and knows it."""
+    library, handle = _library(), ctypes.c_void_p()
+    name = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+    if library is None or library.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)) != _SUCCESS:
+        return None
+    return handle
+
+
+def clock_rates(uuid: str) -> dict[str, int]:
+    """Return the present clocks of the GPU ``uuid`` in MHz, those that the driver's library tells."""
+    library, handle = _library(), _handle(uuid)
+    if library is None or handle is None:
+        return {}
+    rates = {}
+    for name, kind in _CLOCKS.items():
+        rate = ctypes.c_uint()
+        if library.nvmlDeviceGetClockInfo(handle, kind, ctypes.byref(rate)) == _SUCCESS:
+            rates[name] = int(rate.value)
+    return rates
+
+
 def process_bytes(uuid: str) -> int | None:
     """Bytes that this process uses on the GPU ``uuid``, from the driver's library (NVML); None if it does not say.
 
@@ -273,12 +296,8 @@ def process_bytes(uuid: str) -> int | None:
 
     In a container with its own process ids the driver lists the host's ids or none, so it does not find this process.
     """
-    library = _library()
-    if library is None:
-        return None
-    handle = ctypes.c_void_p()
-    name = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
-    if library.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)) != _SUCCESS:
+    library, handle = _library(), _handle(uuid)
+    if library is None or handle is None:
         return None
     count, found = ctypes.c_uint(_MAX_PROCESSES), (_ProcessInfo * _MAX_PROCESSES)()
     if library.nvmlDeviceGetComputeRunningProcesses_v3(handle, ctypes.byref(count), found) != _SUCCESS:

@@ -83,7 +83,6 @@ def start_rank(
         run_phase = start_up.run_agreed_phase
         choices = choose_kernels(effective, groups.host, device.torch_device, run_phase)
         effective = dataclasses.replace(effective, choices=choices)
-        groups.note_device(f"{device.description}, choices {choices.digest}")
         backends = tuple(
             select_backend(config.attention_backend, effective.attention_needs, choices)
             for _ in effective.kv_layout.groups
@@ -97,7 +96,9 @@ def start_rank(
             torch_device=device.torch_device, largest_bytes=effective.largest_sum_bytes, wait=device.synchronize
         )
         all_reduce.set_up(config, groups, start_up.run, of_sums, num_hosts=effective.num_hosts)
-        try_fused_norm(effective, groups, device.torch_device, device.synchronize)
+        choices = try_fused_norm(effective, groups, device.torch_device, device.synchronize)
+        effective = dataclasses.replace(effective, choices=choices)
+        groups.note_device(f"{device.description}, choices {choices.digest}")
         model, head = _load(effective, groups, start_up, backends, device)
         parts = RankParts(
             effective=effective,

@@ -96,7 +96,8 @@ def test_the_server_info_has_one_form() -> None:
     """Oracle: vLLM's parameter, whose default is text there and JSON here."""
 
     async def scenario(app: App) -> None:
-        assert (await app.get("/server_info?config_format=json")).status == 200
+        info = await app.get("/server_info?config_format=json")
+        assert info.status == 200 and info.json()["kernel_choices"] == "own"
         assert (await app.get("/server_info?config_format=text")).status == 400
 
     serve(scenario)

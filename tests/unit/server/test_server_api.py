@@ -173,7 +173,7 @@ def test_weights_and_pauses() -> None:
         assert isinstance(engine, FakeEngine)
         body = {"prompt": ids("a"), "max_tokens": 1000, "ignore_eos": True}
         update = {"model_path": "/weights/7", "weight_version": "step 7"}
-        first = {"weight_version": "default", "is_paused": False, "is_sleeping": False}
+        first = {"weight_version": "default", "kernel_choices": "own", "is_paused": False, "is_sleeping": False}
         assert (await app.get("/weight_info")).json() == first
         running = app.start("POST", "/v1/completions", {**body, "request_id": "one"})
         await until(lambda: engine.num_steps > 2, "a step")
@@ -203,7 +203,7 @@ def test_weights_and_pauses() -> None:
         assert (await app.post("/continue_generation", None)).status == 200
         assert (await held.reply()).json()["usage"]["completion_tokens"] == 3
         assert (await app.post("/pause?mode=wait", None)).json() == {"status": "paused"}
-        last = {"weight_version": "step 7", "is_paused": True, "is_sleeping": False}
+        last = {"weight_version": "step 7", "kernel_choices": "own", "is_paused": True, "is_sleeping": False}
         assert (await app.get("/weight_info")).json() == last
         assert error_of(await app.post("/sleep?level=2", None))["message"].startswith("level is 2")
         assert (

@@ -31,6 +31,7 @@ from tp_engine.distributed.groups import RankGroups
 from tp_engine.distributed.rank import Agreeing, attempt
 from tp_engine.distributed.reduce_plan import ALIGNMENT
 from tp_engine.distributed.symmetric_memory import SymmetricCommunicator
+from tp_engine.kernels.candidates import Choices, key_of
 from tp_engine.kernels.layer_ops import NormRule, norm
 from tp_engine.kernels.ops import op
 from tp_engine.system.log import get_logger
@@ -44,6 +45,7 @@ logger = get_logger(__name__)
 Found = TypeVar("Found")
 
 APART = "all-reduce, then norm"
+_NAME = "all_reduce_norm"
 _ROUNDING = 2.0**-20
 _CALLS = 20
 _SOURCES = ("kernels/distributed/*.py", "kernels/norm_triton.py", "distributed/fused_norm.py")
@@ -109,11 +111,12 @@ class Example:
 
 def try_fused_norm(
     effective: EffectiveConfig, groups: RankGroups, device: torch.device, wait: Callable[[], None]
-) -> None:
-    """Choose for the model of ``effective``, if its ranks share memory and ``--tune`` asks for it; a collective."""
+) -> Choices:
+    """Choose for the model of ``effective``, if its ranks share memory and ``--tune`` asks for it; a collective.
+    Return all choices, this one among them."""
     communicator, dtype, size = groups.communicator, effective.dtype, effective.model.hidden_size
     if effective.config.tune == "off" or not isinstance(communicator, SymmetricCommunicator):
-        return
+        return effective.choices
     row_bytes = size * dtype.itemsize
     max_rows = 0 if row_bytes % ALIGNMENT else communicator.plan.one_shot_bytes // row_bytes
     if max_rows:
@@ -121,7 +124,7 @@ def try_fused_norm(
         sizes = FusedSizes(
             rank=info.rank, world_size=info.world_size, group=group, max_rows=max_rows, size=size, dtype=dtype
         )
-        choose_fused_norm(
+        chosen = choose_fused_norm(
             FusedTrial(
                 communicator=communicator,
                 host=groups.host,
@@ -134,6 +137,10 @@ def try_fused_norm(
                 repeat=in_a_graph,
             )
         )
+        if chosen != APART:
+            shape: dict[str, int | str] = {"ranks": info.world_size, "size": size, "type": str(dtype)}
+            return effective.choices.beside(key_of(_NAME, shape), ((communicator.fused_bytes // row_bytes, chosen),))
+    return effective.choices
 
 
 class KeptChoice:

@@ -27,6 +27,8 @@ def as_report(table: TunedTable) -> str:
     lines = [f"tp-engine {table.product}, {table.date}", facts]
     for one in table.shapes:
         lines += ["", f"{one.key}, of {one.count} weights", f"  {chosen(one)}", *_rows(one)]
+        if one.clocks:
+            lines.append(f"  clocks: {one.clocks}")
     lines += ["", "Microseconds of a call (ratio to the code's own choice); errors are parts of what is allowed."]
     return "\n".join(lines)
 

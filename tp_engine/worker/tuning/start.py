@@ -31,6 +31,7 @@ from tp_engine.system.units import GIB
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.tuning.shapes import wanted_shapes
 from tp_engine.worker.tuning.table import (
+    MOST_STARTS,
     Extent,
     Facts,
     Store,
@@ -125,24 +126,36 @@ def find_table(
     again: bool = False,
     make_tuner: Callable[..., Tuner] = Tuner,
 ) -> TunedTable:
-    """Return what is known of ``wanted`` on this device, from the cache; what is not is tried now and kept.
-    ``again``: all is tried.  Of several processes that want it, one tries and the others wait."""
+    """Return what is known of ``wanted`` on this device, from the cache; what is not is tried now and kept, and so is
+    what some starts before have left open.  ``again``: all is tried.  Of several processes that want it, one tries and
+    the others wait."""
     store = Store(device_facts(device), places)
 
     def look() -> dict[str, TunedShape]:
         found = (store.read(one.operation, one.shape, extent) for one in wanted)
         return {} if again else {one.key: one for one in found if one is not None}
 
-    known = look()
-    if len(known) < len(wanted):
-        with _turn(store, lambda: len(look()) == len(wanted)) as report:
+    def left(now: Mapping[str, TunedShape]) -> list[WantedShape]:
+        """What nobody has tried meanwhile."""
+        keys = {one.key for one in wanted if now.get(one.key) == before.get(one.key)}
+        return [one for one in wanted if one.key in keys and _is_to_try(now.get(one.key), extent)]
+
+    known = before = look()
+    if left(known):
+        with _turn(store, lambda: not left(look())) as report:
             known = look()
-            missing = [one for one in wanted if one.key not in known]
-            for found in make_tuner(device=device, extent=extent, places=places, report=report).tune(missing):
+            tuner = make_tuner(device=device, extent=extent, places=places, report=report)
+            missing = left(known)
+            for found in tuner.tune(missing, {one.key: known[one.key] for one in missing if one.key in known}):
                 known[found.key] = found
                 store.keep(found)
     shapes = tuple(msgspec.structs.replace(known[one.key], count=one.count) for one in wanted)
     return TunedTable(device=store.facts, shapes=shapes, date=today())
+
+
+def _is_to_try(known: TunedShape | None, extent: Extent) -> bool:
+    """Whether a start tries a shape: nothing is known of it, or a few such starts have left it open."""
+    return known is None or (known.is_open and known.starts < MOST_STARTS and known.extent == extent)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,9 @@ from tp_engine.system.version import __version__
 
 logger = get_logger(__name__)
 
-RIGHT, NOT_REACHED = "right", "not reached"
+RIGHT, NOT_REACHED, LATE = "right", "not reached", "it gave no answer for"
+MOST_STARTS = 5
+"""How many starts try a shape whose candidates the time has not reached, or which were late."""
 _PACKAGE = Path(__file__).parents[1]
 
 Extent: TypeAlias = Literal["quick", "full"]
@@ -46,7 +48,11 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TunedShape(msgspec.Struct, frozen=True, kw_only=True):
-    """A product's shape, which ``count`` weights of the model have, with its choice."""
+    """A product's shape, which ``count`` weights of the model have, with its choice.
+
+    Of a shape that ``is_open``, ``starts`` have tried some or all candidates; the time ended in this one in ``cuts``.
+    ``clocks`` are those of the device before and after.
+    """
 
     operation: str
     shape: dict[str, int | str]
@@ -55,6 +61,19 @@ class TunedShape(msgspec.Struct, frozen=True, kw_only=True):
     default: Choice
     tried: tuple[Tried, ...]
     count: int = 1
+    starts: int = 1
+    cuts: int = 0
+    clocks: str = ""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether another start may find more: the time did not reach a candidate, or one was late."""
+        return any(one.verdict == NOT_REACHED or one.verdict.startswith(LATE) for one in self.tried)
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether the time has reached no candidate."""
+        return all(one.verdict == NOT_REACHED for one in self.tried)
 
     @property
     def key(self) -> str:

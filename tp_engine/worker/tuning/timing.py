@@ -7,12 +7,15 @@ has several copies of its weight, which it reads in turns, so that no cache hold
 between two reads of a weight.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
 from tp_engine.kernels.candidates import Inputs, Run
+from tp_engine.worker.device import clock_rates
 from tp_engine.worker.tuning.proof import record
 from tp_engine.worker.tuning.rule import FIRST_ROUNDS, HOPELESS, MORE_ROUNDS, ROUNDS, drift, is_unsure
 
@@ -24,6 +27,7 @@ _CALLS_WITHOUT_GRAPH = 4
 _LEAST_ROUND_NS = 200_000
 _MOST_COPIES = 8
 _CPU_CACHE_BYTES = 32 << 20
+_PROCESSORS = Path("/proc/cpuinfo")
 
 
 def num_copies(num_bytes: int, device: torch.device) -> int:
@@ -120,3 +124,16 @@ def _between_events(run: Callable[[], object], calls: int) -> Clock:
     for _ in range(3):
         once()
     return once
+
+
+def clocks_of(device: torch.device) -> str:
+    """Return the present clocks of ``device`` in words, such as ``units 1980, memory 2619 MHz``; empty if nobody tells
+    them."""
+    if device.type == "cuda":
+        rates = clock_rates(str(torch.cuda.get_device_properties(device).uuid))
+        return ", ".join(f"{name} {rate}" for name, rate in rates.items()) + " MHz" if rates else ""
+    found = []
+    with contextlib.suppress(OSError, ValueError):
+        lines = _PROCESSORS.read_text(encoding="utf-8", errors="replace").splitlines()
+        found = [float(line.partition(":")[2]) for line in lines if line.startswith("cpu MHz")]
+    return f"cores {sum(found) / len(found):.0f} MHz" if found else ""

@@ -33,7 +33,8 @@ from tp_engine.system.child_process import start_child
 from tp_engine.system.log import get_logger
 from tp_engine.worker.tuning.report import chosen
 from tp_engine.worker.tuning.rule import without
-from tp_engine.worker.tuning.table import NOT_REACHED, Extent, Tried, TunedShape, shown
+from tp_engine.worker.tuning.table import LATE, NOT_REACHED, Extent, Tried, TunedShape, shown
+from tp_engine.worker.tuning.timing import clocks_of
 from tp_engine.worker.tuning.trial_process import Said, TrialSettings, TrialShape
 
 logger = get_logger(__name__)
@@ -45,6 +46,8 @@ _SILENCE_S: dict[Extent, float] = {"quick": 8.0, "full": 60.0}
 _BETWEEN_S = 60.0  # its start, and what it does between two candidates
 _ORPHAN_S = 90.0  # beyond the limit, by which this process would have killed it
 _MOST_STARTS = 12
+_MOST_NAMED = 4
+_NEXT = "the next starts go on with them, and tp-engine tune MODEL does so at once"
 _ROWS: dict[str, dict[Extent, tuple[int, ...]]] = {
     "cpu": {"quick": (1, 4, 8, 64), "full": (1, 2, 4, 6, 8, 16, 32, 64)},
     "cuda": {"quick": (1, 8, 64, 256, 2048), "full": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)},
@@ -91,21 +94,33 @@ class Tuner:
     rows: Sequence[int] | None = None
     report: Callable[[str], None] = lambda _text: None
 
-    def tune(self, wanted: Sequence[WantedShape]) -> list[TunedShape]:
-        """Return a choice for each shape, in their order.  ``NoRightKernelError`` if there is none."""
+    def tune(self, wanted: Sequence[WantedShape], before: Mapping[str, TunedShape] | None = None) -> list[TunedShape]:
+        """Return a choice for each shape, in their order.  ``before`` is what earlier starts have left open of them, by
+        key.  ``NoRightKernelError`` if there is none."""
         budget_s = self.budget_s or (QUICK_S if self.extent == "quick" else FULL_S)
         run = _Search(self, [*wanted], time.monotonic() + budget_s)
-        order = sorted(range(len(wanted)), key=lambda index: self._place(wanted[index]))
+        known, clocks = before or {}, clocks_of(self.device)
+        order = sorted(range(len(wanted)), key=lambda index: self._place(wanted[index], known))
         run.finish(order)
-        found = [run.found.get(index) or run.unreached(index) for index in range(len(wanted))]
+        clocks = f"{clocks} before, {clocks_of(self.device)} after" if clocks else ""
+        found = [
+            _joined(run.found.get(index) or run.unreached(index), known.get(one.key), clocks)
+            for index, one in enumerate(wanted)
+        ]
         for one in found:
             _log(one)
+        left = [one.key for one in found if one.is_open]
+        if left:
+            text = "of %d shapes, %d are left as the code has them or as they were, after %.0f s: %s%s; %s"
+            logger.info(text, len(found), len(left), budget_s, "; ".join(left[:_MOST_NAMED]),
+                        "; ..." if len(left) > _MOST_NAMED else "", _NEXT)  # fmt: skip
         return found
 
-    def _place(self, one: WantedShape) -> tuple[bool, int]:
-        """What a step spends most on comes first, because the time may end the search."""
-        table = operation(one.operation, self.places)
-        return not table.comes_first, -one.count * table.num_bytes(one.shape)
+    def _place(self, one: WantedShape, known: Mapping[str, TunedShape]) -> tuple[int, bool, int]:
+        """What a step spends most on comes first, because the time may end the search; but what took all of an earlier
+        start's time comes last."""
+        table, earlier = operation(one.operation, self.places), known.get(one.key)
+        return 0 if earlier is None else earlier.cuts, not table.comes_first, -one.count * table.num_bytes(one.shape)
 
 
 @dataclass
@@ -119,6 +134,7 @@ class _Search:
     found: dict[int, TunedShape] = field(default_factory=dict)
     refused: dict[str, dict[str, str]] = field(default_factory=dict)
     late: set[tuple[str, str]] = field(default_factory=set)
+    cut: int = -1
 
     def finish(self, order: Sequence[int]) -> None:
         """Start processes until all shapes of ``order`` have a choice, or the time is over."""
@@ -148,9 +164,12 @@ class _Search:
                     if len(self.found) == len(self.wanted):
                         return False
             code = None if line is None else process.wait()
-        if (code == 0 and not running) or time.monotonic() >= self.end_s:
+        if time.monotonic() >= self.end_s:
+            self.cut = index
             return False
-        reason = f"it gave no answer for {limit_s:g} s" if code is None else f"it ended its process, code {code}"
+        if code == 0 and not running:
+            return False
+        reason = f"{LATE} {limit_s:g} s" if code is None else f"it ended its process, code {code}"
         if not running:
             logger.warning("the process that tries kernels is given up: %s; untried kernels stay", reason)
             return False
@@ -193,7 +212,8 @@ class _Search:
             for name in (candidate.name for candidate in table.candidates)
         )
         others = {one.candidate for one in tried} - refused.keys()
-        return self._proven(index, without(self._own(one), others), tried)
+        found = self._proven(index, without(self._own(one), others), tried)
+        return msgspec.structs.replace(found, cuts=int(index == self.cut))
 
     def _shape(self, index: int, choice: Choice, tried: tuple[Tried, ...]) -> TunedShape:
         one, tuner = self.wanted[index], self.tuner
@@ -270,7 +290,14 @@ def _log(one: TunedShape) -> None:
     for tried in one.tried:
         if tried.is_fault:
             logger.warning("%s: the candidate %s is not used: %s", one.key, tried.candidate, tried.verdict)
-    if all(tried.verdict == NOT_REACHED for tried in one.tried):
-        logger.info("%s: not reached in time, so the code's own choice: %s", one.key, shown(one.choice))
-    else:
-        logger.info("%s: %s", one.key, chosen(one))
+    text = "%s: not reached in time: %s" if one.is_unknown else "%s: %s"
+    logger.debug(text, one.key, chosen(one))
+
+
+def _joined(one: TunedShape, earlier: TunedShape | None, clocks: str) -> TunedShape:
+    """What this start and earlier ones know of a shape: the earlier choice stays if the time has not reached it now."""
+    if earlier is None:
+        return msgspec.structs.replace(one, clocks=clocks)
+    counted = {"starts": earlier.starts + 1, "cuts": earlier.cuts + one.cuts}
+    kept, told = (earlier, earlier.clocks) if one.is_unknown else (one, clocks)
+    return msgspec.structs.replace(kept, clocks=told, **counted)

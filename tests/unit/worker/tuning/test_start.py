@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,7 @@ from tp_engine.worker.effective_config import resolve
 from tp_engine.worker.tuning import start, table
 from tp_engine.worker.tuning.shapes import wanted_shapes
 from tp_engine.worker.tuning.start import agreed_choices, choose_kernels, find_table, pinned_table
-from tp_engine.worker.tuning.table import NOT_REACHED, RIGHT, Tried, TunedShape, TunedTable, write_pinned
+from tp_engine.worker.tuning.table import MOST_STARTS, NOT_REACHED, RIGHT, Tried, TunedShape, TunedTable, write_pinned
 from tp_engine.worker.tuning.tuner import NoRightKernelError, WantedShape
 
 CPU = torch.device("cpu")
@@ -148,7 +148,7 @@ class FakeTuner:
     asked: list[list[WantedShape]]
     extent: str
 
-    def tune(self, wanted: Sequence[WantedShape]) -> list[TunedShape]:
+    def tune(self, wanted: Sequence[WantedShape], before: Mapping[str, TunedShape]) -> list[TunedShape]:
         self.asked.append(list(wanted))
         made = found().shapes[0]
         return [msgspec.structs.replace(made, shape=one.shape, extent=self.extent) for one in wanted]
@@ -180,6 +180,30 @@ def test_a_second_start_finds_the_first_one_s(asked: list[list[WantedShape]]) ->
     other = WantedShape(operation=NAME, shape={**SHAPE, "out": 96})
     look(asked, wanted=[*WANTED, other])
     assert asked[2:] == [WANTED, [other]]
+
+
+@pytest.mark.parametrize("verdict", [NOT_REACHED, "it gave no answer for 8 s"])
+def test_what_is_left_open_is_tried_by_the_next_starts(asked: list[list[WantedShape]], verdict: str) -> None:
+    """Oracle: the tuner's calls: four more starts, and no later one; a settled shape is not tried again."""
+    other = WantedShape(operation=NAME, shape={**SHAPE, "out": 96})
+
+    class Reaches(FakeTuner):
+        def tune(self, wanted: Sequence[WantedShape], before: Mapping[str, TunedShape]) -> list[TunedShape]:
+            made = super().tune(wanted, before)
+            starts = [before[one.key].starts + 1 if one.key in before else 1 for one in made]
+            late = tuple(Tried(candidate=name, verdict=verdict) for name in ("panels", "onednn"))
+            return [
+                msgspec.structs.replace(one, starts=count, tried=late if one.shape == other.shape else one.tried)
+                for one, count in zip(made, starts, strict=True)
+            ]
+
+    def start() -> TunedTable:
+        make: Any = lambda **_: Reaches(asked=asked, extent="quick")  # noqa: E731
+        return find_table(CPU, [*WANTED, other], "quick", make_tuner=make)
+
+    tables = [start() for _ in range(MOST_STARTS + 2)]
+    assert asked == [[*WANTED, other], *[[other]] * (MOST_STARTS - 1)]
+    assert [one.shapes[1].starts for one in tables] == [1, 2, 3, 4, 5, 5, 5]
 
 
 def test_what_the_key_has(asked: list[list[WantedShape]], monkeypatch: pytest.MonkeyPatch) -> None:

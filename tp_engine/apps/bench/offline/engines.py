@@ -32,6 +32,7 @@ class LoadedEngine:
     """An engine with a model loaded; ``generate`` returns as many tokens for each prompt as it asks for."""
 
     comparable = True
+    kernel_choices = ""
 
     def forget(self) -> None:
         """Clear the prefix cache, if the engine has one that can be cleared."""
@@ -70,6 +71,10 @@ class TpEngine(Vllm):
     OTHER_DUMMY_WEIGHTS = False
     SETTINGS: ClassVar[dict[str, Any]] = {}
     WANTED: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.kernel_choices = self._llm.engine.model_info.kernel_choices
 
 
 class Transformers(LoadedEngine):
@@ -230,7 +235,8 @@ def run(engine: Any, prompts: list[list[int]], max_tokens: list[int]) -> dict[st
     started, used_s = time.perf_counter(), time.process_time()
     tokens = engine.generate(prompts, max_tokens)
     total_s, cpu_s = time.perf_counter() - started, time.process_time() - used_s
-    return {"total_s": total_s, "first_token_s": first, "cpu_s": cpu_s, "token_ids": tokens}
+    found = {"total_s": total_s, "first_token_s": first, "cpu_s": cpu_s, "token_ids": tokens}
+    return found | {"kernel_choices": engine.kernel_choices}
 
 
 def main(name: str) -> None:

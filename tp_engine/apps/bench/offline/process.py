@@ -63,12 +63,13 @@ print(metadata.version(names[0]) if names else "")
 @dataclass(frozen=True)
 class Measurement:
     """One run of a workload; ``first_token_s`` is set only if the workload is one request, and ``token_ids`` only if
-    they can be compared with those of other engines."""
+    they can be compared with those of other engines.  ``kernel_choices`` is the word of tp_engine's kernels."""
 
     total_s: float
     first_token_s: float | None
     token_ids: list[list[int]]
     cpu_s: float = 0.0
+    kernel_choices: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ def summarise(
         "workload": workload.name,
         "roofline": roofline,
         "engines": figures,
+        "kernel_choices": {name: found for name, (one, *_) in runs.items() if (found := one.kernel_choices)},
         "speedup_over": {other: speedup(figures[first], figures[other]) for other in others},
         "equal_answers": {
             other: equal_share(runs[first], runs[other])

@@ -25,6 +25,11 @@ _WRONG_ANSWERS = (
     *(OSError, ValueError, RecursionError, msgspec.MsgspecError),
     *(asyncio.IncompleteReadError, asyncio.LimitOverrunError),
 )
+_QUICK_S = 10.0
+
+
+class _ServerInfo(msgspec.Struct, frozen=True):
+    kernel_choices: str
 
 
 class _Delta(msgspec.Struct, frozen=True):
@@ -133,6 +138,15 @@ async def first_model(target: Target) -> str:
     if not cards:
         raise ServerError(f"{target.base_url} has no model")
     return cards[0].id
+
+
+async def kernel_choices(target: Target) -> str | None:
+    """The word for the server's choices of kernels; None if it says none, as other engines' do."""
+    try:
+        async with asyncio.timeout(_QUICK_S), _exchange(target, "GET", "/server_info", b"") as (_, body):
+            return msgspec.json.decode(b"".join([part async for part in body]), type=_ServerInfo).kernel_choices
+    except (TimeoutError, *_WRONG_ANSWERS):
+        return None
 
 
 async def _ask(target: Target, body: dict[str, Any], answer: TimedAnswer) -> None:

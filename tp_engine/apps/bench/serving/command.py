@@ -31,7 +31,7 @@ from typing import Any
 
 from tp_engine.apps.bench.machine import processor_name
 from tp_engine.apps.bench.plot import plot_over_load
-from tp_engine.apps.bench.serving.client import Target, TimedAnswer, first_model, send_all
+from tp_engine.apps.bench.serving.client import Target, TimedAnswer, first_model, kernel_choices, send_all
 from tp_engine.apps.bench.serving.launch import own_server
 from tp_engine.apps.bench.serving.metrics import details, summarise
 from tp_engine.apps.bench.serving.options import parse_arguments
@@ -103,7 +103,13 @@ async def sweep(args: argparse.Namespace, base_url: str) -> dict[str, Any]:
         for error in sorted({answer.error for answer in answers if not answer.success})[:3]:
             print(f"    failed: {printable(error)}", flush=True)
         save(args, result, answers)
-    return {"benchmark": "serve", "machine": processor_name(), "started": not args.base_url, "results": results}
+    return {
+        "benchmark": "serve",
+        "machine": processor_name(),
+        "kernel_choices": await kernel_choices(target),
+        "started": not args.base_url,
+        "results": results,
+    }
 
 
 async def find_target(args: argparse.Namespace, base_url: str) -> Target:
