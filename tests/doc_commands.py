@@ -79,6 +79,17 @@ NOT_RUN = {
     r"tp-engine serve MODEL --tuned": "needs a file of the machine; tests/e2e/test_tuning.py makes one",
     r"tp-engine check Qwen/\S+ --quick( --record golden.json)?$": "is part of another command of the page, which runs",
 }  # fmt: skip
+# What a wheel does not install; the pages that need a checkout; and the commands of other pages that do -> why.
+OF_A_CHECKOUT = re.compile(
+    r"(?:^|[\s/(])(?:scripts|tests|launch|configs|deploy|\.ci)/|\btests\.\w|pip install (?:-e )?'?\."
+)
+FOR_DEVELOPERS = (
+    "README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/design/", "docs/benchmarks", "docs/releasing"
+)  # fmt: skip
+CHECKOUTS = {
+    r"pip install (-e )?\.": "is how a checkout is installed",
+    r"scripts/(test_faults|soak)": "is how the engine's own faults are tested",
+}
 # The kind of a runnable command, by its form.
 KINDS = {
     "serve": r"(tp-engine serve|\./scripts/serve|torchrun .*-m tp_engine serve)\b",

@@ -29,7 +29,7 @@ def make_plain_environment(folder: Path) -> dict[str, str]:
             target = packages / entry.name
             if not target.exists():
                 target.symlink_to(entry)
-    (packages / f"{PROJECT}.pth").write_text(f"{ROOT}\n", encoding="utf-8")
+    (packages / PROJECT).symlink_to(ROOT / PROJECT)  # what a wheel installs, without the rest of a checkout
     write_programs(folder / "bin", [*needed_distributions(), distribution(PROJECT)])
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return {**kept, "VIRTUAL_ENV": str(folder), "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}

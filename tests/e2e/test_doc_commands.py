@@ -13,7 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.doc_commands import NOT_RUN, ROOT, STAND_INS, own_arguments, read_commands
+from tests.doc_commands import (
+    CHECKOUTS,
+    FOR_DEVELOPERS,
+    NOT_RUN,
+    OF_A_CHECKOUT,
+    ROOT,
+    STAND_INS,
+    own_arguments,
+    read_commands,
+)
 from tests.e2e.page_servers import Asker, page_servers, running, write_batch_files
 from tests.e2e.serving import free_port
 from tp_engine.config import DEMO_MODEL
@@ -71,6 +80,17 @@ def test_every_command_is_known() -> None:
     """Oracle: a command is of a kind that runs, or has a row in the table of those that do not."""
     assert len(COMMANDS) > 120
     assert [str(command) for command in COMMANDS if command.kind == "unknown"] == []
+
+
+def test_users_commands_need_no_checkout() -> None:
+    """Oracle: what a wheel installs; README tells how a checkout is used, and developers have one."""
+    needed = [
+        command
+        for command in COMMANDS
+        if not command.page.startswith(FOR_DEVELOPERS) and OF_A_CHECKOUT.search(command.text)
+    ]
+    assert [str(one) for one in needed if not any(re.match(row, one.text) for row in CHECKOUTS)] == []
+    assert [row for row in CHECKOUTS if not any(re.match(row, one.text) for one in needed)] == []
 
 
 def test_no_row_is_stale() -> None:

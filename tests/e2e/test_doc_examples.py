@@ -176,8 +176,10 @@ def test_python_runs(server: Server, workplace: Path, plain_environment: dict[st
     for blocks, variables in ((plain, plain_environment), ([one for one in RUNNABLE if one not in plain], None)):
         texts = [(block.name, block.text.replace(ADDRESS, server.url)) for block in blocks]
         program = (
-            "import contextlib\n"
+            "import contextlib, sys\n"
+            f"sys.path.insert(0, {str(ROOT)!r})  # for the next line alone: examples find what a wheel installs\n"
             "from tests.services import services, start_in_thread\n"
+            f"sys.path.remove({str(ROOT)!r})\n"
             "has_started = False\n"
             f"for name, text in {texts!r}:\n"
             "    print(name, flush=True)\n"
