@@ -45,6 +45,7 @@ STAND_INS = {
         "--kv-offloading-size 0.01 --kv-disk-path kv --kv-disk-size 0.01",
     r'"dimensions": 256': '"dimensions": 16',
     r"(scripts/gpu_check --(plan|sections) (1|start,nccl))": r"\1 --dry-run",
+    r"--kv-offloading-size 4(?! )": "--kv-offloading-size 0.01",
     r"/data/batches": "batches",
     r"file-\.\.\.(?=/content)": "{results}",
     r"file-\.\.\.": "{file}",

@@ -107,6 +107,27 @@ def test_pages_are_short(page: str) -> None:
     assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) <= MAX_LINES
 
 
+def sentence_lengths(text: str) -> list[int]:
+    """The number of words of each sentence in paragraphs and lists."""
+    text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE))
+    blocks = [block.strip() for block in re.split(r"\n\s*\n|\n(?=\s*(?:[*-]|\d+\.) )|\n(?=\|)", text)]
+    sentences = (
+        sentence
+        for block in blocks
+        if block[:1] not in ("", "|", "#", "<", "!")
+        for sentence in re.split(r"(?<=[.!?:;])\s+(?=[A-Z`*\[\"(])", block)
+    )
+    lengths = (len(re.findall(r"\S*\w\S*", sentence)) for sentence in sentences)
+    return [length for length in lengths if length > 1]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_sentences_are_short(page: str) -> None:
+    """Oracle: the rule: at most 25 words on the average of a page."""
+    lengths = sentence_lengths((ROOT / page).read_text(encoding="utf-8"))
+    assert sum(lengths) <= 25 * len(lengths)
+
+
 @cache
 def texts_of_the_program() -> str:
     """All texts in the package's code, one in a line, with a NUL for each value that is put in."""
