@@ -24,6 +24,12 @@ LINK = re.compile(r"\]\((?![a-z]+:)([^)\s]+)\)")
 # A document, perhaps with a comma and the name of one of its sections.
 REFERENCE = re.compile(r"(?<![\w:/])(docs/[a-z_/]+\.(?:md|json|png|svg))(?:, ([A-Z][\w ]*))?")
 MAX_LINES = 250
+# An example comes within so many lines, but in lists, and where a picture or a table is one.
+FIRST_LINES = 30
+LISTS = {
+    *("flags_engine.md", "flags_server.md", "other_servers.md", "python_reference.md"),
+    *("containers.md", "page.md", "reliability.md"),
+}
 SOURCES = [
     path
     for top in ("tp_engine", "tests", "scripts", "deploy", "configs", "launch", ".github", ".ci")
@@ -105,6 +111,20 @@ def test_documents_name_no_commit() -> None:
 def test_pages_are_short(page: str) -> None:
     """Oracle: the rule of the site."""
     assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+
+
+def test_pages_of_users_begin_with_an_example() -> None:
+    """Oracle: the rule: what, one example, then options; lists that scripts write and tables of texts have none."""
+    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    wanted = {
+        page for part in navigation for name in ("Tutorials", "Use", "Features", "Run") for page in part.get(name, ())
+    }
+    without = {
+        page
+        for page in wanted - LISTS
+        if "```" not in "\n".join((ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()[:FIRST_LINES])
+    }
+    assert len(wanted) > 30 and sorted(without) == []
 
 
 def sentence_lengths(text: str) -> list[int]:
