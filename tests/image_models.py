@@ -230,6 +230,24 @@ IMAGE_FAMILIES: dict[str, ImageFamily] = {
         whole={"image_token_id": IMAGE, "boi_token_id": 302, "eoi_token_id": 303, "audio_config": None},
         settings={"max_soft_tokens": 70},
     ),
+    "gemma4-e-vision": ImageFamily(
+        "Gemma4Config",
+        "Gemma4ForConditionalGeneration",
+        "Gemma4ImageProcessorPil",
+        vision={**_GEMMA4_VISION, "use_clipped_linears": True},
+        text={
+            **_GEMMA4,
+            "use_bidirectional_attention": None,
+            "attention_k_eq_v": False,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "pad_token_id": 4,
+        },
+        whole={"image_token_id": IMAGE, "boi_token_id": 302, "eoi_token_id": 303, "audio_config": None},
+        settings={"max_soft_tokens": 70},
+    ),
     "gemma4-narrow": ImageFamily(  # a window that is shorter than an image
         "Gemma4Config",
         "Gemma4ForConditionalGeneration",
@@ -320,7 +338,9 @@ def make_image_model(folder: Path, name: str, seed: int = 0, whole: dict[str, in
         model = getattr(transformers, family.model)(config)
         for key, values in model.state_dict(keep_vars=True).items():
             if values.is_floating_point() and "inv_freq" not in key:
-                if values.dim() > 1:
+                if key.endswith(("put_min", "put_max")):  # bounds of a tower's linear layers, which some values reach
+                    values.fill_(-0.5 if key.endswith("min") else 0.5)
+                elif values.dim() > 1:
                     values.normal_(0.0, 0.08)
                 else:
                     values.add_(torch.randn_like(values), alpha=0.1)

@@ -64,7 +64,7 @@ def more_settings_of(name: str) -> dict[str, dict[str, Any]]:
 
 def cuts_images(name: str) -> bool:
     """Whether a chunk may end within an image."""
-    return not name.startswith("gemma") or name == "gemma4-causal"
+    return not name.startswith("gemma") or name in ("gemma4-causal", "gemma4-e-vision")
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ def read_model(config: Mapping[str, Any]) -> ModelSpec:
     """Parse a config.json.  Raises ``ConfigError`` for anything that is missing, wrong or not supported."""
     whole = named(ConfigJson(config))
     spec = read_spec(whole)
-    vision = None if spec.layer_embedding is not None else read_vision(whole, spec.hidden_size)
+    vision = read_vision(whole, spec.hidden_size)
     if vision is not None and vision.deep_layers >= spec.num_layers:
         raise ConfigError(
             f"config.json: deepstack_visual_indexes has {vision.deep_layers} entries, one for each of the first "

@@ -148,7 +148,7 @@ class BesideSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerEmbeddingSpec:
     """Embeddings of their own for each layer, of ``size`` (``models/layer_embeddings.py`` draws them); ``vocab_size``
-    tokens have some.
+    tokens have some, and those of images have that of ``image_token_id``.
 
     ``norm`` is that of what is projected from the model's embeddings, ``out_norm`` that of what a layer adds.
     """
@@ -158,6 +158,7 @@ class LayerEmbeddingSpec:
     activation: Activation
     norm: NormSpec
     out_norm: NormSpec
+    image_token_id: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

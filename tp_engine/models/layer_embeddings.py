@@ -14,6 +14,7 @@ import torch
 
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.embedding import VocabParallelEmbedding
+from tp_engine.layers.image_rows import images_of_step
 from tp_engine.layers.linear import whole_linear
 from tp_engine.layers.norm import Norm
 from tp_engine.model_config.spec import LayerEmbeddingSpec
@@ -25,6 +26,7 @@ class LayerEmbeddings(Layer):
     def __init__(self, spec: LayerEmbeddingSpec, num_layers: int, hidden_size: int, *, context: LayerContext) -> None:
         super().__init__()
         self._size, width = spec.size, num_layers * spec.size
+        self._image_token_id = spec.image_token_id
         self.table = VocabParallelEmbedding(
             spec.vocab_size, width, context=context.at("embed_tokens_per_layer"), scale=spec.size**0.5
         )
@@ -37,6 +39,8 @@ class LayerEmbeddings(Layer):
 
     def forward(self, token_ids: torch.Tensor, embedded: torch.Tensor) -> list[torch.Tensor]:
         """``token_ids`` (N,) and the model's embeddings of them (N, hidden) -> for each layer (N, size), a view."""
+        if (images := images_of_step()) is not None:
+            token_ids = token_ids.index_fill(0, images.places, self._image_token_id)
         rows: torch.Tensor = self.table(token_ids)
         projected: torch.Tensor = self.projection(embedded)
         parts = self.norm(projected.view(-1, self._size))

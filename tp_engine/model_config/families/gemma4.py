@@ -136,8 +136,13 @@ def _read_embedding(reader: DecoderReader, usual_size: int) -> LayerEmbeddingSpe
     if size < 0 or vocab_size < reader.vocab_size:
         rule = f"it must be positive, and vocab_size_per_layer_input, {vocab_size}, no less than {reader.vocab_size}"
         raise config.refusal("hidden_size_per_layer_input", size, rule, "correct config.json")
+    pad = config.take("pad_token_id", int, 0) or 0
+    if not 0 <= pad < vocab_size:
+        rule = f"images' tokens have the embeddings of this one in each layer: it must be from 0 to {vocab_size - 1}"
+        raise config.refusal("pad_token_id", pad, rule, "correct config.json")
     return LayerEmbeddingSpec(
         size=size,
+        image_token_id=pad,
         vocab_size=vocab_size,
         activation=reader.activation,
         norm=reader.norm("per_layer_projection_norm"),
