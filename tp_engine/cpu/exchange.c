@@ -3,7 +3,7 @@
    A call that waits for another rank returns that rank's number + 1 when its time is up.  The caller calls it again
    with the same arguments, and it continues where it was.  0 says that it has ended. */
 
-#define _GNU_SOURCE /* clockid_t, sem_clockwait */
+#define _GNU_SOURCE /* clockid_t */
 #include <sched.h>
 #include <semaphore.h>
 #include <time.h>
@@ -15,6 +15,11 @@ enum { WRITE = 0, MEET = 1, MEET_AGAIN = 2 };
 
 struct exchange {
     char *slots, *results, *semaphores;
+    /* The C library's functions, as Python has found them: under the names that they have in a new one, no older one
+       would load this library.  sem_clockwait, from glibc 2.30 on, may be NULL. */
+    int (*sem_post)(sem_t *), (*sem_trywait)(sem_t *);
+    int (*sem_timedwait)(sem_t *, const struct timespec *);
+    int (*sem_clockwait)(sem_t *, clockid_t, const struct timespec *);
     int64_t rank, num_ranks, slot_bytes;
     int64_t two_shot_bytes; /* pieces of more than this are added up in two shots */
     int64_t spin_ns, block_ns;
@@ -48,41 +53,38 @@ static char *slot(const struct exchange *x, int64_t rank)
     return x->slots + (2 * rank + x->num_pieces % 2) * x->slot_bytes;
 }
 
-/* From glibc 2.30 on.  Weak, so that a library built for older systems uses it where it is there. */
-extern int sem_clockwait(sem_t *from, clockid_t clock, const struct timespec *until) __attribute__((weak));
-
-/* Waits for `ns` at most.  The wall clock, which may be set back, only where there is nothing else. */
-static int block(sem_t *from, int64_t ns)
+/* Waits for block_ns at most.  The wall clock, which may be set back, only where there is nothing else. */
+static int block(const struct exchange *x, sem_t *from)
 {
     struct timespec until;
-    clock_gettime(sem_clockwait ? CLOCK_MONOTONIC : CLOCK_REALTIME, &until);
-    const int64_t nanoseconds = until.tv_nsec + ns;
+    clock_gettime(x->sem_clockwait ? CLOCK_MONOTONIC : CLOCK_REALTIME, &until);
+    const int64_t nanoseconds = until.tv_nsec + x->block_ns;
     until.tv_sec += nanoseconds / 1000000000L;
     until.tv_nsec = nanoseconds % 1000000000L;
-    return (sem_clockwait ? sem_clockwait(from, CLOCK_MONOTONIC, &until) : sem_timedwait(from, &until)) == 0;
+    return (x->sem_clockwait ? x->sem_clockwait(from, CLOCK_MONOTONIC, &until) : x->sem_timedwait(from, &until)) == 0;
 }
 
 /* Takes one from a semaphore: now, while spinning, or, if `blocks`, before block_ns have passed or a signal has come.
    Returns whether it did.  The spin yields, because on a busy machine the other rank may be waiting for this core. */
 static int take(const struct exchange *x, sem_t *from, int blocks)
 {
-    if (sem_trywait(from) == 0)
+    if (x->sem_trywait(from) == 0)
         return 1;
     if (x->spin_ns)
         for (const int64_t until = now_ns() + x->spin_ns; now_ns() < until; sched_yield())
             for (int i = 0; i < TRIES_PER_LOOK; i++) {
                 relax();
-                if (sem_trywait(from) == 0)
+                if (x->sem_trywait(from) == 0)
                     return 1;
             }
-    return blocks && block(from, x->block_ns);
+    return blocks && block(x, from);
 }
 
 static void announce(const struct exchange *x)
 {
     for (int64_t other = 0; other < x->num_ranks; other++)
         if (other != x->rank)
-            sem_post(semaphore(x, x->rank, other));
+            x->sem_post(semaphore(x, x->rank, other));
 }
 
 /* 0, or the number + 1 of a rank that is late. */

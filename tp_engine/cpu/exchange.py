@@ -15,7 +15,7 @@ class ExchangeLayout(ctypes.Structure):
     """``struct exchange`` of ``exchange.c``; the last four fields are its own."""
 
     _fields_ = (
-        *pointers("slots results semaphores"),
+        *pointers("slots results semaphores sem_post sem_trywait sem_timedwait sem_clockwait"),
         *integers("rank num_ranks slot_bytes two_shot_bytes spin_ns block_ns num_pieces offset stage peer"),
     )
 

@@ -19,6 +19,7 @@ from tp_engine.distributed.rank import Agreeing, all_do
 from tp_engine.distributed.reduce_plan import SHARED_SLOT_BYTES, shared_two_shot_bytes
 from tp_engine.distributed.two_level import Exchange, LocalRanks, TwoLevelExchange, ordered_sum
 from tp_engine.errors import RankError, again
+from tp_engine.ipc import semaphore
 from tp_engine.ipc.tensor_slots import SEMAPHORES_OFFSET, TensorSlots
 from tp_engine.job.progress import RankProgress
 from tp_engine.system.log import get_logger
@@ -102,7 +103,7 @@ def _layout(slots: TensorSlots, host: Agreeing) -> ExchangeLayout:
         slots=slots.base + slots.slots_offset, results=slots.base + slots.results_offset,
         semaphores=slots.base + SEMAPHORES_OFFSET, rank=host.info.rank, num_ranks=slots.num_ranks,
         slot_bytes=slots.slot_bytes, two_shot_bytes=shared_two_shot_bytes(slots.num_ranks),
-        spin_ns=int(_spin_s(host) * 1e9), block_ns=int(_BLOCK_S * 1e9),
+        spin_ns=int(_spin_s(host) * 1e9), block_ns=int(_BLOCK_S * 1e9), **semaphore.functions(),
     )  # fmt: skip
 
 

@@ -35,6 +35,16 @@ if _HAS_CLOCKWAIT := hasattr(_blocking, "sem_clockwait"):
     _blocking.sem_clockwait.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Timespec)]
 
 
+def functions() -> dict[str, int]:
+    """Return the addresses of the C library's functions on semaphores, by name, for compiled code; 0 for one that it
+    lacks.  Each glibc says by other versions where they are, so compiled code that names them loads on few."""
+    names = ("sem_post", "sem_trywait", "sem_timedwait", "sem_clockwait")
+    return {
+        name: ctypes.cast(getattr(_blocking, name), ctypes.c_void_p).value or 0 if hasattr(_blocking, name) else 0
+        for name in names
+    }
+
+
 def default_spin_s(num_ranks: int) -> float:
     """Return how long a wait spins before it blocks: 20 microseconds, or 0 if there are fewer cores than ranks."""
     return _SPIN_S if num_cpus() >= num_ranks else 0.0

@@ -28,12 +28,13 @@ class Level:
     needs: frozenset[str]
 
 
-# The best first; a processor that has a level has those of its machine after it.
+# The best first; a processor that has a level has those of its machine after it.  The best is tuned for AMD's: gcc's
+# generic order of reads from a panel makes a single row's product 2 to 4 % slower there.
 LEVELS = (
     Level(
         "v4-bf16",
         "x86_64",
-        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi", "-mtune=generic"),
+        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi", "-mtune=znver3"),
         frozenset(_V4 | {"avx512_bf16", "avx512vbmi"}),
     ),
     Level("v4", "x86_64", ("-march=x86-64-v4", "-mtune=generic"), frozenset(_V4)),
