@@ -13,6 +13,7 @@ from tp_engine.engine.text_growth import check_growth
 from tp_engine.engine.tiktoken_model import TEKKEN_FILE, is_ranked, load_ranked
 from tp_engine.errors import ConfigError, RequestError, shown
 from tp_engine.system.files import MAX_TOKENIZER_BYTES, check_folder, read_json, read_text
+from tp_engine.system.importing import collections_paused
 from tp_engine.system.log import get_logger, warn_once
 from tp_engine.system.panics import is_panic, panics_refused
 
@@ -134,16 +135,11 @@ def _load(source: str, folder: Path) -> Any | None:
             f"tokenizer is {source!r}, which is code of the model ({code}), and such code is never run; give "
             "--tokenizer a folder or hub name with the same tokenizer as a tokenizer.json"
         )
-    from transformers import AutoTokenizer  # slow to import, so only when there is a tokenizer
-
     try:
         if folder.is_dir():
             check_folder(folder)
             check_growth(folder / "tokenizer.json")
-        # With the package mistral-common transformers would give another tokenizer for the same files.
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(folder), trust_remote_code=False, config=_plain_config(folder), mistral_format=False
-        )
+        tokenizer = _from_transformers(folder)
         tokenizer.encode("")  # the first call sets truncation and padding: make it here
     except ConfigError:
         raise
@@ -152,6 +148,16 @@ def _load(source: str, folder: Path) -> Any | None:
             raise _refusal(source, error) from error
         raise
     return tokenizer
+
+
+def _from_transformers(folder: Path) -> Any:
+    with collections_paused():  # slow to import, so only when there is a tokenizer
+        from transformers import AutoTokenizer
+
+        # With the package mistral-common transformers would give another tokenizer for the same files.
+        return AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=False, config=_plain_config(folder), mistral_format=False
+        )
 
 
 def _refusal(source: str, error: BaseException) -> ConfigError:
