@@ -1,4 +1,4 @@
-"""Compile the C kernels into wheels; all else about the package is in pyproject.toml.
+"""Compile the C kernels into wheels, and write the index's page; all else about the package is in pyproject.toml.
 
 TP_ENGINE_BUILD   all      every level of tp_engine/cpu/compiling/levels.py for this machine's kind, or an error
                   v3,v4    these levels, or an error
@@ -6,10 +6,14 @@ TP_ENGINE_BUILD   all      every level of tp_engine/cpu/compiling/levels.py for 
                   unset    as "all" where there is a compiler, else as "none"
 
 An editable installation has none: scripts/lib/environment.sh compiles, and shows how far it is.
+
+The package index shows the README with addresses that lead into the repository, because it knows no files beside it.
 """
 
 import os
+import re
 import sys
+import tomllib
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,6 +28,9 @@ from tp_engine.cpu.compiling.cache import compiled_library
 from tp_engine.cpu.compiling.gcc import BuildError, find_compiler
 from tp_engine.cpu.compiling.levels import Level, shippable_levels
 from tp_engine.cpu.compiling.shipped import ship
+from tp_engine.system.version import __version__
+
+ROOT = Path(__file__).parent
 
 
 class Package(Distribution):
@@ -72,5 +79,31 @@ class Wheel(bdist_wheel):
         return "py3", "none", platform
 
 
+def index_page(text: str, repository: str, version: str) -> str:
+    """A page of the repository for a reader elsewhere: its relative links and pictures lead to the release's tag there,
+    before a release to the main branch."""
+    ref = "main" if "dev" in version else f"v{version}"
+    pictures = repository.replace("https://github.com/", "https://raw.githubusercontent.com/")
+
+    def absolute(match: re.Match[str]) -> str:
+        base = f"{pictures}/{ref}" if match[1].startswith("!") else f"{repository}/blob/{ref}"
+        return f"{match[1]}({base}/{match[2]})"
+
+    return re.sub(r"(!?\[[^\]]*\])\((?![a-z]+:|#)([^)\s]+)\)", absolute, text)
+
+
+def readme() -> str:
+    """README.md as the index shows it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return index_page(text, project["urls"]["Repository"], __version__)
+
+
 commands: dict[str, Any] = {"build_py": BuildPackage, "bdist_wheel": Wheel}
-setup(distclass=Package, cmdclass=commands)
+if __name__ == "__main__":
+    setup(
+        distclass=Package,
+        cmdclass=commands,
+        long_description=readme(),
+        long_description_content_type="text/markdown",
+    )

@@ -63,6 +63,7 @@ NOT_RUN = {
     r"FAKE_GPUS_ENVIRONMENT=|python -m tests\.fake_cuda": "needs torch for CUDA, of 5.5 GB",
     r"\./scripts/serve --model \"\$\(scripts/fetch_smollm2": "downloads a model; tests/real_model has it",
     r"(OMP_NUM_THREADS=1 )?tp-engine bench ": "is a benchmark of minutes",
+    r"scripts/readme_figures": "is a benchmark of minutes, beside other engines",
     r"docker build": "needs docker; tests/e2e/test_container.py runs the container's commands",
     r"pip install": "downloads packages; tests/e2e/test_wheel.py installs this one",
     r"git (clone|log|checkout|worktree)": "needs the repository's history",

@@ -205,10 +205,16 @@ def test_the_sdist_has_what_a_wheel_is_built_from_and_nothing_else(release: Rele
 
 
 def test_the_package_index_would_take_both(release: Release) -> None:
-    """Oracle: twine's own check, which also renders the README."""
+    """Oracle: twine's own check, which also renders the README; its links lead to the repository."""
     check = [sys.executable, "-m", "twine", "check", "--strict", str(release.wheel), str(release.sdist)]
     done = subprocess.run(check, env=outside(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
+    with zipfile.ZipFile(release.wheel) as wheel:
+        (metadata,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+        page = wheel.read(metadata).decode()
+    assert (
+        "\nDescription-Content-Type: text/markdown\n" in page and "](docs/" not in page and "/docs/models.md)" in page
+    )
 
 
 def test_an_installed_sdist_serves(release: Release, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 def test_the_version_is_told_once() -> None:
     """Oracle: pyproject.toml takes the package's own; nothing else but the list of changes has these characters."""
-    assert "version" not in PROJECT["project"] and PROJECT["project"]["dynamic"] == ["version"]
+    assert "version" not in PROJECT["project"] and PROJECT["project"]["dynamic"] == ["version", "readme"]
     assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "tp_engine.system.version.__version__"}
     told = re.compile(rf"(?<![\d.]){re.escape(__version__)}(?![\d.])")
     places = [*ROOT.glob("*.md"), *ROOT.glob("*.cff"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*")]
