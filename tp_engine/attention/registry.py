@@ -44,7 +44,9 @@ _KINDS: dict[str, _Backend] = {
     "triton": _Backend(
         lambda needs: (triton_mla.why_not_latents if needs.has_latents else triton_backend.why_not)(needs),
         lambda needs, choices: (
-            TritonMLABackend() if needs.has_latents else TritonBackend(is_invariant=needs.is_invariant, choices=choices)
+            TritonMLABackend(choices)
+            if needs.has_latents
+            else TritonBackend(is_invariant=needs.is_invariant, choices=choices)
         ),
         takes_latents=True,
     ),

@@ -41,6 +41,8 @@ CANDIDATES: dict[str, str] = {
     "mamba2_prefill": "recurrent_candidates#MAMBA2",
     "short_conv_prefill": "recurrent_candidates#SHORT_CONV",
     "decode_attention": "attention.paged_candidates#DECODE",
+    "latent_decode_attention": "attention.latent_candidates#LATENT_DECODE",
+    "latent_prompt_attention": "attention.latent_candidates#LATENT_PROMPT",
     "prompt_attention": "attention.paged_candidates#PROMPT",
     "draw_of_shares": ":tp_engine.sampling.ranked_shares",
 }

@@ -4,6 +4,7 @@ CUDA (``CASES``), and those that only a full search tries are compiled (``launch
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
@@ -11,11 +12,12 @@ from unittest.mock import patch
 import torch
 
 from tests.unit.kernels.kernel_cases_layer_ops import Case
-from tp_engine.kernels.attention import paged_candidates
+from tp_engine.kernels.attention import latent_candidates, paged_candidates, paged_trials
 from tp_engine.kernels.attention.prompt_packages import PACKAGES
 from tp_engine.kernels.candidates import MANY, Shape, Twin, operation, why_no_triton
 from tp_engine.kernels.quantization.scaled_products import has_fp8_units
 from tp_engine.worker.tuning import proof
+from tp_engine.worker.tuning.guards import copied
 from tp_engine.worker.tuning.proof import ProofQuestions, largest_error
 
 CPU = torch.device("cpu")
@@ -37,6 +39,9 @@ _RECURRENT: Shape = {"key_heads": 1, "value_heads": 2, "key": 16, "value": 8, "t
 _ATTENTION: Shape = {
     "heads": 4, "kv_heads": 2, "dim": 32, "type": "float32", "cache": "float32", "block": 16, "window": 0, "cap": "",
     "sinks": 0, "fixed": 0,
+}  # fmt: skip
+_LATENTS: Shape = {
+    "heads": 4, "dim": 40, "rank": 32, "type": "bfloat16", "cache": "bfloat16", "block": 16, "chosen": 0,
 }  # fmt: skip
 # tests/unit/kernels/test_prompt_packages.py has these, with stand-ins.
 OF_PACKAGES = {one.name for one in PACKAGES}
@@ -103,6 +108,11 @@ SHAPES: dict[str, tuple[str, Shape, tuple[int, ...] | None]] = {
     "decodes, int8": ("decode_attention", {**_ATTENTION, "cache": "int8", "window": 20, "sinks": 1}, (3,)),
     "prompts": ("prompt_attention", _ATTENTION, (17,)),
     "prompts, window": ("prompt_attention", {**_ATTENTION, "window": 20, "cap": "1.5", "sinks": 1}, (17,)),
+    "latent decodes": ("latent_decode_attention", _LATENTS, (3,)),
+    "latent decodes, chosen keys": ("latent_decode_attention", {**_LATENTS, "chosen": 20}, (3,)),
+    "latent decodes, int8": ("latent_decode_attention", {**_LATENTS, "type": "float32", "cache": "int8"}, (3,)),
+    "latent prompts": ("latent_prompt_attention", _LATENTS, (17, 130)),
+    "latent prompts, int8": ("latent_prompt_attention", {**_LATENTS, "cache": "int8"}, (17,)),
     "draws of 2 ranks": ("draw_of_shares", {"ranks": 2, "width": 64}, (1, 48)),
     "draws of 8 ranks": ("draw_of_shares", {"ranks": 8, "width": 64}, (48,)),
 }
@@ -135,7 +145,11 @@ def check_candidates(device: str, name: str) -> None:
 
 def check_attention(device: str, name: str) -> None:
     """With few keys, which an interpreter reads in time."""
-    with patch.multiple(paged_candidates, _MOST_KEYS=50, _LEAST_KEYS=50, _BEFORE=30):
+    with (
+        patch.multiple(paged_trials, MOST_KEYS=50, _LEAST_KEYS=50),
+        patch.object(paged_candidates, "_BEFORE", 30),
+        patch.object(latent_candidates, "_BEFORE", 30),
+    ):
         check_candidates(device, name)
 
 
@@ -143,6 +157,19 @@ CASES: dict[str, Case] = {
     f"candidates-{name}": partial(check_attention if "attention" in place else check_candidates, name=name)
     for name, (place, _, _) in SHAPES.items()
 }
+
+
+def launch_latents(name: str, candidates: Sequence[str], **changes: int | str) -> list[str]:
+    """Launch ``candidates`` for latent attention of DeepSeek-V3 on one of 8 ranks; returns those that take it."""
+    table, shape = operation(name), {**_LATENTS, "dim": 576, "rank": 512, "heads": 16, **changes}
+    with patch.object(paged_trials, "MOST_KEYS", 256):
+        inputs = table.inputs(shape, 64, CPU, torch.Generator().manual_seed(0))
+    on_meta = copied(inputs, lambda one: torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta"))
+    taken = [one for one in table.candidates if one.name in candidates]
+    taken = [one for one in taken if one.why_not(shape, CPU) == why_no_triton(shape, CPU)]
+    for candidate in taken:
+        candidate.build(None, shape)(*on_meta)
+    return [one.name for one in taken]
 
 
 def launch_all() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.kernels.kernel_harness import compiled_for, needs_triton, quiet
+from tests.unit.kernels.kernel_harness import SHARED_MEMORY, compiled_for, needs_triton, quiet, spilled_bytes
 
 
 @needs_triton
@@ -50,3 +50,37 @@ def test_numbers_of_splits() -> None:
     assert [(one.usual_splits, one.num_splits) for one in found] == [(64, 64), (32, 64), (16, 64), (1, 1)]
     chunks = latent_sizes(2, 8, 2, 132, num_queries=64)  # 18 programs
     assert (chunks.usual_splits, chunks.num_splits) == (4, 16)
+
+
+@needs_triton
+@quiet
+@pytest.mark.parametrize(("capability", "unit"), [(90, "wgmma"), (100, "tcgen05")])
+def test_wide_chunks_meet_the_large_units(capability: int, unit: str) -> None:
+    """Oracle: the compiled code: wide chunks multiply by groups of warps, spill nothing and fit; usual ones do not."""
+    from tests.unit.kernels.kernel_cases_candidates import launch_latents
+
+    with compiled_for(capability) as kernels:
+        assert launch_latents("latent_prompt_attention", ["own", "wide"]) == ["own", "wide"]
+    own, wide = kernels
+    assert unit in wide.asm["ptx"] and unit not in own.asm["ptx"]
+    assert wide.metadata.shared <= SHARED_MEMORY[capability]
+    assert [spilled_bytes(kernel) for kernel in kernels] == [0, 0]
+
+
+@needs_triton
+@quiet
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", [0, 2048])
+@pytest.mark.parametrize("capability", [90, 100, 120])
+def test_latent_decodes_keep_all_in_registers(capability: int, chosen: int) -> None:
+    """Oracle: the compiled code of every candidate for DeepSeek-V3 on one of 8 ranks: nothing is spilled, but for two
+    registers where keys are chosen, and what a program needs of shared memory fits."""
+    from tests.unit.kernels.kernel_cases_candidates import launch_latents
+    from tp_engine.kernels.attention.latent_candidates import LATENT_DECODE
+
+    names = [one.name for one in LATENT_DECODE.candidates]
+    with compiled_for(capability) as kernels:
+        assert launch_latents("latent_decode_attention", names, chosen=chosen) == names
+    compiled = {id(kernel): kernel for kernel in kernels}.values()  # numbers of splits are no code of their own
+    assert max(spilled_bytes(kernel) for kernel in compiled) <= (8 if chosen else 0)
+    assert max(kernel.metadata.shared for kernel in compiled) <= SHARED_MEMORY[capability]

@@ -11,19 +11,25 @@ candidate, never from lengths, so a recorded step holds each of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
+from tp_engine.kernels.attention.paged_trials import (
+    MOST_KEYS,
+    decode_lengths,
+    dtype_of,
+    name_of,
+    num_bytes,
+    prompt_step,
+    tables,
+)
 from tp_engine.kernels.attention.plain_attention import paged_attention
 from tp_engine.kernels.attention.prompt_packages import PACKAGES, Package, PromptStep, runner, why_no_shape
 from tp_engine.kernels.candidates import MANY, Candidate, Choice, Inputs, Operation, Run, Shape, normal, why_no_triton
-from tp_engine.kernels.kv_cache.layer_kv import LayerKv, is_quantised, quantise
-from tp_engine.system.units import MIB, ceil_div
+from tp_engine.kernels.kv_cache.layer_kv import LayerKv, is_quantised
 
 if TYPE_CHECKING:
     from tp_engine.kernels.attention.paged_decode_triton import DecodeSizes
@@ -31,9 +37,7 @@ if TYPE_CHECKING:
 DECODES, PROMPTS = "decode_attention", "prompt_attention"
 # For Triton's interpreter, which has no GPU to ask.
 _INTERPRETED_MULTIPROCESSORS = 4
-_CACHE_BYTES = 128 * MIB  # of a trial; more than a GPU's cache holds
-_MOST_KEYS, _LEAST_KEYS, _BEFORE = 8192, 256, 200
-_USUAL_REQUESTS = 8
+_BEFORE = 200
 _LEAST_ROWS_OF_ONE = 1024  # a prompt alone; fewer are those of two, of which one goes on behind a prefix
 
 
@@ -52,20 +56,10 @@ def shape_of(
 ) -> Shape:
     """The shape of one layer's attention on this rank.  ``is_fixed``: a request's splits follow from its length."""
     return {
-        "heads": num_heads, "kv_heads": num_kv_heads, "dim": head_dim, "type": _name(dtype),
-        "cache": _name(cache_dtype), "block": block_size, "window": window or 0,
+        "heads": num_heads, "kv_heads": num_kv_heads, "dim": head_dim, "type": name_of(dtype),
+        "cache": name_of(cache_dtype), "block": block_size, "window": window or 0,
         "cap": "" if softcap is None else repr(softcap), "sinks": int(has_sinks), "fixed": int(is_fixed),
     }  # fmt: skip
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _dtype(shape: Shape, name: str = "type") -> torch.dtype:
-    found = getattr(torch, str(shape[name]))
-    assert isinstance(found, torch.dtype)
-    return found
 
 
 def _rule(shape: Shape) -> dict[str, Any]:
@@ -105,7 +99,7 @@ def _decode(change: _DecodeChange, weights: None, shape: Shape) -> Run:
     from tp_engine.kernels.attention.paged_decode_triton import decode_sizes, paged_decode_triton
 
     rule, is_fixed = _rule(shape), bool(shape["fixed"])
-    quantised, itemsize = is_quantised(_dtype(shape, "cache")), _dtype(shape).itemsize
+    quantised, itemsize = is_quantised(dtype_of(shape, "cache")), dtype_of(shape).itemsize
 
     @cache
     def sizes_for(num_requests: int, device: torch.device) -> DecodeSizes:
@@ -143,7 +137,7 @@ def _prompts(rows: int | None, tile: int, num_warps: int, num_stages: int, weigh
     """``rows`` None: the usual sizes.  Called with queries (N, heads, head_dim), the output, and the step."""
     from tp_engine.kernels.attention.paged_prefill_triton import PrefillSizes, paged_prefill_triton, prefill_sizes
 
-    rule, itemsize = _rule(shape), _dtype(shape).itemsize
+    rule, itemsize = _rule(shape), dtype_of(shape).itemsize
 
     @cache
     def sizes_on(device: torch.device) -> PrefillSizes:
@@ -174,7 +168,7 @@ def _why_no_tile(shape: Shape, device: torch.device) -> str | None:
         return reason
     if shape["fixed"]:
         return "sizes are fixed"
-    is_usual = int(shape["dim"]) <= 128 and _dtype(shape).itemsize == 2
+    is_usual = int(shape["dim"]) <= 128 and dtype_of(shape).itemsize == 2
     return None if is_usual else "it is for heads of up to 128 numbers of 16 bits"
 
 
@@ -188,57 +182,20 @@ def _why_no_package(package: Package, shape: Shape, device: torch.device) -> str
     return why_no_shape(shape) or package.why_not(shape, device)
 
 
-def _cache(shape: Shape, num_blocks: int, device: torch.device, generator: torch.Generator) -> LayerKv:
-    size = 2, num_blocks, int(shape["block"]), int(shape["kv_heads"]), int(shape["dim"])
-    values, dtype = normal(size, device, generator), _dtype(shape, "cache")
-    if not is_quantised(dtype):
-        return LayerKv(values.to(dtype))
-    codes, scales = quantise(values, dtype)
-    return LayerKv(codes, scales.transpose(2, 3).contiguous())
-
-
-def _tables(shape: Shape, lengths: Sequence[int], device: torch.device, generator: torch.Generator) -> tuple[Any, ...]:
-    """A cache in which the blocks of requests of these ``lengths`` lie in a random order, their table and lengths."""
-    counts = [ceil_div(length, int(shape["block"])) for length in lengths]
-    order = torch.randperm(sum(counts), generator=generator, dtype=torch.int32, device="cpu")
-    table = torch.zeros(len(lengths), max(counts), dtype=torch.int32, device="cpu")
-    for row, own in zip(table, order.split(counts), strict=True):
-        row[: len(own)] = own
-    seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cpu")
-    return _cache(shape, sum(counts), device, generator), table.to(device), seq_lens.to(device)
-
-
 def _queries(
     shape: Shape, num_rows: int, device: torch.device, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, float, torch.Tensor | None]:
     """Queries, memory for the result, the scale, and sinks, if there are any."""
     size = num_rows, int(shape["heads"]), int(shape["dim"])
-    query = normal(size, device, generator).to(_dtype(shape))
+    query = normal(size, device, generator).to(dtype_of(shape))
     sinks = normal((size[1],), device, generator) if shape["sinks"] else None
     return query, torch.full_like(query, float("nan")), size[2] ** -0.5, sinks
-
-
-def _num_keys(shape: Shape, num_rows: int) -> int:
-    """Keys of each of ``num_rows`` requests of a trial."""
-    return max(_LEAST_KEYS, min(_MOST_KEYS, _CACHE_BYTES // (num_rows * _key_bytes(shape))))
-
-
-def _key_bytes(shape: Shape) -> int:
-    """Bytes of a key and its value."""
-    return 2 * int(shape["kv_heads"]) * int(shape["dim"]) * _dtype(shape, "cache").itemsize
-
-
-def _num_bytes(shape: Shape) -> int:
-    """What a step of some decodes reads."""
-    return _USUAL_REQUESTS * _num_keys(shape, _USUAL_REQUESTS) * _key_bytes(shape)
 
 
 def _decode_inputs(shape: Shape, num_rows: int, device: torch.device, generator: torch.Generator) -> Inputs:
     from tp_engine.kernels.attention.paged_decode_triton import MAX_ARRIVALS
 
-    most = _num_keys(shape, num_rows)
-    lengths = [most - 37 * row % (most // 2) for row in range(num_rows)]
-    kv, table, seq_lens = _tables(shape, lengths, device, generator)
+    kv, table, seq_lens = tables(shape, decode_lengths(shape, num_rows), device, generator)
     query, out, scale, sinks = _queries(shape, num_rows, device, generator)
     return query, out, kv, table, seq_lens, scale, sinks, torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)
 
@@ -257,12 +214,8 @@ def _prompt_inputs(shape: Shape, num_rows: int, device: torch.device, generator:
     """A long prompt alone, or two of which the second goes on behind a prefix."""
     behind = 0 if num_rows >= _LEAST_ROWS_OF_ONE else num_rows // 3
     counts = [num_rows - behind, behind] if behind else [num_rows]
-    lengths = [counts[0], *(count + _BEFORE for count in counts[1:])]
-    kv, table, seq_lens = _tables(shape, lengths, device, generator)
+    kv, step = prompt_step(shape, counts, [0, _BEFORE][: len(counts)], device, generator)
     query, out, scale, sinks = _queries(shape, num_rows, device, generator)
-    starts = torch.tensor([0, counts[0], num_rows][: len(counts) + 1], dtype=torch.int32, device=device)
-    on_host = (np.array(one, dtype=np.int32) for one in (counts, lengths))
-    step = PromptStep(table, seq_lens, starts, 0, num_rows, *on_host)
     return query, out, kv, step, scale, sinks
 
 
@@ -303,12 +256,12 @@ DECODE = Operation(
     default=_own_choice,
     inputs=_decode_inputs,
     twin=_decode_twin,
-    num_bytes=_num_bytes,
+    num_bytes=num_bytes,
     sources=_SOURCES,
     rows_of=_decode_rows,
     most_rows=256,
     copies_inputs=True,
-    num_terms=_MOST_KEYS,
+    num_terms=MOST_KEYS,
 )
 PROMPT = Operation(
     candidates=(
@@ -335,11 +288,11 @@ PROMPT = Operation(
     default=_own_choice,
     inputs=_prompt_inputs,
     twin=_prompt_twin,
-    num_bytes=_num_bytes,
+    num_bytes=num_bytes,
     sources=_SOURCES,
     rows_of=None,
     is_recorded=False,
     least_rows=17,
     copies_inputs=True,
-    num_terms=_MOST_KEYS,
+    num_terms=MOST_KEYS,
 )

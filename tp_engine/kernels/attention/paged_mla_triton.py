@@ -41,9 +41,11 @@ _MOST_PROGRAMS_PER_MULTIPROCESSOR = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSizes(DecodeSizes):
-    """A program has ``most_rows`` rows at most, a power of two."""
+    """A program has ``most_rows`` rows at most, a power of two.  Without ``can_split`` it has no code for parts of a
+    request's keys, and ``num_splits`` is 1."""
 
     most_rows: int
+    can_split: bool = True
 
 
 # Rows that attend to chosen keys are slices of those that choose, so they begin at any address.
@@ -226,10 +228,11 @@ def _launch(
     assert len(kv.cache) == 1 and kv.cache.shape[3:] == (1, row_dim), (kv.cache.shape, query.shape)
     assert query.stride(2) == 1 and query.stride(1) == row_dim, "a token's heads must be contiguous"
     assert out.is_contiguous() and block_table.stride(1) == 1
+    assert num_splits == 1 or sizes.can_split
     assert num_splits == 1 or num_blocks * parts <= len(arrivals), (num_splits, num_blocks, len(arrivals))
     # Chunks, and rows of chosen keys, which may be those of chunks, always take the code for splits, because the number
     # of their tokens differs from step to step.
-    is_split = num_splits > 1 or is_chunk or chosen is not None
+    is_split = sizes.can_split and (num_splits > 1 or is_chunk or chosen is not None)
     lengths, positions = (seq_lens, seq_lens.view(-1, 1)) if chosen is None else (chosen.counts, chosen.positions)
     partial, lse = out, out
     if is_split:
@@ -265,6 +268,8 @@ def latent_sizes(
     and tile take 74 KiB of shared memory, which every GPU from 8.0 on has.  They have not been timed.
     """
     tile, num_warps, num_stages, most_rows = 32, 8, 2, 32
+    if num_queries is None and num_heads <= _MIN_SIZE:
+        num_stages = 3  # ptxas of Triton 3.8 spills 8 bytes of 128 registers with two
     if itemsize > 2:
         tile, num_stages, most_rows = _MIN_SIZE, 1, _MIN_SIZE
     num_blocks = num_requests
@@ -276,3 +281,13 @@ def latent_sizes(
     return LatentSizes(
         tile=tile, num_warps=num_warps, num_stages=num_stages, most_rows=most_rows, usual_splits=usual, num_splits=most
     )
+
+
+def wide_latent_sizes() -> LatentSizes:
+    """Sizes for chunks of many tokens, of 16 bits: what a group of four warps multiplies at a time (wgmma on Hopper,
+    tcgen05 on Blackwell) has 64 rows, so ``latent_sizes`` never meets these units.
+
+    By compiled code 64 rows and 32 keys fit into the registers of 8 warps, but not with the code that joins parts
+    beside them.  They take 144 KiB of shared memory on Hopper and 209 KiB on Blackwell.  No device has timed them.
+    """
+    return LatentSizes(tile=32, num_warps=8, num_stages=2, most_rows=64, usual_splits=1, num_splits=1, can_split=False)

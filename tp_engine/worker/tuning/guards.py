@@ -5,7 +5,8 @@
     guard | the tensor, all bits set: NaN | guard         each allocation, while ``Guards`` are active
 
 Only what is allocated by name (``torch.empty`` and its like) is guarded, as the outputs and workspaces of our kernels
-are; a library's own outputs are not.  In a CUDA graph the guards are set anew in each replay.
+are; a library's own outputs are not.  In a CUDA graph the guards are set anew in each replay.  An input that is a part
+of a wider tensor, such as a layer's blocks of the cache, keeps what lies between its rows, and that may not change.
 """
 
 from collections.abc import Callable
@@ -52,7 +53,7 @@ class Guards(TorchFunctionMode):
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` in guarded memory."""
-        return self._guarded(tensor, keeps=True) if tensor.is_contiguous() and tensor.numel() else tensor.clone()
+        return _copied_memory(tensor, lambda memory: self._guarded(memory, keeps=True))
 
     def check(self) -> None:
         """Raise ``ValueError`` if a guard was written to."""
@@ -70,7 +71,23 @@ def tensors_of(inputs: Any) -> list[torch.Tensor]:
     return [found for one in parts for found in tensors_of(one)]
 
 
-def copied(inputs: Any, allocate: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> Any:
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What ``tensor`` lies in, flat, from its first to its last element; what is between its rows belongs to others."""
+    size = 1 + sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((size if tensor.numel() else 0,), (1,))
+
+
+def _copied_memory(tensor: torch.Tensor, copy: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """``tensor``, with its strides, in what ``copy`` makes of its memory."""
+    return copy(memory_of(tensor)).as_strided(tensor.shape, tensor.stride()) if tensor.numel() else tensor.clone()
+
+
+def clone(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in memory of its own, with its strides and what is between its rows."""
+    return _copied_memory(tensor, torch.clone)
+
+
+def copied(inputs: Any, allocate: Callable[[torch.Tensor], torch.Tensor] = clone) -> Any:
     """``inputs`` with tensors in memory of their own, as ``allocate`` makes it."""
     if isinstance(inputs, torch.Tensor):
         return allocate(inputs)

@@ -6,6 +6,7 @@ import torch
 
 from tp_engine.attention.torch_backend import TorchBackend
 from tp_engine.attention.triton_backend import kernels_of
+from tp_engine.attention.triton_mla import kernels_of_latents
 from tp_engine.layers.attention import Attention
 from tp_engine.layers.context import Layer
 from tp_engine.models.causal_lm import build_model
@@ -30,8 +31,9 @@ def wanted_shapes(effective: EffectiveConfig, device_type: str) -> list[WantedSh
         enable_expert_parallel=config.enable_expert_parallel,
     )
     wanted = [one for module in built.modules() if isinstance(module, Layer) for one in module.kernels(device_type)]
-    if config.attention_backend == "triton" and not needs.has_latents:
-        wanted += kernels_of((one.shape for one in built.modules() if isinstance(one, Attention)), needs)
+    if config.attention_backend == "triton":
+        of_attention = kernels_of_latents if needs.has_latents else kernels_of
+        wanted += of_attention((one.shape for one in built.modules() if isinstance(one, Attention)), needs)
     wanted += sampler_kernels(world_size, device_type)
     counts = Counter((name, tuple(shape.items())) for name, shape in wanted)
     return [WantedShape(operation=name, shape=dict(shape), count=count) for (name, shape), count in counts.items()]

@@ -21,12 +21,15 @@ from tests.paged_batches import make_batch
 from tests.unit.models.test_models import BACKENDS
 from tp_engine.attention.base import AttentionShape
 from tp_engine.attention.triton_backend import TritonBackend
+from tp_engine.attention.triton_mla import TritonMLABackend
 from tp_engine.config import EngineConfig
 from tp_engine.distributed.collectives import SingleRank
 from tp_engine.errors import ConfigError
 from tp_engine.job.topology import RankInfo
+from tp_engine.kernels.attention.index_keys import ChosenKeys
+from tp_engine.kernels.attention.latent_candidates import LATENT_DECODES, LATENT_PROMPTS
 from tp_engine.kernels.attention.paged_candidates import DECODES, PROMPTS
-from tp_engine.kernels.candidates import MANY, Choice, Choices, key_of
+from tp_engine.kernels.candidates import MANY, Choice, Choices, Shape, key_of
 from tp_engine.kernels.kv_cache.layer_kv import LayerKv
 from tp_engine.kernels.quantization.int8_products import NAME
 from tp_engine.layers.quantization import dense, quantised_products
@@ -310,6 +313,34 @@ def test_operations_of_a_model_on_gpus(checkpoint: Callable[..., Path]) -> None:
     with patch.object(backend, "_store_kv"), patch("tp_engine.attention.triton_backend._Runs", Mock()):
         backend.forward(batch.query.bfloat16(), None, cache, batch.metadata, shape)
     assert {key_of(name, wanted[name]) for name in (DECODES, PROMPTS)} <= set(asked)
+
+
+def test_latent_attention_on_gpus(checkpoint: Callable[..., Path]) -> None:
+    """Oracle: the shapes that the backend asks for, in a step of decodes and a chunk, and in one that attends to chosen
+    keys: the tuner is told of the same."""
+    effective = resolve(EngineConfig(model=str(checkpoint("deepseek-v3.2")), device="cpu", dtype="bfloat16"))
+    config = dataclasses.replace(effective.config, attention_backend="triton")
+    wanted = wanted_shapes(dataclasses.replace(effective, config=config), "cuda")
+    told = {one.key: one.shape for one in wanted if one.operation in (LATENT_DECODES, LATENT_PROMPTS)}
+    own, top_k = next(one for one in told.values() if not one["chosen"]), effective.model.index_topk or 0
+    row_dim, rank, heads = (int(own[name]) for name in ("dim", "rank", "heads"))
+    shape = AttentionShape(num_heads=heads, num_kv_heads=1, head_dim=row_dim, scale=1.0, value_dim=rank)
+    batch = make_batch([(1, 5), (3, 3)], shape, block_size=effective.attention_needs.block_size)
+    asked: list[str] = []
+
+    def note(name: str, shape: Shape, *_: object) -> Callable[..., None]:
+        asked.append(key_of(name, shape))
+        return lambda *inputs: None
+
+    kv, query = LayerKv(batch.kv_cache[:1].bfloat16()), batch.query.bfloat16()
+    backend = TritonMLABackend()
+    backend.prepare(batch.metadata)
+    chosen = ChosenKeys(torch.zeros(len(query), top_k, dtype=torch.int32), batch.metadata.seq_lens)
+    with patch("tp_engine.attention.triton_mla.chosen_run", note):
+        backend.forward(query, None, kv, batch.metadata, shape)
+        backend.attend_to_chosen(query, kv, chosen, batch.metadata.block_table, shape)
+        backend.forward(query, None, kv, batch.metadata, shape)  # asks for nothing again
+    assert len(asked) == 3 and set(asked) == told.keys()
 
 
 @pytest.mark.parametrize(
