@@ -41,6 +41,8 @@ CANDIDATES: dict[str, str] = {
     "mamba2_prefill": "recurrent_candidates#MAMBA2",
     "short_conv_prefill": "recurrent_candidates#SHORT_CONV",
     "decode_attention": "attention.paged_candidates#DECODE",
+    "absorb_w_uk": "attention.latent_maps_candidates#ABSORB_OPERATION",
+    "project_w_uv": "attention.latent_maps_candidates#PROJECT_OPERATION",
     "latent_decode_attention": "attention.latent_candidates#LATENT_DECODE",
     "latent_prompt_attention": "attention.latent_candidates#LATENT_PROMPT",
     "prompt_attention": "attention.paged_candidates#PROMPT",

@@ -11,12 +11,16 @@ With an indexer (``indexer.py``), queries attend to the keys that it chooses, al
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 
 from tp_engine.attention.base import AttentionBackend, AttentionShape
 from tp_engine.kernels.attention.heads import Rotation
+from tp_engine.kernels.attention.latent_maps_candidates import ABSORB, PROJECT, shape_of
 from tp_engine.kernels.attention.latents import HEADS_TOGETHER
+from tp_engine.kernels.candidates import Wanted
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue
 from tp_engine.kernels.quantization.row_codes import Rows
 from tp_engine.layers.attention import Attention, current_metadata, only
@@ -48,9 +52,17 @@ class LatentUp(LocalLinear):
         self._spec, self._num_heads = spec, own.size
         self.up = torch.empty(0, dtype=torch.float32, device="cpu")
         self._device = context.device
-        self._absorb, self._release = context.op("absorb_w_uk"), context.op("project_w_uv")
+        self._shape_of_maps = shape_of(
+            num_heads=own.size, nope_dim=spec.nope_dim, rope_dim=spec.rope_dim, rank=spec.rank,
+            value_dim=spec.value_dim, dtype=context.dtype,
+        )  # fmt: skip
+        self._absorb, self._release = (context.chosen(name, self._shape_of_maps) for name in (ABSORB, PROJECT))
         self._can_record = context.can_record("absorb_w_uk", "project_w_uv")
         self._products: list[Product] = []
+
+    def kernels(self, device_type: str) -> Iterable[Wanted]:
+        # Its product is only read at the load.
+        return [(name, self._shape_of_maps) for name in (ABSORB, PROJECT)] if device_type == "cuda" else ()
 
     def finish_loading(self) -> None:
         """Read the maps out of the format's product, by the latents that have a single 1."""

@@ -15,6 +15,7 @@ from tests.unit.kernels.kernel_cases_layer_ops import Case
 from tp_engine.kernels.attention import latent_candidates, paged_candidates, paged_trials
 from tp_engine.kernels.attention.prompt_packages import PACKAGES
 from tp_engine.kernels.candidates import MANY, Shape, Twin, operation, why_no_triton
+from tp_engine.kernels.ops import implementation
 from tp_engine.kernels.quantization.scaled_products import has_fp8_units
 from tp_engine.worker.tuning import proof
 from tp_engine.worker.tuning.guards import copied
@@ -43,6 +44,7 @@ _ATTENTION: Shape = {
 _LATENTS: Shape = {
     "heads": 4, "dim": 40, "rank": 32, "type": "bfloat16", "cache": "bfloat16", "block": 16, "chosen": 0,
 }  # fmt: skip
+_MAPS: Shape = {"heads": 3, "nope": 22, "rope": 6, "rank": 70, "value": 40, "type": "bfloat16"}
 # tests/unit/kernels/test_prompt_packages.py has these, with stand-ins.
 OF_PACKAGES = {one.name for one in PACKAGES}
 # Operation, shape, numbers of rows; None: the fewest of each candidate, and one more than a tile has.
@@ -113,6 +115,11 @@ SHAPES: dict[str, tuple[str, Shape, tuple[int, ...] | None]] = {
     "latent decodes, int8": ("latent_decode_attention", {**_LATENTS, "type": "float32", "cache": "int8"}, (3,)),
     "latent prompts": ("latent_prompt_attention", _LATENTS, (17, 130)),
     "latent prompts, int8": ("latent_prompt_attention", {**_LATENTS, "cache": "int8"}, (17,)),
+    **{
+        f"{name}, {dtype}": (name, {**_MAPS, "type": dtype}, rows)
+        for name in ("absorb_w_uk", "project_w_uv")
+        for dtype, rows in (("bfloat16", (1, 17, 65)), ("float32", (3,)))
+    },
     "draws of 2 ranks": ("draw_of_shares", {"ranks": 2, "width": 64}, (1, 48)),
     "draws of 8 ranks": ("draw_of_shares", {"ranks": 8, "width": 64}, (48,)),
 }
@@ -183,3 +190,8 @@ def launch_all() -> None:
             if is_wanted and candidate.why_not(large, CPU) == why_no_triton(large, CPU):
                 run = candidate.build(weights, large)
                 run(*table.inputs(large, min(candidate.most_rows, 128), device, torch.Generator()))
+    for name in ("absorb_w_uk", "project_w_uv"):
+        table, large = operation(name), {**_MAPS, "heads": 16, "nope": 128, "rope": 64, "rank": 512, "value": 128}
+        for num_rows in (1, 64):
+            inputs = table.inputs(large, num_rows, torch.device("meta"), torch.Generator())
+            implementation(name, "triton")(*inputs)

@@ -10,6 +10,7 @@ WAIT = "griddepcontrol.wait"
 READ_EARLY = {
     "gated_delta_net_decode_kernel": {"weight"},
     "dequantise_kernel": {"codes", "factors", "scales", "zeros"},
+    "latent_map_kernel": {"up"},
     "mamba2_decode_kernel": {"dt_bias", "log_decay", "skip"},
     "norm_codes_kernel": {"weight"},
     "norm_groups_kernel": {"weight"},

@@ -60,11 +60,14 @@ def absorb_w_uk(query: torch.Tensor, up: torch.Tensor, nope_dim: int) -> torch.T
     """``query`` (n, heads, nope_dim + rope_dim), ``up`` (heads, nope_dim + value_dim, rank) -> (n, heads, row_dim)."""
     size, rank = query.shape[2] - nope_dim, up.shape[2]
     out = query.new_empty(*query.shape[:2], rank + size)
-    out[..., :rank] = torch.bmm(query[..., :nope_dim].transpose(0, 1), up[:, :nope_dim]).transpose(0, 1)
+    # Into its place: a product of its own would be copied.
+    torch.bmm(query[..., :nope_dim].transpose(0, 1), up[:, :nope_dim], out=out[..., :rank].transpose(0, 1))
     out[..., rank:] = query[..., nope_dim:]
     return out
 
 
 def project_w_uv(attended: torch.Tensor, up: torch.Tensor, nope_dim: int) -> torch.Tensor:
-    """``attended`` (n, heads, rank), ``up`` as above -> (n, heads, value_dim)."""
-    return torch.bmm(attended.transpose(0, 1), up[:, nope_dim:].transpose(1, 2)).transpose(0, 1)
+    """``attended`` (n, heads, rank), ``up`` as above -> (n, heads, value_dim), contiguous."""
+    out = attended.new_empty(*attended.shape[:2], up.shape[1] - nope_dim)
+    torch.bmm(attended.transpose(0, 1), up[:, nope_dim:].transpose(1, 2), out=out.transpose(0, 1))
+    return out
