@@ -71,16 +71,14 @@ def in_order(lines: list[str], wanted: tuple[str, ...]) -> bool:
 
 
 def check_early_start(kernel: Any) -> None:
-    """``AssertionError`` if a kernel that may start before the one before it has ended touches what it must not.
+    """``AssertionError`` if a kernel may not start before the one before it has ended, or then touches what it must not.
 
     The rule is that of ``dependent_launch_triton``: one wait, of every thread and outside of loops; before it no store,
     no atomic and no copy, and loads from the memory of the parameters in ``READ_EARLY`` only.
     """
     lines = instructions(kernel.asm["ptx"])
     waits = [index for index, line in enumerate(lines) if WAIT in line]
-    if not waits:
-        assert not any("griddepcontrol" in line for line in lines), f"{kernel.name} lets others start, and no wait"
-        return
+    assert waits, f"{kernel.name} is not set up early"
     assert len(waits) == 1 and lines[waits[0]].startswith(WAIT), f"{kernel.name} has waits {waits}"
     before, after = lines[: waits[0]], lines[waits[0] :]
     early = [line for line in before if FORBIDDEN.search(line)]

@@ -27,6 +27,7 @@ from tp_engine.kernels.attention.paged_tiles_triton import (
     score_scale,
     with_sinks,
 )
+from tp_engine.kernels.dependent_launch_triton import begin_program, dependent_launch
 from tp_engine.kernels.jit import jit
 from tp_engine.kernels.kv_cache.layer_kv import LayerKv
 
@@ -58,8 +59,10 @@ def paged_prefill_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, QUANTISED: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Requests ``first_request`` to ``num_requests`` of the step."""
+    begin_program(PDL)
     BLOCK_Q: tl.constexpr = ROWS // GROUP
     kv_head = tl.program_id(0)
     request, block = request_of(tl.program_id(1), query_start, first_request, num_requests, BLOCK_Q)
@@ -168,6 +171,7 @@ def paged_prefill_triton(
         query, *cache_arguments(kv), block_table, seq_lens, query_start, sinks, out, score_scale(scale, softcap),
         query.stride(0), block_table.stride(0), first_request, num_requests,
         ROWS=rows, TILE=sizes.tile, num_warps=sizes.num_warps, num_stages=sizes.num_stages, **constants,
+        **dependent_launch(query.device),
     )  # fmt: skip
 
 

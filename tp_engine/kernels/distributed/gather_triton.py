@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tp_engine.kernels.dependent_launch_triton import begin_program, dependent_launch
 from tp_engine.kernels.jit import jit
 
 _BLOCK = 512
@@ -59,8 +60,11 @@ def _change_all(words, old, new, SEM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank", "num_words"], do_not_specialize_on_alignment=["part"])
 @no_type_check
-def gather_kernel(part, whole, buffers, signals, num_words, rank, BLOCK: tl.constexpr, WORLD_SIZE: tl.constexpr):
+def gather_kernel(
+    part, whole, buffers, signals, num_words, rank, BLOCK: tl.constexpr, WORLD_SIZE: tl.constexpr, PDL: tl.constexpr
+):
     """One program: every ``num_programs``-th block of each part."""
+    begin_program(PDL)
     program, num_programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     lane = tl.arange(0, BLOCK)
     own = tl.load(buffers + rank).to(tl.pointer_type(tl.int64))
@@ -89,6 +93,7 @@ def all_gather_triton(part: torch.Tensor, *, buffers: torch.Tensor, signals: tor
     if num_words == 0:
         return whole
     gather_kernel[(min(triton.cdiv(num_words, _BLOCK), MAX_PROGRAMS),)](
-        part, whole, buffers, signals, num_words, rank, BLOCK=_BLOCK, WORLD_SIZE=world_size
-    )
+        part, whole, buffers, signals, num_words, rank, BLOCK=_BLOCK, WORLD_SIZE=world_size,
+        **dependent_launch(part.device),
+    )  # fmt: skip
     return whole

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tp_engine.kernels.dependent_launch_triton import begin_program, dependent_launch
 from tp_engine.kernels.jit import jit
 from tp_engine.kernels.kv_cache.block_codes import BlockForm, Pairs
 from tp_engine.kernels.kv_cache.layer_kv import LARGEST_VALUE
@@ -52,9 +53,10 @@ def _vectors(VECTORS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr
 def encode_kernel(
     pool, codes, scales, pairs,
     VECTORS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, ROWS: tl.constexpr, BLOB_BYTES: tl.constexpr,
-    LARGEST: tl.constexpr, IS_INTEGER: tl.constexpr,
+    LARGEST: tl.constexpr, IS_INTEGER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``pool`` in its own type, ``codes`` in theirs, ``scales`` int16: the last two are the same memory."""
+    begin_program(PDL)
     block, place = _pair(pairs)
     vector, is_vector, item, inside = _vectors(VECTORS, WIDTH, WIDTH_PAD, ROWS)
     states = tl.load(pool + block * (VECTORS * WIDTH) + item, mask=inside, other=0.0).to(tl.float32)
@@ -74,8 +76,10 @@ def encode_kernel(
 def decode_kernel(
     pool, codes, scales, pairs,
     VECTORS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, ROWS: tl.constexpr, BLOB_BYTES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The inverse of ``encode_kernel``; ``pairs`` are places and blocks."""
+    begin_program(PDL)
     place, block = _pair(pairs)
     vector, is_vector, item, inside = _vectors(VECTORS, WIDTH, WIDTH_PAD, ROWS)
     own_scales = scales + (place * BLOB_BYTES + VECTORS * WIDTH) // 2
@@ -118,4 +122,5 @@ def _launch(
     kernel[(len(pairs), triton.cdiv(form.num_vectors, rows))](
         pool.view(form.dtype), blobs.view(codes), blobs.view(torch.int16), pairs, VECTORS=form.num_vectors,
         WIDTH=form.head_dim, WIDTH_PAD=width, ROWS=rows, BLOB_BYTES=form.blob_bytes, **constants,
+        **dependent_launch(pool.device),
     )  # fmt: skip

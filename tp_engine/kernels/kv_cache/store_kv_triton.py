@@ -14,7 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
-from tp_engine.kernels.dependent_launch_triton import begin_row_block, launch_row_blocks
+from tp_engine.kernels.dependent_launch_triton import (
+    begin_program,
+    begin_row_block,
+    dependent_launch,
+    launch_row_blocks,
+)
 from tp_engine.kernels.jit import jit
 from tp_engine.kernels.kv_cache.layer_kv import LARGEST_VALUE, KeyValue, LayerKv
 
@@ -57,7 +62,7 @@ def store_kv_triton(new: KeyValue, kv: LayerKv, slot_mapping: torch.Tensor) -> N
         key, value, cache[0], cache[-1], scales[0], scales[-1], slot_mapping, *strides,
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HEAD_PAD=triton.next_power_of_2(head_dim),
         SCALE_STRIDE=kv.scale_stride, LARGEST=LARGEST_VALUE[cache.dtype], IS_INTEGER=cache.dtype == torch.int8,
-        num_warps=1, **block,
+        num_warps=1, **block, **dependent_launch(key.device),
     )  # fmt: skip
 
 
@@ -101,8 +106,10 @@ def store_quantised_kv_kernel(
     key, value, key_cache, value_cache, key_scales, value_scales, slot_mapping, key_stride, value_stride,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, LARGEST: tl.constexpr, IS_INTEGER: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one head of one token."""
+    begin_program(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slot_mapping + token).to(tl.int64)

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tp_engine.kernels.dependent_launch_triton import begin_program, dependent_launch
 from tp_engine.kernels.jit import jit
 from tp_engine.kernels.linear.adapters import TILE_ROWS, AdapterRows, AdapterWeights
 
@@ -24,9 +25,10 @@ _MIN_RANK = 16  # of matrix units
 def shrink_kernel(
     x, x_stride, a, ranks, rows, tiles, shrunk,
     IN: tl.constexpr, RANK: tl.constexpr, RANK_ROOM: tl.constexpr, PARTS: tl.constexpr, BLOCK_IN: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: ``shrunk`` (n, PARTS * RANK) of the rows of one tile and one part."""
+    begin_program(PDL)
     tile, part = tl.program_id(0), tl.program_id(1)
     first, count, slot = tl.load(tiles + tile * 3), tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
     if tl.load(ranks + slot) > 0:
@@ -48,9 +50,10 @@ def shrink_kernel(
 def expand_kernel(
     shrunk, b, ranks, rows, tiles, out, part, first_column, num_columns,
     OUT: tl.constexpr, RANK: tl.constexpr, RANK_ROOM: tl.constexpr, PARTS: tl.constexpr, BLOCK_OUT: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: add to a block of one part's columns, for the rows of one tile."""
+    begin_program(PDL)
     tile = tl.program_id(0)
     first, count, slot = tl.load(tiles + tile * 3), tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
     if tl.load(ranks + slot) > 0:
@@ -74,7 +77,7 @@ def add_adapters_triton(out: torch.Tensor, x: torch.Tensor, weights: AdapterWeig
     assert out.is_contiguous() and x.stride(1) == 1 and out.dtype is x.dtype is a.dtype
     num_tiles, room = len(rows.tiles), max(triton.next_power_of_2(rank), _MIN_RANK)
     shrunk = torch.empty((rows.num_rows, parts * rank), dtype=torch.float32, device=x.device)
-    sizes = {"RANK": rank, "RANK_ROOM": room, "PARTS": parts, "TILE": TILE_ROWS}
+    sizes = {"RANK": rank, "RANK_ROOM": room, "PARTS": parts, "TILE": TILE_ROWS, **dependent_launch(x.device)}
     shrink_kernel[(num_tiles, parts)](
         x, x.stride(0), a, weights.ranks, rows.rows, rows.tiles, shrunk,
         IN=a.shape[2], BLOCK_IN=_BLOCK_IN, **sizes,

@@ -17,6 +17,7 @@ Weights are the twin's integers (fixed point), whose sums are exact in any order
 import torch
 import triton.language as tl
 
+from tp_engine.kernels.dependent_launch_triton import begin_row, dependent_launch
 from tp_engine.kernels.jit import jit
 from tp_engine.kernels.sampling.scores_triton import (
     LAUNCH_OPTIONS,
@@ -126,10 +127,11 @@ def find_nucleus(logits, num_ids, threshold, num_equal, top_p, temperature, high
 
 @jit
 def top_keys_kernel(
-    logits, rows, top_ks, out, logits_stride, num_ids, first_id, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
+    logits, rows, top_ks, out, logits_stride, num_ids, first_id, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """One program: the rank keys of a row's top_k, in the order of their ids; none if top_k is above WIDTH."""
-    place = tl.program_id(0).to(tl.int64)
+    place = begin_row(PDL)
     top_k = tl.load(top_ks + tl.maximum(tl.load(rows + place).to(tl.int64), 0))
     count = tl.where(top_k <= WIDTH, tl.minimum(top_k, num_ids), 0)
     slot = tl.arange(0, WIDTH)
@@ -196,7 +198,7 @@ def top_keys_triton(
     out = torch.empty((num_rows, width), dtype=torch.int64, device=logits.device)
     top_keys_kernel[(num_rows,)](
         logits, rows, tables.top_k, out, logits.stride(0), num_ids, first_id,
-        WIDTH=width, BLOCK=_BLOCK, num_warps=16, **LAUNCH_OPTIONS,
+        WIDTH=width, BLOCK=_BLOCK, num_warps=16, **LAUNCH_OPTIONS, **dependent_launch(logits.device),
     )  # fmt: skip
     return out
 
