@@ -71,7 +71,7 @@ def in_order(lines: list[str], wanted: tuple[str, ...]) -> bool:
 
 
 def check_early_start(kernel: Any) -> None:
-    """``AssertionError`` if a kernel may not start before the one before it has ended, or then touches what it must not.
+    """``AssertionError`` if a kernel does not start before the one before it has ended, or touches what it must not.
 
     The rule is that of ``dependent_launch_triton``: one wait, of every thread and outside of loops; before it no store,
     no atomic and no copy, and loads from the memory of the parameters in ``READ_EARLY`` only.

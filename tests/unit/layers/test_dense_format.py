@@ -116,7 +116,8 @@ def test_chosen_method_equals_the_plain_product(dtype: torch.dtype) -> None:
 
 
 def test_methods_that_can_not_be_trusted_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: without C and oneDNN's functions, or if they compute wrong results, the plain product is chosen."""
+    """Oracle: without C and oneDNN's functions, or if they compute wrong results, the plain product is chosen.  Among
+    the wrong ones are two that are right by a bound of the largest value."""
     monkeypatch.setattr(dense, "native_library", lambda: None)
     weight = torch.randn(31, 17)
 
@@ -128,11 +129,26 @@ def test_methods_that_can_not_be_trusted_are_not_used(monkeypatch: pytest.Monkey
         def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             return F.linear(x, weight, bias) * 1.001
 
+    class OffByATenthOfItsSpread(PackedLinear):
+        def __init__(self, weight: torch.Tensor) -> None:
+            super().__init__(weight + 0.1 * weight.float().std().to(weight.dtype))
+
+    class OneWrongResult(PackedLinear):
+        def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            found = super().__call__(x, bias)
+            smallest = found[0].abs().argmin()
+            found[0, smallest] += 0.02 * found.abs().max().to(found.dtype)
+            return found
+
     for broken in (Missing, Wrong):
         monkeypatch.setattr(dense, "PackedLinear", broken)
         monkeypatch.setattr(dense, "_trusted", {})
         assert isinstance(choose_product(weight), PlainLinear)
     assert isinstance(choose_product(weight.half()), PlainLinear)
+    weight = (torch.randn(96, 576) * 0.02).bfloat16()
+    assert dense._agrees(PackedLinear(weight), weight)
+    assert not dense._agrees(OneWrongResult(weight), weight)
+    assert not dense._agrees(OffByATenthOfItsSpread(weight), weight)
 
 
 @pytest.mark.parametrize("matrices", [False, True])

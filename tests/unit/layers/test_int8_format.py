@@ -119,6 +119,20 @@ def test_what_can_not_be_trusted_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     int8_products._problem.cache_clear()
 
 
+def test_a_wrong_column_with_a_small_scale_is_seen() -> None:
+    """Oracle: the error of each result by its own column's scale; beside the largest one's it would be nothing."""
+
+    class Wrong(Int8Linear):
+        def products(self, codes: torch.Tensor) -> torch.Tensor:
+            found = super().products(codes)
+            found[:, 5] *= 1.001
+            return found
+
+    codes, scales = quantise_weight(torch.randn(31, 64) * torch.logspace(0, -5, 31).unsqueeze(1))
+    assert int8_products._agrees(Int8Linear(codes, scales), codes, scales)
+    assert not int8_products._agrees(Wrong(codes, scales), codes, scales)
+
+
 def test_values_and_devices_are_refused() -> None:
     """Oracle: value, rule and remedy, before anything starts."""
     assert resolve(EngineConfig(quantization="int8", device="cpu")).config.quantization == "int8"

@@ -152,12 +152,8 @@ def _agrees(product: Int8Linear, codes: torch.Tensor, scales: torch.Tensor) -> b
     x[0] = 255
     wide = x.double() - CODE_OFFSET
     expected = torch.stack([(codes * row).sum(1, dtype=torch.float64) for row in wide]) * scales
-    size = (
-        (x.double() @ torch.ones(codes.shape[1], dtype=torch.float32, device="cpu").double()).max()
-        * LARGEST_CODE
-        * scales.max()
-    )
-    return bool((product.products(x) - expected).abs().max() <= 4 * torch.finfo(torch.float32).eps * size)
+    sizes = x.sum(1, keepdim=True, dtype=torch.float64) * LARGEST_CODE * scales  # of each result's sum
+    return bool(((product.products(x) - expected).abs() <= 4 * torch.finfo(torch.float32).eps * sizes).all())
 
 
 def _refusal(found: str) -> ConfigError:

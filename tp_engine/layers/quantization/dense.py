@@ -46,6 +46,7 @@ from tp_engine.kernels.experts.experts_candidates import shape_of as shape_of_ex
 from tp_engine.kernels.experts.pairs import ExpertRun, multiply_runs
 from tp_engine.kernels.linear.dense_candidates import NAME, shape_of
 from tp_engine.kernels.ops import has_triton, is_recordable, op
+from tp_engine.kernels.rounding import are_products
 from tp_engine.layers.quantization.base import ExpertsProduct, ParameterFactory, Product
 from tp_engine.layers.quantization.experts import ExpertsShape
 from tp_engine.layers.quantization.stored import LinearShape
@@ -53,6 +54,7 @@ from tp_engine.model_config.mlp import Activation, ExpertsSpec, StoredExperts
 from tp_engine.weights.source import Source
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
+_MOST_WIDENED = 1 << 22  # of a weight, in float64 at a time
 
 
 class Dense:
@@ -328,12 +330,11 @@ def _packed(weight: torch.Tensor) -> PackedLinear | None:
 
 
 def _agrees(packed: PackedLinear, weight: torch.Tensor) -> bool:
-    """Whether the packed product equals the plain one to within rounding, with a bias, for two rows."""
+    """Whether the packed product equals float64's to within rounding, with a bias, for two rows."""
     out_size, in_size = weight.shape
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, in_size, generator=generator, dtype=torch.float32, device="cpu").to(weight.dtype)
     bias = torch.randn(out_size, generator=generator, dtype=torch.float32, device="cpu").to(weight.dtype)
-    expected = F.linear(x, weight, bias)
-    found = packed(x, bias)
-    scale = expected.abs().max().item() + 1.0
-    return (found - expected).abs().max().item() <= 8 * torch.finfo(weight.dtype).eps * scale
+    step = max(1, _MOST_WIDENED // max(1, in_size))
+    exact = torch.cat([x.double() @ part.double().T for part in weight.split(step)], 1) + bias.double()
+    return are_products(packed(x, bias), exact, bias, in_size)

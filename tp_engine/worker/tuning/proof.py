@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import torch
 
 from tp_engine.kernels.candidates import Inputs, Operation, Results, Run, Shape
+from tp_engine.kernels.rounding import rms, rounding_of
 from tp_engine.worker.tuning.guards import Guards, copied, memory_of, tensors_of
 
 ODD_ROWS = (1, 3, 7, 17, 65)  # one, odd ones, and one more than tiles have
@@ -54,7 +55,7 @@ class Expected:
         if not bool(torch.isfinite(found).all()):
             return float("inf")
         compared = found if self.rows is None else found[self.rows]
-        return float((_rms(compared.double() - self.exact, len(self.bound)) / self.bound).max())
+        return float((rms(compared.double() - self.exact, len(self.bound)) / self.bound).max())
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,19 +128,8 @@ def _bound(exact: torch.Tensor, twin: torch.Tensor, depth: int, *, by_row: bool)
         return exact
     if not exact.numel():
         return exact.new_full((count,), _SMALLEST)
-    values = exact.reshape(count, -1)
-    # Of few values one can be most of a row, and the luck of its rounding is then no average.
-    luck = values.abs().amax(1) / values.shape[1] ** 0.5
-    sums, rounding = depth**0.5 * torch.finfo(torch.float32).eps, torch.finfo(twin.dtype).eps / 2
-    least = (sums + rounding) * _rms(exact, count) + rounding * luck
-    return torch.maximum(_MARGIN * _rms(twin.double() - exact, count), least).clamp_min(_SMALLEST)
-
-
-def _rms(values: torch.Tensor, count: int) -> torch.Tensor:
-    """The root mean squares of ``count`` parts."""
-    if not values.numel():
-        return values.new_zeros(count)
-    return values.reshape(count, -1).square().mean(1).sqrt()
+    least = rounding_of(exact, twin.dtype, depth, count)
+    return torch.maximum(_MARGIN * rms(twin.double() - exact, count), least).clamp_min(_SMALLEST)
 
 
 def _in_order(results: Results) -> Found:
