@@ -28,7 +28,7 @@ from tp_engine.kernels.attention.heads import Rotation
 from tp_engine.kernels.attention.latents import HEADS_TOGETHER, absorb_w_uk, prepare_latents, project_w_uv
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv, layer_view, states_at, store_kv
 from tp_engine.kernels.layer_ops import NormRule
-from tp_engine.kernels.ops import has_triton, implementation
+from tp_engine.kernels.ops import has_triton
 from tp_engine.model_config import check_tensor_parallel, read_model, resolve_max_model_len
 from tp_engine.model_config.kv_layout import KvKind, lay_out
 from tp_engine.model_config.mla import MLASpec
@@ -482,35 +482,6 @@ def test_expanded_in_c(dtype: torch.dtype, bound: float, max_elements: int, monk
         torch.set_num_threads(threads)
         for first, end in pairwise(chunks):
             assert torch.equal(backend.attend_expanded(query[first:end], rows[:end], shape), found[first:end])
-
-
-@pytest.mark.skipif(native_library() is None, reason="the native kernels cannot be built here")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("is_interleaved", [False, True])
-@pytest.mark.parametrize("count", [1, 3, 4, 9])
-def test_operations_in_c(dtype: torch.dtype, is_interleaved: bool, count: int) -> None:
-    """Oracle: the twins in float64, and their error in the same type; sizes that no vector divides, slices of wider
-    rows, and numbers of tokens around those that share what is read."""
-    heads, nope, rope, rank, value_dim = 3, 22, 6, 70, 10
-    width, scale, positions = heads * (nope + rope), torch.rand(30) + 1, torch.randint(30, (count,))
-    sizes = {"joined": (count, width + rank + rope + 5), "table": (30, rope), "weight": (rank,)}
-    sizes |= {"up": (heads, nope + value_dim, rank), "means": (count, heads, rank)}
-    given = [torch.randn(*shape).to(dtype) for shape in sizes.values()]
-
-    def run(name: str, kind: Any, given: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        joined, table, weight, up, means = given
-        query, rows = joined[:, :width].view(count, heads, -1), joined[:, width:-5]
-        operation = implementation(name, kind)
-        if name == "prepare_latents":
-            rule, rotation = NormRule(weight, 1e-6), Rotation(table, positions, scale)
-            return tuple(operation(query, rows, rule, rotation, is_interleaved, None, positions))
-        return (operation(query if name == "absorb_w_uk" else means, up, nope),)
-
-    for name in ("absorb_w_uk", "project_w_uv", "prepare_latents"):
-        exact = run(name, "twin", [one.double() for one in given])
-        plain, found = (run(name, kind, [one.clone() for one in given]) for kind in ("twin", "native"))
-        for one, other, wanted in zip(found, plain, exact, strict=True):
-            assert_close_enough(one, other, wanted, granted=wanted.abs().max().item())
 
 
 @pytest.mark.skipif(native_library() is None, reason="the native kernels cannot be built here")

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from tests.unit.kernels.kernel_cases_layer_ops import both
 from tp_engine.kernels.kv_cache.block_codes import BlockForm, decode_blocks, encode_blocks
 from tp_engine.kernels.kv_cache.block_codes_triton import decode_blocks_triton, encode_blocks_triton
 
@@ -54,17 +55,20 @@ def same_but_for_ties(found: torch.Tensor, expected: torch.Tensor, form: BlockFo
     assert int((values != wanted).sum()) <= wanted.numel() / 100
 
 
-def check(shape: tuple[int, int, int, int], dtype: torch.dtype, codes: torch.dtype, device: str) -> None:
+def check(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, codes: torch.dtype, device: str, simd_width: int = 0
+) -> None:
     """Oracle: the twin; places that no pair names keep their bytes."""
-    form = form_of(shape, dtype)
+    form = form_of(shape, dtype, simd_width)
+    encode, decode = both("encode_blocks")[0], both("decode_blocks")[0]
     pool, pairs = random_pool(form, 5, device), np.array([[4, 0], [1, 3], [2, 2]], dtype=np.int32)
     found, expected = (torch.full((4, form.blob_bytes), 7, dtype=torch.uint8, device=device) for _ in range(2))
-    encode_blocks_triton(pool, found, pairs, form, codes)
+    encode(pool, found, pairs, form, codes)
     encode_blocks(pool, expected, pairs, form, codes)
     same_but_for_ties(found[[0, 3, 2]].cpu(), expected[[0, 3, 2]].cpu(), form, codes)
     assert bool((found[1] == 7).all())
     back, pools = np.ascontiguousarray(pairs[:, ::-1]), [torch.zeros_like(pool) for _ in range(2)]
-    decode_blocks_triton(expected, pools[0], back, form, codes)
+    decode(expected, pools[0], back, form, codes)
     decode_blocks(expected, pools[1], back, form, codes)
     own, twin = (one.cpu().view(form.dtype).float() for one in pools)
     torch.testing.assert_close(own, twin, rtol=0, atol=0, equal_nan=True)

@@ -21,6 +21,7 @@ from tp_engine.kernels.kv_cache.layer_kv import LARGEST_VALUE, SCALE_DTYPE, KeyV
 from tp_engine.kernels.layer_ops import NormRule
 
 INT8, FP8 = LARGEST_VALUE
+BFLOAT16 = torch.bfloat16
 # Query and all tokens of each request; lengths around the edges of blocks, tiles and splits; (1, 0) is padding.
 DECODES = [(1, 16), (1, 1), (1, 0), (1, 17), (1, 31), (1, 33), (1, 130)]
 CHUNKS = [(1, 16), (1, 0), (9, 9), (5, 64), (1, 33), (2, 17), (20, 40)]
@@ -143,8 +144,10 @@ def check_prepared(
             scales = None if cache_dtype is None else among_layers(torch.zeros(1, 5, 1, 4, device=device))
             kv = LayerKv(among_layers(stored), scales)
             if rows is None:
-                query, nothing = run(prepare, False, kv)
-                assert nothing is None and torch.equal(query, found[0])
+                query, left = run(prepare, False, kv)
+                assert torch.equal(query, found[0])
+                if left is not None:  # to the backend, as by the twin
+                    store_kv(KeyValue(left, left), kv, slots)
             else:
                 store_kv(KeyValue(rows, rows), kv, slots)
             caches.append(kv)
@@ -159,7 +162,30 @@ def check_prepared(
                 torch.testing.assert_close(other.float(), one.float(), rtol=relative, atol=absolute)
 
 
+def check_maps(device: str, count: int, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Queries that are slices of wider rows, and means; sizes that no vector divides, and numbers of tokens around
+    those that share what is read."""
+    heads, nope, rope, rank = sizes
+    up = random((heads, nope + 10, rank), dtype, device) * rank**-0.5
+    joined = random((count, heads * (nope + rope) + 5), dtype, device, 1)
+    query, means = joined[:, :-5].view(count, heads, -1), random((count, heads, rank), dtype, device, 2)
+    for name, x in (("absorb_w_uk", query), ("project_w_uv", means)):
+        operation, twin = both(name)
+        exact = twin(x.double(), up.double(), nope)
+        found = operation(x, up, nope)
+        assert found.is_contiguous()
+        assert_close_enough(found, twin(x, up, nope), exact, granted=exact.abs().max().item())
+
+
 CASES: dict[str, Case] = {
+    **{
+        f"maps-{count}-{sizes}-{dtype}": partial(check_maps, count=count, sizes=sizes, dtype=dtype)
+        for sizes, dtype, counts in (
+            *((PREPARED[0], dtype, (1, 3, 4, 9, 70)) for dtype in DTYPES),
+            (PREPARED[2], BFLOAT16, (2,)),
+        )
+        for count in counts
+    },
     **{f"rows-{case}": partial(check_rows, case=case) for case in (*SMALL, *REAL, *OTHERS)},
     **{
         f"prepare-{sizes}-{dtype}-{kind}": partial(
@@ -174,7 +200,6 @@ CASES: dict[str, Case] = {
 }
 # Heads of this rank, rank, rope, nope, and the types: DeepSeek-V3 on one rank, V2-Lite or V3 on 8, GLM-4.7-Flash,
 # Mistral Small 4 on 4, one head, and the tests' precision.
-BFLOAT16 = torch.bfloat16
 MODELS = (
     (128, 512, 64, 128, BFLOAT16, None),
     (16, 512, 64, 128, BFLOAT16, None),

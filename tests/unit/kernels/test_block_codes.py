@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.kernels.kernel_cases_block_codes import CODES, DTYPES, SHAPES, form_of, random_pool, same_but_for_ties
+from tests.unit.kernels.kernel_cases_block_codes import CODES, DTYPES, SHAPES, check, form_of, random_pool
+from tests.unit.kernels.kernel_cases_layer_ops import with_kernels_of
 from tp_engine.cpu import block_codes as native
 from tp_engine.cpu.library import native_library
 from tp_engine.cpu.paged_attention import in_kernel_order
@@ -91,19 +92,9 @@ def test_vectors_in_the_order_of_the_native_attention(shape: tuple[int, int, int
 @pytest.mark.parametrize("codes", CODES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [*SHAPES, (24, 16, 12, 64)], ids=str)
-def test_c_equals_the_twin(shape: tuple[int, int, int, int], dtype: torch.dtype, codes: torch.dtype) -> None:
-    """Oracle: the twin, for keys that are rows and for columns; other places keep their bytes."""
+def test_keys_that_are_columns_in_c(shape: tuple[int, int, int, int], dtype: torch.dtype, codes: torch.dtype) -> None:
+    """Oracle: the twin, as for keys that are rows, which ``test_kernel_cases_in_c`` has."""
     library = native_library()
     assert library is not None
-    for simd_width in (0, native.simd_width_of(library, shape[1])):
-        form = form_of(shape, dtype, simd_width)
-        pool = random_pool(form, 5)
-        found, expected = (torch.full((4, form.blob_bytes), 7, dtype=torch.uint8) for _ in range(2))
-        native.encode_blocks(library, pool, found, PAIRS, form, codes)
-        encode_blocks(pool, expected, PAIRS, form, codes)
-        same_but_for_ties(found, expected, form, codes)
-        pools = [torch.zeros_like(pool) for _ in range(2)]
-        native.decode_blocks(library, expected, pools[0], BACK, form, codes)
-        decode_blocks(expected, pools[1], BACK, form, codes)
-        own, twin = (one.view(dtype).float() for one in pools)
-        torch.testing.assert_close(own, twin, rtol=0, atol=0, equal_nan=True)
+    with with_kernels_of("native"):
+        check(shape, dtype, codes, "cpu", native.simd_width_of(library, shape[1]))

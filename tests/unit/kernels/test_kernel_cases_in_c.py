@@ -14,10 +14,12 @@ from tp_engine.cpu.library import native_library
 
 # Module -> how the names of those cases begin whose operations C has too.
 MODULES = {
+    "block_codes": ("",),
     "delta": ("delta-",),
     "experts": ("route-", "add-gated-"),
     "heads": ("heads-",),
     "index_keys": ("choose-", "order", "scores"),
+    "latents": ("maps-", "prepare-"),
     "layer_ops": ("",),
     "mamba": ("mamba-",),
     "short_conv": ("short-conv-",),
