@@ -31,7 +31,11 @@ Pixels = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class ImageFamily:
-    """The names of transformers' configuration, model and image processor, and what differs from ``_TEXT``."""
+    """The names of transformers' configuration, model and image processor, and what differs from ``_TEXT``.
+
+    ``has_masks_of_generate``: transformers' ``generate`` masks as the model's documentation says; without its masks
+    ``forward`` lets tokens of images see later ones in layers without a window, too.
+    """
 
     config: str
     model: str
@@ -41,6 +45,7 @@ class ImageFamily:
     whole: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     needs: str = "mm_token_type_ids"
+    has_masks_of_generate: bool = False
 
 
 _TEXT: dict[str, Any] = {
@@ -248,6 +253,16 @@ IMAGE_FAMILIES: dict[str, ImageFamily] = {
         whole={"image_token_id": IMAGE, "boi_token_id": 302, "eoi_token_id": 303, "audio_config": None},
         settings={"max_soft_tokens": 70},
     ),
+    "gemma4-unified-vision": ImageFamily(
+        "Gemma4UnifiedConfig",
+        "Gemma4UnifiedForConditionalGeneration",
+        "CellProcessor",
+        vision={"mm_embed_dim": 32, "output_proj_dims": 32, "mm_posemb_size": 80},
+        text={**_GEMMA4, "model_type": "gemma4_unified_text"},
+        whole={"image_token_id": IMAGE, "boi_token_id": 302, "eoi_token_id": 303, "audio_config": None},
+        settings={"max_soft_tokens": 70},
+        has_masks_of_generate=True,
+    ),
     "gemma4-narrow": ImageFamily(  # a window that is shorter than an image
         "Gemma4Config",
         "Gemma4ForConditionalGeneration",
@@ -301,10 +316,48 @@ class KimiProcessor:
         return {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(sizes)}
 
 
+class CellProcessor:
+    """A processor for Gemma 4 12B, whose class in transformers needs torchvision: Gemma 4's, whose patches of 16 pixels
+    it joins to cells of 48."""
+
+    def __init__(self, inner: Any = None, **settings: Any) -> None:
+        import transformers
+
+        self._inner = inner or transformers.Gemma4ImageProcessorPil(**settings)
+
+    @classmethod
+    def from_pretrained(cls, folder: Path) -> CellProcessor:
+        import transformers
+
+        return cls(transformers.Gemma4ImageProcessorPil.from_pretrained(folder))
+
+    def to_json_string(self) -> str:
+        text: str = self._inner.to_json_string()
+        return text
+
+    def __call__(self, images: Sequence[Any], **_options: Any) -> dict[str, torch.Tensor]:
+        given = self._inner(images, return_tensors="pt")
+        most = int(given["num_soft_tokens_per_image"].max())
+        cells, places = torch.zeros(len(images), most, 48 * 48 * 3), torch.full((len(images), most, 2), -1)
+        for image, (patches, at) in enumerate(zip(given["pixel_values"], given["image_position_ids"], strict=True)):
+            at = at[at[:, 0] >= 0]
+            columns, rows = (at.max(0).values + 1).tolist()
+            pixels = (
+                patches[: len(at)].view(rows, columns, 16, 16, 3).transpose(1, 2).reshape(rows * 16, columns * 16, 3)
+            )
+            for row in range(rows // 3):
+                for column in range(columns // 3):
+                    index = row * (columns // 3) + column
+                    cells[image, index] = pixels[row * 48 : row * 48 + 48, column * 48 : column * 48 + 48].flatten()
+                    places[image, index] = torch.tensor([column, row])
+        return {"pixel_values": cells, "image_position_ids": places}
+
+
 def _processor_class(name: str) -> Any:
     import transformers
 
-    return KimiProcessor if name == "KimiProcessor" else getattr(transformers, name)
+    own = {"KimiProcessor": KimiProcessor, "CellProcessor": CellProcessor}
+    return own[name] if name in own else getattr(transformers, name)
 
 
 def image_config(name: str, whole: dict[str, int] | None = None, vision: Any = None, **text: Any) -> Any:
@@ -588,6 +641,15 @@ class Oracle:
         if self._family.needs and (prompt.pixels or self._family.needs == "token_type_ids"):
             given[self._family.needs] = (ids == self._token).to(torch.int64)
             given[self._family.needs][:, len(prompt.ids) :] = 0
+        if self._family.has_masks_of_generate:
+            given["attention_mask"] = self._model.create_masks_for_generate(
+                config=self._model.config,
+                inputs_embeds=torch.zeros(*ids.shape, 1),
+                attention_mask=None,
+                past_key_values=None,
+                position_ids=torch.arange(ids.shape[1])[None],
+                mm_token_type_ids=given.get(self._family.needs),
+            )
         if hasattr(self._model.model, "rope_deltas"):
             self._model.model.rope_deltas = None
         return self._model(input_ids=ids, **given)

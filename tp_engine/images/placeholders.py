@@ -41,7 +41,7 @@ _FORMS: Mapping[str, _Form] = {
     "qwen3_5": _Form(),
     "kimi_k25": _Form(),
     "gemma3": _Form("{start}", "\n\n{start}{image}{end}\n\n"),
-    "gemma4": _Form(text="{start}{image}{end}"),
+    **dict.fromkeys(("gemma4", "gemma4_unified"), _Form(text="{start}{image}{end}")),
     "mistral3": _Form(row_ends=("[IMG_BREAK]", "[IMG_END]")),
 }
 

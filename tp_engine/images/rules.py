@@ -384,7 +384,10 @@ class Settings:
 _FAMILIES: dict[str, tuple[type[ImageRules], dict[str, Any]]] = {
     **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_5"), (QwenRules, _CLIP)),
     "gemma3": (FixedRules, {**_HALF, "resample": _BILINEAR}),
-    "gemma4": (SoftTokenRules, {"do_normalize": False, "image_mean": (0.0,) * 3, "image_std": (1.0,) * 3}),
+    **dict.fromkeys(
+        ("gemma4", "gemma4_unified"),
+        (SoftTokenRules, {"do_normalize": False, "image_mean": (0.0,) * 3, "image_std": (1.0,) * 3}),
+    ),
     "kimi_k25": (PaddedRules, _HALF),
     "mistral3": (LongestEdgeRules, _CLIP),
 }

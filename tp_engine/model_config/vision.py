@@ -151,6 +151,13 @@ def _gemma4(config: ConfigJson, vision: ConfigJson) -> dict[str, Any]:
     }
 
 
+def _gemma4_unified(config: ConfigJson, vision: ConfigJson) -> dict[str, Any]:
+    """Bidirectional unless config.json says otherwise."""
+    inner = config.peek("text_config")
+    says = isinstance(inner, dict) and "use_bidirectional_attention" in inner
+    return {**_gemma4(config, vision), **({} if says else {"is_bidirectional": True})}
+
+
 def _kimi(config: ConfigJson, vision: ConfigJson) -> dict[str, Any]:
     """The hub's file keeps the projector's sizes in the vision part, under names of its own like the others."""
     for name, only in (
@@ -183,6 +190,7 @@ _FAMILIES: dict[str, tuple[str, Callable[[ConfigJson, ConfigJson], dict[str, Any
     "Mistral3ForConditionalGeneration": ("mistral3", _mistral3),
     "Gemma3ForConditionalGeneration": ("gemma3", _gemma3),
     "Gemma4ForConditionalGeneration": ("gemma4", _gemma4),
+    "Gemma4UnifiedForConditionalGeneration": ("gemma4_unified", _gemma4_unified),
     "KimiK25ForConditionalGeneration": ("kimi_k25", _kimi),
     "Kimi_K25ForConditionalGeneration": ("kimi_k25", _kimi),
 }

@@ -23,6 +23,9 @@ from tp_engine.model_config.vision import VisionSpec
 from tp_engine.models.made_in import MadeIn
 from tp_engine.weights.source import Source, Span, as_stored, set_sources, whole
 
+# Qwen2-VL's hidden_size is the text's; Gemma 4 12B has none.
+_HIDDEN_SIZES = ("embed_dim", "hidden_size", "mm_embed_dim")
+
 
 class VisionTower(nn.Module, ABC):
     """The vision part of a model.
@@ -42,10 +45,8 @@ class VisionTower(nn.Module, ABC):
         """``config`` is transformers' configuration of the whole model."""
         super().__init__()
         self.spec = spec
-        vision = config.vision_config
-        self.hidden_size: int = getattr(
-            vision, "embed_dim", vision.hidden_size
-        )  # Qwen2-VL: the other one is the text's
+        sizes = (getattr(config.vision_config, name, None) for name in _HIDDEN_SIZES)
+        self.hidden_size: int = next(filter(None, sizes))
         self.build(config)
 
     @abstractmethod
@@ -279,6 +280,40 @@ class Gemma4Tower(VisionTower):
         return rows
 
 
+class Gemma4CellTower(VisionTower):
+    """Gemma 4 12B: norms and two products make a row of each cell.  The first product stands for the layers."""
+
+    parts, layers, embeds = ("embed_vision",), "embed_vision.patch_dense", "embed_vision.patch_ln1"
+
+    def build(self, config: Any) -> None:
+        from transformers.models.gemma4_unified.modeling_gemma4_unified import Gemma4UnifiedVisionEmbedder
+
+        self.embed_vision = Gemma4UnifiedVisionEmbedder(config.vision_config, config.text_config)
+
+    @property
+    def stack(self) -> list[nn.Module]:
+        return [self.embed_vision.patch_dense]
+
+    @contextmanager
+    def shortened(self) -> Iterator[None]:
+        yield
+
+    def layer_work(self) -> tuple[float, float]:
+        return sum(one.numel() for one in self.parameters() if one.dim() == 2), 0.0
+
+    def encode(self, image: torch.Tensor) -> torch.Tensor:
+        cells, places = raster_patches(image, self.spec.cell)
+        rows: torch.Tensor = self.embed_vision(cells.unsqueeze(0), places.unsqueeze(0)).pooler_output[0]
+        return rows
+
+    def stored(self, attribute: str, name: str, shape: tuple[int, ...]) -> list[Source]:
+        """Return the names that transformers gives, then the hub's."""
+        usual = super().stored(attribute, name, shape)
+        of_projection = name.removeprefix("multimodal_embedder.")
+        of_hub = f"vision_embedder.{name}" if of_projection == name else f"{attribute}.{of_projection}"
+        return [*usual, replace(usual[0], name=f"model.{of_hub}")]
+
+
 class _PlacedPatches(nn.Module):
     """Patch embedding by a product, and the embeddings of places."""
 
@@ -361,6 +396,7 @@ def _halves_of_pairs(num_heads: int, values: torch.Tensor) -> torch.Tensor:
 _TOWERS: dict[str, type[VisionTower]] = {
     "gemma3": SiglipTower,
     "gemma4": Gemma4Tower,
+    "gemma4_unified": Gemma4CellTower,
     "kimi_k25": KimiTower,
     "mistral3": PixtralTower,
     "qwen2_5_vl": QwenTower,
