@@ -79,6 +79,7 @@ NOT_RUN = {
     r"tp-engine eval (MODEL|Qwen/|.*--url)": "asks hundreds of questions; tests/e2e/test_eval.py has its like",
     r"tp-engine serve --api-key": "would refuse what the other pages ask; tests/unit/server/test_access.py has keys",
     r"tp-engine tune MODEL$": "takes long; the page's next command has its like",
+    r"tp-engine steps ": "needs a flight record; tests/unit/job/test_flight_steps.py runs the examples of the page",
     r"tp-engine serve MODEL --tuned": "needs a file of the machine; tests/e2e/test_tuning.py makes one",
     r"tp-engine check Qwen/\S+ --quick( --record golden.json)?$": "is part of another command of the page, which runs",
 }  # fmt: skip

@@ -376,6 +376,9 @@ class FakeEngine:
     def configuration(self) -> dict[str, Any]:
         return {"model": self.model_info.model, "profile": self.trace_folder}
 
+    def record(self) -> dict[str, Any]:
+        return {"format": 1, "ranks": []}
+
     def check_health(self) -> None:
         """The engine is always healthy."""
 

@@ -6,11 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.e2e.frontend import wait_until
 from tp_engine import LLM, SamplingParams
 from tp_engine.ipc.rank_slot import MEMORY_LINES
+from tp_engine.job.flight_recorder.record import FlightRecord
+from tp_engine.job.flight_recorder.steps import parts_of
 from tp_engine.sched.view import ViewLimits
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_children")]
@@ -54,4 +57,7 @@ def test_a_report_of_two_ranks(checkpoint: Callable[..., Path]) -> None:
             assert memory["kv_cache"] == report.ranks[0].memory["kv_cache"] > 0
         waits = sum(rank.collective_wait.total for rank in report.ranks)
         assert waits == pytest.approx(report.step_skew.total)
+        steps = parts_of(msgspec.convert(llm.engine.act("flight_record"), FlightRecord))
+        assert [*steps] == [*range(1, 15)] and all([part.rank for part in one] == [0, 1] for one in steps.values())
+        assert [one[0].step.prefill_tokens for one in steps.values()][:4] == [8, 8, 4, 0]
         assert report.view is not None and report.view.grid.num_blocks == 32 and not report.view.running

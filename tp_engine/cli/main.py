@@ -38,6 +38,7 @@ COMMANDS = {
     "check": Command("tp_engine.apps.check.command:main", "whether what this machine answers is right"),
     "eval": Command("tp_engine.apps.eval.command:main", "whether a model answers as many questions right as it must"),
     "tune": Command("tp_engine.apps.tune.command:main", "prove and time a model's kernels on this device"),
+    "steps": Command("tp_engine.job.flight_recorder.__main__:main", "what happened in the steps of a flight record"),
     "doctor": Command("tp_engine.apps.doctor.command:main", "what this machine has, and what would be chosen on it"),
 }
 

@@ -3,10 +3,11 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
+from tp_engine.engine.incident import read_board
 from tp_engine.engine.job import Job
 from tp_engine.errors import RequestError, shown
 from tp_engine.features.registry import Half
@@ -53,6 +54,12 @@ class EngineAdmin:
     def feature(self, kind: type[Half]) -> Half | None:
         """Return the scheduler's half of a feature; None if it is switched off."""
         return self._scheduler.feature(kind)
+
+    def record(self) -> dict[str, Any]:
+        """Return a flight record of the job as it is now."""
+        board, config = self._job.board, self._worker.effective.config
+        made = read_board(board, config, cause="none: the record was asked for", culprit=None, writer="rank 0")
+        return cast("dict[str, Any]", msgspec.to_builtins(made))
 
     @property
     def kernel_choices(self) -> str:

@@ -183,11 +183,16 @@ def watch_layers(engine: EngineAdmin, folder: str | None = None) -> dict[str, An
     return engine.order("watch_layers", {} if folder is None else {"folder": folder})
 
 
+def flight_record(engine: EngineAdmin) -> dict[str, Any]:
+    """Return what a flight record would say now, with the last steps of all ranks."""
+    return engine.record()
+
+
 ADMIN_COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     act.__name__: act
     for act in (
         describe, pause, resume, sleep, wake_up, update_weights, weight_info, reset_prefix_cache, reset_mm_cache,
-        start_profile, stop_profile, check_integrity, memory_growth, watch_layers,
+        start_profile, stop_profile, check_integrity, memory_growth, watch_layers, flight_record,
     )
 }  # fmt: skip
 

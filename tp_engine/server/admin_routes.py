@@ -160,6 +160,11 @@ def _add_control(admin: APIRouter, state: ServerState) -> None:
         """Forget all embeddings of images; running requests have theirs encoded again."""
         return json_reply(await state.llm.engine.act("reset_mm_cache", timeout_s=_QUICK_S))
 
+    @admin.get("/debug/flight_record", responses=ANSWERS)
+    async def flight_record() -> Response:
+        """The flight record of the job as it is now; see What happened in step N?"""
+        return json_reply(await state.llm.engine.act("flight_record"))
+
     @admin.post("/start_profile", responses=ANSWERS)
     async def start_profile() -> Response:
         """Record the steps of all ranks from now on, into the folder of ``--profile``."""

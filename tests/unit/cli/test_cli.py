@@ -17,7 +17,7 @@ import pytest
 import tp_engine
 from tp_engine.apps.bench.command import BENCHMARKS
 from tp_engine.apps.doctor import machine
-from tp_engine.apps.doctor.findings import Status
+from tp_engine.apps.doctor.findings import Finding, Speed, Status, as_screen
 from tp_engine.cli.main import COMMANDS, main
 
 
@@ -99,8 +99,34 @@ def test_the_doctor_finds_this_machine_fit(capsys: pytest.CaptureFixture[str]) -
     assert all(finding["status"] in ("ok", "note") for finding in report["findings"])
     for name in ("int4", "int8", "int8 of w8a8", "fp8", "fp4"):
         assert re.search(rf"\b{name}\b", by_topic["quantised weights"]["detail"])
+    assert {"kernel choices", "native kernels", "attention"} <= by_topic.keys()
+    assert by_topic["kernel choices"]["detail"].startswith("own: ") and by_topic["attention"]["speed"] == "fast"
+
+
+def test_the_doctor_s_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: 24 lines of 100 columns; what is fast and what slow, and a way to all the rest."""
     assert main(["doctor"]) == 0
-    assert "nothing needed is missing" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 100 and lines[-1] == "nothing needed is missing"
+    words = {line.split()[0] for line in lines[2:-2] if not line.startswith(" ")}
+    assert words <= {"slow", "fast", "note"} and "fast" in words
+    assert "--verbose" in lines[-2]
+    assert main(["doctor", "--verbose"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) > 24
+
+
+def test_a_screen_has_the_worst_first() -> None:
+    """Oracle: by hand, of sixty findings of which some are slow and one is missing: no line is wider or lower than the
+    screen, and no remedy stands without its subject."""
+    found = [Finding(f"part {number}", Status.OK, "good " * 60, speed=Speed.FAST) for number in range(40)]
+    found += [Finding(f"slow {number}", Status.NOTE, "a\nb", "do it", Speed.SLOW) for number in range(3)]
+    found += [Finding(f"plain {number}", Status.OK, "fine") for number in range(16)]
+    found.append(Finding("gone", Status.MISSING, "not there", "install it", Speed.FAST))
+    lines = as_screen(found).splitlines()
+    assert len(lines) <= 22 and max(map(len, lines)) <= 100
+    assert lines[1].split() == ["missing", "gone", "not", "there"] and lines[2].split() == ["->", "install", "it"]
+    assert [line.split()[0] for line in lines[3:10]] == ["slow", "->", "slow", "->", "slow", "->", "fast"]
+    assert lines[-1].startswith(f"{60 - 1 - 3 - (len(lines) - 10)} more findings")
 
 
 def test_the_doctor_s_exit_code_tells_of_missing_things(

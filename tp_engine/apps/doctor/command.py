@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tp_engine.apps.doctor.findings import Finding, Status, as_text, check_packages
+from tp_engine.apps.doctor.findings import Finding, Status, as_screen, as_text, check_packages
 from tp_engine.config import DEMO_MODEL
 from tp_engine.job.shown_progress import shown_progress
 from tp_engine.options import parse_options
@@ -27,6 +27,7 @@ class DoctorConfig:
         str(DEMO_MODEL), "model to choose for (default: the demo model of this project)", positional=True
     )
     tensor_parallel_size: int = option(1, "number of ranks to choose for", flags=("-tp", "--tp-size"))
+    verbose: bool = option(False, "print all that was found, in whole lines", flags=("-v",))
     json: bool = option(False, "print JSON")
 
 
@@ -45,8 +46,8 @@ def main(argv: Sequence[str]) -> int:
         content = {"version": __version__, "findings": [dataclasses.asdict(one) for one in findings]}
         print(json.dumps(content | {"ok": not missing}, indent=2))
     else:
-        print(f"tp-engine {__version__}")
-        print(as_text(findings))
+        print(f"tp-engine {__version__}: what will be fast here, what slow, and why")
+        print(as_text(findings) if config.verbose else as_screen(findings))
         print("something needed is missing" if missing else "nothing needed is missing")
     return SOMETHING_MISSING if missing else 0
 

@@ -23,6 +23,7 @@ OPTIONAL = {
 # For a checkout that is used without being installed.
 NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "xxhash", "msgspec", "pyzmq", "fastapi",
           "uvicorn", "pydantic", "prometheus-client", "jinja2", "tqdm", "llguidance")  # fmt: skip
+_SCREEN_LINES, _SCREEN_COLUMNS = 21, 100  # beside a line above and two below
 _REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)\s*(?:>=([0-9.]+))?")
 
 
@@ -34,14 +35,56 @@ class Status(enum.StrEnum):
     MISSING = "missing"
 
 
+class Speed(enum.StrEnum):
+    """What a part of the machine or of the configuration will be."""
+
+    FAST = "fast"
+    SLOW = "slow"
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One result; ``remedy`` says what to do, if anything."""
+    """One result; ``remedy`` says what to do, if anything.  ``speed`` is that of what it makes fast or slow."""
 
     topic: str
     status: Status
     detail: str
     remedy: str | None = None
+    speed: Speed | None = None
+
+    @property
+    def verdict(self) -> str:
+        """The word of the first screen."""
+        if self.status is Status.MISSING or self.speed is None:
+            return self.status.value
+        return self.speed.value
+
+
+def as_screen(findings: Iterable[Finding]) -> str:
+    """The findings that say what will be fast, what slow and what is missing, as a screen; the others are counted.
+
+    What is missing comes first, then what is slow or may matter, then what is fast.  Long lines are cut.
+    """
+    order = [Status.MISSING.value, Speed.SLOW.value, Status.NOTE.value, Speed.FAST.value]
+    every = list(findings)
+    shown = [one for one in every if one.speed is not None or one.status is Status.MISSING or one.remedy is not None]
+    lines, num_shown = [f"{'':<8}{'subject':<18}why"], 0
+    for one in sorted(shown, key=lambda one: order.index(one.verdict)):
+        more = [f"{one.verdict:<8}{one.topic:<18}{one.detail}"]
+        if one.remedy is not None:
+            more.append(f"{'':<26}-> {one.remedy}")
+        if len(lines) + len(more) > _SCREEN_LINES:
+            break
+        lines += [_cut(line) for line in more]
+        num_shown += 1
+    rest = len(every) - num_shown
+    return "\n".join((*lines, f"{rest} more findings, and whole lines: tp-engine doctor --verbose"))
+
+
+def _cut(line: str) -> str:
+    """One line that fits."""
+    line = " ".join(line.splitlines())
+    return line if len(line) <= _SCREEN_COLUMNS else f"{line[: _SCREEN_COLUMNS - 4]} ..."
 
 
 def as_text(findings: Iterable[Finding]) -> str:

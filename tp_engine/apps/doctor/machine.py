@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from tp_engine.apps.doctor.findings import Finding, Status
+from tp_engine.apps.doctor.findings import Finding, Speed, Status
 from tp_engine.attention.registry import obstacles
 from tp_engine.config import EngineConfig
 from tp_engine.cpu import native_library
@@ -25,9 +25,11 @@ from tp_engine.layers.quantization.quantised_products import choose_quantised_pr
 from tp_engine.system import env
 from tp_engine.system.cpus import cpu_quota, threads_of_rank
 from tp_engine.system.units import GIB, MIB, format_gib
-from tp_engine.worker.effective_config import resolve
+from tp_engine.worker.effective_config import EffectiveConfig, resolve
 from tp_engine.worker.gpu_host import driver_version, why_no_gpus, why_unseen
 from tp_engine.worker.memory.host_memory import host_memory
+from tp_engine.worker.tuning.shapes import wanted_shapes
+from tp_engine.worker.tuning.start import known_table, pinned_table
 
 LEAST_FILES = 4096
 _MALLOCS = ("tcmalloc", "jemalloc", "mimalloc")
@@ -70,13 +72,13 @@ def check_devices() -> Iterator[Finding]:
         return
     if count == 0:
         built = f"torch {torch.__version__} for CUDA {torch.version.cuda}" if torch.version.cuda else "torch for CPUs"
-        yield Finding("GPUs", Status.OK, f"none ({built}); models run on the processor")
+        yield Finding("GPUs", Status.OK, f"none ({built}); models run on the processor", speed=Speed.SLOW)
         return
     for index in range(min(count, _MAX_LISTED)):
         properties = torch.cuda.get_device_properties(index)
         capability = f"compute capability {properties.major}.{properties.minor}"
         detail = f"{properties.name}, {format_gib(properties.total_memory)}, {capability}"
-        yield Finding(f"GPU {index}", Status.OK, detail)
+        yield Finding(f"GPU {index}", Status.OK, detail, speed=Speed.FAST)
     detail = f"{torch.version.cuda}, NCCL {nccl_version()}, driver {driver_version()}"
     yield Finding("CUDA", Status.OK, detail)
     if count > 1:
@@ -88,19 +90,20 @@ def _between(topic: str, can: Callable[[int, int], bool], good: str, count: int)
     """Whether each of ``count`` GPUs ``can`` do to each other one what symmetric memory needs."""
     apart = [f"{one}-{other}" for one, other in itertools.permutations(range(count), 2) if not can(one, other)]
     if not apart:
-        return Finding(topic, Status.OK, f"every GPU {good}")
+        return Finding(topic, Status.OK, f"every GPU {good}", speed=Speed.FAST)
     shown = ", ".join(apart[:_MAX_LISTED]) + (" and others" if len(apart) > _MAX_LISTED else "")
     detail = f"none between {shown}: symmetric memory is not used, and NCCL adds up"
-    return Finding(topic, Status.NOTE, detail)
+    return Finding(topic, Status.NOTE, detail, speed=Speed.SLOW)
 
 
 def check_kernels() -> Finding:
     """Whether there are compiled kernels of CPUs; they are built now unless they exist."""
     if native_library() is not None:
-        return Finding("native kernels", Status.OK, "compiled, and equal to PyTorch's on small inputs")
+        told = "compiled, and equal to PyTorch's on small inputs"
+        return Finding("native kernels", Status.OK, told, speed=Speed.FAST)
     detail = "there are none (the log line above says why); PyTorch computes, several times slower"
     remedy = "install gcc, and let TP_ENGINE_CACHE_DIR be a folder that can be written to"
-    return Finding("native kernels", Status.NOTE, detail, remedy)
+    return Finding("native kernels", Status.NOTE, detail, remedy, Speed.SLOW)
 
 
 def check_quantised_products(device: str) -> Finding:
@@ -119,7 +122,8 @@ def check_quantised_products(device: str) -> Finding:
             maker = "C, oneDNN above 4 rows"
         made_by.setdefault(maker, []).append(name)
     detail = "; ".join(f"{', '.join(names)}: {maker}" for maker, names in made_by.items())
-    return Finding("quantised weights", Status.OK, detail)
+    speed = Speed.SLOW if any("PyTorch" in maker for maker in made_by) else Speed.FAST
+    return Finding("quantised weights", Status.OK, detail, speed=speed)
 
 
 def check_choice(config: EngineConfig) -> Iterator[Finding]:
@@ -133,11 +137,40 @@ def check_choice(config: EngineConfig) -> Iterator[Finding]:
     for name, obstacle in obstacles(effective.attention_needs).items():
         usable = "usable" if name == effective.config.attention_backend else "usable where attention_backend names it"
         yield Finding(f"attention {name}", Status.NOTE if obstacle else Status.OK, obstacle or usable)
+    yield _attention(effective)
+    yield check_choices(effective)
     chosen, own = effective.config, effective.model.quantization
     plain = {name: getattr(chosen, name) for name in ("device", "dtype", "kv_cache_dtype", "attention_backend")}
     plain |= {"weights": chosen.dtype if own is None else own.method, "block_size": chosen.block_size}
     plain |= {name: getattr(effective, name) for name in ("gpu_memory_utilization", "max_model_len")}
     yield Finding("would be chosen", Status.OK, ", ".join(f"{name} {value}" for name, value in plain.items()))
+
+
+def _attention(effective: EffectiveConfig) -> Finding:
+    """The backend that would be chosen, and why faster ones are not, where that can be changed."""
+    chosen, is_gpu = effective.config.attention_backend, effective.config.device == "cuda"
+    if chosen != "torch":
+        return Finding("attention", Status.OK, f"{chosen} is chosen", speed=Speed.FAST)
+    found = obstacles(effective.attention_needs)
+    wanted = "triton" if is_gpu else "native"
+    return Finding("attention", Status.OK, f"plain PyTorch; {wanted}: {found[wanted]}", speed=Speed.SLOW)
+
+
+def check_choices(effective: EffectiveConfig) -> Finding:
+    """The choices of kernels that a start would find on this device, without trying any."""
+    topic, config = "kernel choices", effective.config
+    if config.tune == "off" and config.tuned is None:
+        told = "own: the code's own kernels; --tune quick would try others"
+        return Finding(topic, Status.OK, told, speed=Speed.FAST)
+    device = torch.device("cuda", effective.device_map.indices[0]) if config.device == "cuda" else torch.device("cpu")
+    if config.tuned is not None:
+        table, num_open = pinned_table(config.tuned, device), 0
+    else:
+        table, num_open = known_table(device, wanted_shapes(effective, device.type))
+    told = f"{table.choices().digest}: of {len(table.shapes) + num_open} products {num_open} are not tried yet"
+    if not num_open:
+        return Finding(topic, Status.OK, told, speed=Speed.FAST)
+    return Finding(topic, Status.NOTE, told, "tp-engine tune MODEL, or leave it to the next starts, 20 s at most each")
 
 
 def check_host(*, on_cpu: bool, num_ranks: int) -> Iterator[Finding]:
@@ -167,7 +200,8 @@ def processor(num_ranks: int, root: Path = Path("/")) -> Finding:
     cores = f"{len(os.sched_getaffinity(0))} cores" + ("" if quota is None else f" of which a quota allows {quota:g}")
     share = f"{threads} thread{'' if threads == 1 else 's'} for each rank"
     detail = f"{name}, {cores}, {share}, {' '.join(features) or 'no vector units'}"
-    return Finding("processor", Status.OK, detail)
+    is_slow = not features or (quota is not None and quota < num_ranks)
+    return Finding("processor", Status.OK, detail, speed=Speed.SLOW if is_slow else Speed.FAST)
 
 
 def shared_memory(folder: Path, num_ranks: int, *, on_cpu: bool) -> Finding:
@@ -225,7 +259,8 @@ def allocator(libraries: str, *, on_cpu: bool) -> Finding:
         return Finding("malloc", Status.OK, detail)
     found = [file for name in ("tcmalloc_minimal", "jemalloc") if (file := ctypes.util.find_library(name))]
     remedy = f"LD_PRELOAD={found[0]} tp-engine ..." if found else "install libtcmalloc-minimal4 and LD_PRELOAD it"
-    return Finding("malloc", Status.NOTE, "glibc; on CPUs tcmalloc may be faster", remedy=remedy)
+    told = "glibc; on CPUs tcmalloc may be faster"
+    return Finding("malloc", Status.NOTE, told, remedy, Speed.SLOW)
 
 
 def huge_pages(setting: Path) -> Finding:
@@ -237,6 +272,6 @@ def huge_pages(setting: Path) -> Finding:
         words = []
     chosen = next((word.strip("[]") for word in words if word.startswith("[")), "missing")
     if chosen in ("always", "madvise"):
-        return Finding("huge pages", Status.OK, chosen)
+        return Finding("huge pages", Status.OK, chosen, speed=Speed.FAST)
     detail = f"{chosen}: weights and KV cache are read more slowly"
-    return Finding("huge pages", Status.NOTE, detail, remedy=f"echo madvise > {setting}")
+    return Finding("huge pages", Status.NOTE, detail, f"echo madvise > {setting}", Speed.SLOW)

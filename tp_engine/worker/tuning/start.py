@@ -153,6 +153,14 @@ def find_table(
     return TunedTable(device=store.facts, shapes=shapes, date=today())
 
 
+def known_table(device: torch.device, wanted: Sequence[WantedShape]) -> tuple[TunedTable, int]:
+    """Return what the cache has for ``wanted`` on this device, and how many shapes the next start would try."""
+    store = Store(device_facts(device), CANDIDATES)
+    found = [store.read(one.operation, one.shape, "quick") for one in wanted]
+    shapes = tuple(one for one in found if one is not None and not _is_to_try(one, "quick"))
+    return TunedTable(device=store.facts, shapes=shapes), len(wanted) - len(shapes)
+
+
 def _is_to_try(known: TunedShape | None, extent: Extent) -> bool:
     """Whether a start tries a shape: nothing is known of it, or a few such starts have left it open."""
     return known is None or (known.is_open and known.starts < MOST_STARTS and known.extent == extent)
