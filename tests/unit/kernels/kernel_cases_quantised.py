@@ -167,6 +167,15 @@ def check_rows(device: str, dtype: torch.dtype, size: int, group: int, scale: fl
     assert (found != wanted).float().mean() < 0.01
 
 
+def check_rows_of_ties(device: str) -> None:
+    """Bit by bit: numbers that the inverse of their peak brings half-way between two codes, up to its last bit."""
+    quantise, twin = both("quantise_rows")
+    halves = torch.arange(17, 32, 2, dtype=torch.float32, device=device)  # between 8, 9, ... 16 eighths
+    peaks = torch.arange(300, 364, dtype=torch.float32, device=device)[:, None] / 256
+    x = torch.cat((peaks, halves / 448 * peaks * 8, halves / 448 * peaks / 2), 1)
+    assert torch.equal(quantise(x)[0].view(torch.uint8), twin(x)[0].view(torch.uint8))
+
+
 def check_gated_rows(
     device: str, dtype: torch.dtype, size: int, group: int, scale: float | None, activation: Activation
 ) -> None:
@@ -247,6 +256,7 @@ def make_cases() -> dict[str, Case]:
                 check_product, kind=kind, options=options, activation=activation
             )
     cases["values-in-parts"] = check_parts
+    cases["rows-as-float8-half-way"] = check_rows_of_ties
     for dtype, size, group, scale in (
         (BFLOAT16, 300, 0, None), (FLOAT32, 1500, 128, None), (FLOAT16, 256, 128, None), (BFLOAT16, 40, 0, 0.02),
     ):  # fmt: skip

@@ -77,8 +77,11 @@ def magnitude_bits(states):
 
 @jit
 def scaled_to_range(states, peak, LARGEST: tl.constexpr, IS_INTEGER: tl.constexpr):
-    """float32 ``states``, ``peak`` their largest magnitude -> values in the type's range, rounded if IS_INTEGER."""
-    inverse = tl.where(peak > 0, LARGEST / tl.where(peak > 0, peak, 1.0), 0.0)
+    """float32 ``states``, ``peak`` their largest magnitude -> values in the type's range, rounded if IS_INTEGER.
+
+    The inverse has PyTorch's two roundings: where many values lie half-way between two, its last bit decides for all.
+    """
+    inverse = tl.where(peak > 0, tl.div_rn(1.0, tl.where(peak > 0, peak, 1.0)) * LARGEST, 0.0)
     values = tl.minimum(tl.maximum(states * inverse, -LARGEST), LARGEST)
     if IS_INTEGER:
         values = (values + _ROUNDER) - _ROUNDER
