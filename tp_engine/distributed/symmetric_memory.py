@@ -330,10 +330,12 @@ def check_results(
     wrong: list[str] = []
 
     def compare(what: str, mine: torch.Tensor, ours: Collective, theirs: Collective) -> int:
-        expected = theirs(mine.clone())
-        found = [ours(mine.clone()) for _ in range(2)]
+        # Others at once behind: what comes too early changes what is still read.
+        given = mine, mine + 1
+        expected = [theirs(one.clone()) for one in given]
+        found = [ours(one.clone()) for one in given]
         wait()
-        if not all(torch.equal(one, expected) for one in found):
+        if not all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)):
             wrong.append(f"{what} of {mine.nbytes} bytes of {mine.dtype} gave another result")
         return len(found)
 

@@ -40,7 +40,8 @@ SMALL = ReducePlan(one_shot_bytes=64, two_shot_bytes=128, multimem_bytes=0, gath
 class FakeBuffer:
     """Adds and gathers through the simulated ranks; ``error`` is added to every sum, ``shift`` to what is gathered.
 
-    ``loses_writes``: what it writes into other ranks' memory does not arrive.
+    ``loses_writes``: what it writes into other ranks' memory does not arrive.  ``reads_late``: it finds in the others'
+    memory what they gather next.
     """
 
     def __init__(
@@ -51,11 +52,13 @@ class FakeBuffer:
         shift: int = 0,
         has_multicast: bool = True,
         loses_writes: bool = False,
+        reads_late: bool = False,
     ) -> None:
         self.has_multicast = has_multicast
         self.addresses = self.signals = torch.zeros(through.info.world_size, dtype=torch.int64)
         self.calls: list[tuple[str, int]] = []
         self._through, self._error, self._shift, self._loses_writes = through, error, shift, loses_writes
+        self._reads_late, self._gathered = reads_late, torch.empty(0)
 
     def of(self, rank: int) -> torch.Tensor:
         memory: torch.Tensor = getattr(self._through, "memories")[rank]  # noqa: B009 - of simulated ranks only
@@ -78,7 +81,11 @@ class FakeBuffer:
     def all_gather(self, part: torch.Tensor) -> torch.Tensor:
         assert part.dim() == 1 and part.dtype == torch.int64 and part.is_contiguous()
         self.calls.append(("all_gather", part.nbytes))
-        return self._through.all_gather(part).add_(self._shift).view(self._through.info.world_size, -1)
+        whole = self._through.all_gather(part).add_(self._shift).view(self._through.info.world_size, -1)
+        if self._reads_late and self._gathered.shape == whole.shape:
+            self._gathered.copy_(whole)
+        self._gathered = whole
+        return whole
 
 
 class FakeMemory:
@@ -398,7 +405,7 @@ def test_all_gathers_stay_the_library_s_where_graphs_can_contain_them(can_captur
 
 
 @pytest.mark.parametrize(
-    "fault", ["allocates nothing", "maps nothing", "loses writes", "adds wrongly", "gathers wrongly"]
+    "fault", ["allocates nothing", "maps nothing", "loses writes", "adds wrongly", "gathers wrongly", "reads late"]
 )
 def test_one_rank_that_can_not_share_memory_decides_for_all(fault: str) -> None:
     """Oracle: all ranks keep the library, or, if symmetric memory is required, all fail and name a rank that saw it.
@@ -420,6 +427,7 @@ def test_one_rank_that_can_not_share_memory_decides_for_all(fault: str) -> None:
                         error=error,
                         shift=int(is_faulty and fault == "gathers wrongly"),
                         loses_writes=is_faulty and fault == "loses writes",
+                        reads_late=is_faulty and fault == "reads late",
                     ),
                     fault="no handle" if is_faulty and fault == "maps nothing" else "",
                 )
