@@ -24,6 +24,8 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils._pytree import tree_map
 
+from tests.fake_cuda import late_ranks
+
 Closure: TypeAlias = Callable[[], object]
 
 _runtime = ctypes.CDLL(None)
@@ -282,6 +284,8 @@ def _sum_of_ranks(room: torch.Tensor, group: str, own: torch.Tensor | None, out:
     # The last word of a rank's signals: how often it has come.
     counts = [ctypes.c_int64.from_address(pad + handle.signal_pad_size - 8) for pad in handle.signal_pad_ptrs]
 
+    late_ranks.counts = counts, rank
+
     def meet() -> Iterator[None]:
         counts[rank].value += 1
         while any(one.value < counts[rank].value for one in counts):
@@ -360,12 +364,18 @@ def _release() -> None:
 
 def use_triton() -> None:
     """Let Triton's interpreter, which programs choose by TRITON_INTERPRET, run launches on the device's streams."""
+    from triton._C.libtriton import ir as tl_ir
     from triton.runtime import interpreter
 
     executor: Any = interpreter.GridExecutor
     builder: Any = type(interpreter.interpreter_builder)
-    set_place, launches = builder.set_grid_idx, Counter[str]()
-    is_backwards = False
+    set_place, launches, exchange_words = builder.set_grid_idx, Counter[str](), builder.create_atomic_cas
+    is_backwards, late_rank = False, late_ranks.Launch({})
+
+    def exchange(self: Any, place: Any, wanted: Any, value: Any, order: Any, scope: Any) -> Any:
+        found = exchange_words(self, place, wanted, value, order, scope)
+        late_rank.exchanged(wanted.data, found.data, order == tl_ir.MEM_SEMANTIC.ACQUIRE)
+        return found
 
     def set_any_place(self: Any, *place: int) -> None:
         turned = (size - 1 - one for size, one in zip(self.grid_dim, place, strict=True))
@@ -376,9 +386,10 @@ def use_triton() -> None:
         first of every second launch of a kernel, on all ranks alike, whose programs may wait for each other."""
 
         def __call__(self, *args: Any, **kwargs: Any) -> None:
-            nonlocal is_backwards
+            nonlocal is_backwards, late_rank
             launches[self.fn.__name__] += 1
             is_backwards = launches[self.fn.__name__] % 2 == 0
+            late_rank = late_ranks.Launch(dict(zip(self.arg_names, args, strict=False)) | kwargs)
             super().__call__(*args, **kwargs)
 
         def _init_args_hst(self, args: Any, kwargs: Any) -> Any:
@@ -397,7 +408,7 @@ def use_triton() -> None:
         _give(lambda: launch(*host_args, **host_kwargs))
 
     interpreter.InterpretedFunction.run = run
-    builder.set_grid_idx = set_any_place
+    builder.set_grid_idx, builder.create_atomic_cas = set_any_place, exchange
     from tests.interpreted.interpreter import mend_interpreter
 
     mend_interpreter()

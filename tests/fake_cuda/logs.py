@@ -2,6 +2,7 @@
 
 A log has a line of JSON per call that matters: the thread and the device of each, and an event::
 
+    process             the first line: the last word of its command line
     context             the first call on a device that needs one
     nccl                a call of NCCL: op, comm, count, type, peer, the graph that records it (-1: none)
     capture, captured   the beginning and the end of a recording: others that there are, the memory that it takes
@@ -39,6 +40,8 @@ _WRONG = {
     "unmodelled": "does what the fake does not: {name}",
 }
 _HELD = ("events", "graphs")
+# Processes that are killed as soon as nothing more is wanted from them, and why that is right.
+_KILLED = {"tp_engine.worker.tuning.trial_process": "the tuner ends it with all that a kernel may have left behind"}
 _KEPT = ("device_bytes", "pinned_bytes", "registered_bytes", "mapped_bytes")
 
 
@@ -52,6 +55,11 @@ class ProcessLog:
 
     def __str__(self) -> str:
         return f"process {self.name}" if self.rank is None else f"rank {self.rank}"
+
+    @property
+    def program(self) -> str:
+        """The last word of its command line."""
+        return "".join(event["name"] for event in self.of("process"))
 
     def of(self, *kinds: str) -> Iterator[Event]:
         """The events of these kinds."""
@@ -88,6 +96,7 @@ def faults(
         *_stray_contexts(logs, shares_devices, ends_well),
         *_different_orders(logs, ends_well),
         *_unpaired(logs, ends_well),
+        *_unshared_recordings(logs),
         *(_kept_memory(logs, {"pinned_bytes": pinned_bytes, "device_bytes": device_bytes}) if ends_well else ()),
         *(_held_handles(logs) if ends_well else ()),
     ]
@@ -168,7 +177,7 @@ def _unpaired(logs: Sequence[ProcessLog], ends_well: bool) -> Iterator[str]:
 def _kept_memory(logs: Sequence[ProcessLog], allowed: Mapping[str, int]) -> Iterator[str]:
     for log in logs:
         ends = list(log.of("end"))
-        if not ends:
+        if not ends and log.program not in _KILLED:
             yield f"{log} did not end by itself"
         for event in ends:
             kept = [
@@ -187,6 +196,24 @@ def _held_handles(logs: Sequence[ProcessLog]) -> Iterator[str]:
             held = [f"{event[name]} {name}" for name in _HELD if event[name]]
             if held:
                 yield f"{log} still has {', '.join(held)}"
+
+
+def _unshared_recordings(logs: Sequence[ProcessLog]) -> Iterator[str]:
+    """New recordings are made when the old ones, which have run, are gone: a rank that sleeps has none.  Of the last
+    ones, after all trials, most find room in the memory of those before."""
+    for log in logs:
+        have_run, num_made, num_taking = False, 0, 0
+        for event in log.of("capture", "captured", "replay"):
+            have_run = have_run or event["event"] == "replay"
+            if event.get("others") == 0:
+                have_run, num_made, num_taking = False, 0, 0
+            elif event["event"] == "capture" and have_run:
+                yield f"{log} makes recordings beside {event['others']} that have run"
+                break
+            num_made += event["event"] == "captured"
+            num_taking += event.get("bytes", 0) > 0
+        if num_made > 2 and num_taking > num_made / 2:
+            yield f"{log} has recordings that do not share their memory"
 
 
 def ledger_faults(logs: Sequence[ProcessLog], output: str) -> list[str]:

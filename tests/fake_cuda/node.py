@@ -65,6 +65,7 @@ class Node:
             "PYTHONPATH": os.pathsep.join((str(_HERE / "on_path"), str(ROOT))),
             "TRITON_INTERPRET": "1",
             "FAKE_CUDA_LOG": str(logs),
+            "TP_ENGINE_CACHE_DIR": str(logs / "cache"),  # what is chosen on a fake GPU is for no other start
             "FAKE_CUDA_DEVICES": devices,
             **own,
             **_coverage(),

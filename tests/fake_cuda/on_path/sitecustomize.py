@@ -18,8 +18,16 @@ _AFTER = {
     "torch": "use_torch", "triton": "use_triton", "tp_engine.worker.gpu_host": "use_gpu_host",
     "tp_engine.kernels.recurrent_candidates": "use_kernels", "tp_engine.sampling.ranked_shares": "use_draws",
 }  # fmt: skip
-# Processes that interpret kernels get time to end on a busy machine, too: the log's last lines are theirs.
-_PATIENT = {"tp_engine.engine.start", "tp_engine.engine.service_process"}
+_PATIENCE_S = 240.0
+# Limits of what takes long here, as kernels are interpreted and the machine is busy.  Processes get time to end, since
+# the log's last lines are theirs.
+_PATIENT = {"tp_engine.engine.start": "_STOP_TIMEOUT_S", "tp_engine.engine.service_process": "_STOP_TIMEOUT_S"}
+if "FAKE_CUDA_FAULTS" not in os.environ:  # others must say in time what does not end
+    _PATIENT |= {
+        "tp_engine.distributed.first_collective": "_DEADLINE_S",
+        "tp_engine.distributed.all_reduce": "_SYMMETRIC_S",
+        "tp_engine.worker.tuning.fused_norm": "_LIMIT_S",
+    }
 
 
 class _Finder:
@@ -29,7 +37,7 @@ class _Finder:
 
     @classmethod
     def find_spec(cls, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        if name not in (_AFTER.keys() | _PATIENT) or name in cls._asked:
+        if name not in (_AFTER | _PATIENT) or name in cls._asked:
             return None
         cls._asked.add(name)
         try:
@@ -43,7 +51,8 @@ class _Finder:
         def load_and_act(module: ModuleType) -> None:
             load(module)
             if name in _PATIENT:
-                vars(module)["_STOP_TIMEOUT_S"] = 240.0
+                assert isinstance(vars(module)[_PATIENT[name]], float)
+                vars(module)[_PATIENT[name]] = _PATIENCE_S
                 return
             from tests.fake_cuda import device
 

@@ -1,8 +1,8 @@
 // A node of GPUs that do not exist: what its three libraries (runtime.cpp, driver.cpp, nccl.cpp) share.
 //
 // Memory is the host's.  A stream is a queue of operations.  They run as soon as they can, or, with FAKE_CUDA_LAZY, as
-// late as a program may rely on: when somebody waits, or the process has nothing else to do.  A collective that waits for another rank holds its stream back.
-// The environment describes the node: ../node.py lists the variables.
+// late as a program may rely on: when somebody waits, or the process has nothing else to do.  A collective that waits
+// for another rank holds its stream back.  The environment describes the node: ../node.py lists the variables.
 #pragma once
 #include <atomic>
 #include <cstdint>

@@ -3,6 +3,7 @@
 #include "node.h"
 
 #include <cstdarg>
+#include <fstream>
 #include <set>
 #include <sstream>
 #include <thread>
@@ -83,9 +84,21 @@ bool strikes(const char* fault) {
 
 // ---- The log
 
+// A log begins with the last word of its process's command line, which in the engine's own processes is their module.
+static FILE* begun(const std::string& path) {
+    FILE* file = fopen(path.c_str(), "a");
+    if (!file) return nullptr;
+    std::string last, word;
+    std::ifstream words("/proc/self/cmdline", std::ios::binary);
+    while (std::getline(words, word, '\0')) last = word;
+    for (char& letter : last)
+        if (letter < ' ' || letter > '~' || letter == '"' || letter == '\\') letter = ' ';  // a program's options may be JSON
+    fprintf(file, "{\"event\":\"process\",\"name\":\"%.100s\"}\n", last.c_str());
+    return file;
+}
 void say(const char* event, const char* format, ...) {
     static const std::string path = variable("LOG", ".") + "/" + std::to_string(getpid()) + ".jsonl";
-    static FILE* file = fopen(path.c_str(), "a");
+    static FILE* file = begun(path);
     if (!file) return;
     char rest[600];
     va_list arguments;

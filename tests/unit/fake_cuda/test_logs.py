@@ -134,14 +134,39 @@ def test_memory_at_the_end(tmp_path: Path) -> None:
     assert found(tmp_path, rank_log(0, pinned_bytes=9), rank_log(1), pinned_bytes=9) == []
 
 
+def recorded(graph: int, others: int, num_bytes: int) -> list[dict[str, Any]]:
+    """A recording beside others."""
+    return [event("capture", graph=graph, others=others), event("captured", graph=graph, nodes=1, bytes=num_bytes)]
+
+
+def test_recordings_share_their_memory(tmp_path: Path) -> None:
+    """Trials, those that run, and those after a sleep: few of each take memory, and none is kept."""
+    run = event("replay", graph=3)
+    first, second = [*recorded(0, 0, 9), *recorded(1, 1, 0)], [*recorded(2, 0, 9), *recorded(3, 1, 0)]
+    assert found(tmp_path, rank_log(0, *first, *second, run, *first, run)) == []
+    kept = found(tmp_path, rank_log(0, *first, run, *recorded(2, 2, 0), *recorded(3, 3, 0)))
+    assert kept == ["rank 0 makes recordings beside 2 that have run"]
+    apart = found(tmp_path, rank_log(0, *recorded(0, 0, 9), *recorded(1, 1, 9), *recorded(2, 2, 9)))
+    assert apart == ["rank 0 has recordings that do not share their memory"]
+
+
+def test_processes_that_are_killed(tmp_path: Path) -> None:
+    """The one that tries kernels, by the last word of its command line; another one must end by itself."""
+    tries, other = "tp_engine.worker.tuning.trial_process", "tp_engine.engine.rank_process"
+    context = event("context", by="cudaSetDevice", name="python")
+    begins = [{"event": "process", "name": tries}, context]
+    assert found(tmp_path, rank_log(0), rank_log(1), begins) == []
+    assert found(tmp_path, rank_log(0), rank_log(1), [*begins, event("kernel", name="sort")]) == [
+        "process 102 (main thread) launches sort, which the fake does not run"
+    ]
+    begins[0] = {"event": "process", "name": other}
+    assert found(tmp_path, rank_log(0), rank_log(1), begins) == ["process 102 did not end by itself"]
+
+
 def test_reserved_memory(tmp_path: Path) -> None:
     """What the last recordings take, and not their trials: the ledger has reserved as much, or more."""
-
-    def recorded(graph: int, others: int, num_bytes: int) -> list[dict[str, Any]]:
-        return [event("capture", graph=graph, others=others), event("captured", graph=graph, nodes=1, bytes=num_bytes)]
-
     trial, last = recorded(0, 0, 900), [*recorded(1, 0, 20), *recorded(2, 1, 3)]
-    assert found(tmp_path, rank_log(0, *trial, *last), rank_log(1)) == []
+    found(tmp_path, rank_log(0, *trial, *last), rank_log(1))
     for reserved, faults_found in ((23, []), (22, ["rank 0 has reserved 22 bytes for recordings that take 23"])):
         line = f'12:00:00 INFO [rank 0] memory: {{"rank": 0, "cuda_graphs": {reserved}}}\nready\n'
         assert ledger_faults(read_logs(tmp_path), line) == faults_found
