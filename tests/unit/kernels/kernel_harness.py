@@ -130,12 +130,17 @@ class _Target:
         return 0
 
 
-def compile_cases(module: str, capability: int, *, repeats: Repeats = "compile") -> list[Any]:
-    """Compile what ``tests.unit.kernels.<module>.launch_all`` launches, with the capability if it takes one; returns
-    the kernels, of which none needs more shared memory than the GPU has.  ``repeats``: see ``compiled_for``."""
+def launch_of(module: str, capability: int) -> None:
+    """Launch what ``tests.unit.kernels.<module>.launch_all`` does, with the capability if it takes one."""
     launch_all = importlib.import_module(f"tests.unit.kernels.{module}").launch_all
+    launch_all(**({"capability": capability} if "capability" in signature(launch_all).parameters else {}))
+
+
+def compile_cases(module: str, capability: int, *, repeats: Repeats = "compile") -> list[Any]:
+    """Compile what ``launch_of`` launches; returns the kernels, of which none needs more shared memory than the GPU
+    has.  ``repeats``: see ``compiled_for``."""
     with compiled_for(capability, repeats=repeats) as kernels:
-        launch_all(**({"capability": capability} if "capability" in signature(launch_all).parameters else {}))
+        launch_of(module, capability)
     assert kernels, f"{module} has launched nothing"
     for kernel in kernels:
         used, room = kernel.metadata.shared, SHARED_MEMORY[capability]

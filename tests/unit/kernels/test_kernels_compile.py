@@ -5,6 +5,7 @@ Compiling takes most of these tests' time, so one test checks everything about a
 
 from __future__ import annotations
 
+import ast
 import importlib
 from pathlib import Path
 from typing import Any
@@ -13,20 +14,26 @@ import pytest
 
 from tests.tiers import slow_but
 from tests.unit.kernels import kernel_cases_gather
+from tests.unit.kernels.kernel_cases_candidates import CPU, OF_PACKAGES, SHAPES
 from tests.unit.kernels.kernel_harness import (
     SHARED_MEMORY,
     Repeats,
     compile_cases,
     compiled_for,
+    launch_of,
     needs_triton,
     quiet,
 )
 from tests.unit.kernels.ptx import JOINING, check_early_start, check_joins, has_atomics, read_from
+from tp_engine.kernels.candidates import CANDIDATES, operation, why_no_triton
 
 pytestmark = [needs_triton, quiet]
+ROOT = Path(__file__).parents[3]
 MODULES = sorted(
     path.stem for path in Path(__file__).parent.glob("kernel_cases_*.py") if "def launch_all" in path.read_text("utf-8")
 )
+# Operations with candidates that only CPUs have.
+ONLY_ON_CPUS = {"int8_linear"}
 # GPUs from compute capability 8.9 on have e4m3; on others no product reads codes.
 NEEDS_E4M3 = ("kernel_cases_norm_codes",)
 # Modules with kernels of which the last program joins the parts of all.
@@ -70,6 +77,38 @@ def compile_and_check(name: str, capability: int, *, repeats: Repeats = "compile
         if kernel.name != "measured":
             module.check_compiled(kernel, capability)
     return kernels
+
+
+def test_every_kernel_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the kernels in the package's files.  Modules of cases launch each of them, so that it is compiled here,
+    and runs in the interpreter and in the first call of scripts/gpu_check on a GPU."""
+    from triton.runtime.jit import JITFunction
+
+    launched: set[tuple[str, str]] = set()
+    with compiled_for(90):
+        monkeypatch.setattr(
+            JITFunction, "run", lambda self, *_, **__: launched.add((self.fn.__module__, self.__name__))
+        )
+        for name in MODULES:
+            launch_of(name, 90)
+    declared = set()
+    for path in (ROOT / "tp_engine").rglob("*_triton.py"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel") and node.decorator_list:
+                declared.add((module, node.name))
+    assert launched == declared
+
+
+@pytest.mark.parametrize("name", sorted(CANDIDATES.keys() - ONLY_ON_CPUS))
+def test_every_candidate_has_a_case(name: str) -> None:
+    """Oracle: the table.  Each candidate that a GPU may have is proven for a shape of ``kernel_cases_candidates``, in
+    the interpreter and in the first call of scripts/gpu_check; those of packages have tests with stand-ins."""
+    shapes = [shape for one, shape, _ in SHAPES.values() if one == name]
+    for candidate in operation(name).candidates:
+        reasons = [candidate.why_not(shape, CPU) for shape in shapes]
+        is_tried = None in reasons or any(reason == why_no_triton(shapes[0], CPU) for reason in reasons)
+        assert is_tried or candidate.name in OF_PACKAGES, (candidate.name, reasons)
 
 
 @pytest.mark.parametrize("module", slow_but(set(MODULES) - MANY_LAUNCHES, MODULES))
