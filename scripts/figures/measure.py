@@ -42,10 +42,11 @@ class Cell:
 Runs = dict[Cell, list[float]]
 
 
-def rounds(servers: Sequence[Server], vocab_size: int, number: int, end_s: float) -> Runs:
-    """Up to ``number`` rounds; none begins that would not end before the monotonic time ``end_s``, but the first."""
+def rounds(servers: Sequence[Server], vocab_size: int, number: int, end_s: float, failures: dict[str, str]) -> Runs:
+    """Up to ``number`` rounds; none begins that would not end before the monotonic time ``end_s``, but the first.  A
+    server that fails is asked no more; ``failures`` gets the reason."""
     found: Runs = {}
-    for _ in _round(servers, vocab_size, _WARM_UP_SEED):
+    for _ in _round(servers, vocab_size, _WARM_UP_SEED, failures):
         pass
     longest_s = 0.0
     for index in range(number):
@@ -53,17 +54,23 @@ def rounds(servers: Sequence[Server], vocab_size: int, number: int, end_s: float
         if index and began_s + longest_s > end_s:
             break
         first = index % len(servers)
-        for cell, value in _round([*servers[first:], *servers[:first]], vocab_size, index * _SINGLES):
+        for cell, value in _round([*servers[first:], *servers[:first]], vocab_size, index * _SINGLES, failures):
             found.setdefault(cell, []).append(value)
         longest_s = max(longest_s, time.monotonic() - began_s)
-    return found
+    return {cell: values for cell, values in found.items() if cell.engine not in failures}
 
 
-def _round(servers: Sequence[Server], vocab_size: int, seed: int) -> Iterator[tuple[Cell, float]]:
+def _round(
+    servers: Sequence[Server], vocab_size: int, seed: int, failures: dict[str, str]
+) -> Iterator[tuple[Cell, float]]:
     for name in SMALL_WORKLOADS:
-        for server in servers:
+        for server in (one for one in servers if one.name not in failures):
             repeats = _SINGLES if name == "latency" else 1
-            runs = [_ask(server, WORKLOADS[name](vocab_size, seed + repeat)) for repeat in range(repeats)]
+            try:
+                runs = [_ask(server, WORKLOADS[name](vocab_size, seed + repeat)) for repeat in range(repeats)]
+            except RuntimeError as error:
+                failures[server.name] = str(error)
+                continue
             for unit in runs[0]:
                 yield Cell(name, unit, server.name), median(run[unit] for run in runs)
 
@@ -77,7 +84,7 @@ def _ask(server: Server, workload: BenchWorkload) -> Mapping[str, float]:
     for request, answer in zip(requests, answers, strict=True):
         if not answer.success or answer.output_tokens != request.max_tokens:
             told = answer.error or f"{answer.output_tokens} tokens instead of {request.max_tokens}"
-            raise RuntimeError(f"{server.name}, {workload.name}: {told}")
+            raise RuntimeError(f"{workload.name}: {told}")
     if len(answers) == 1:
         return {PER_TOKEN: tpot(answers[0]) * 1e3, FIRST: answers[0].ttft * 1e3}
     return {RATE: workload.num_output_tokens / seconds}

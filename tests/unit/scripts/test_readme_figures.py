@@ -27,14 +27,31 @@ def test_the_servers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         return {PER_TOKEN: len(asked), FIRST: 1.0} if len(workload.prompts) == 1 else {RATE: 2.0}
 
     monkeypatch.setattr(measure, "_ask", ask)
-    found = measure.rounds(SERVERS, 1000, 2, math.inf)
+    found = measure.rounds(SERVERS, 1000, 2, math.inf, {})
     counted = [name for name, workload, _ in asked[len(asked) // 3 :] if workload == "throughput"]
     assert counted == ["tp_engine", "vLLM", "llama.cpp", "vLLM", "llama.cpp", "tp_engine"]
     assert len(found) == 3 * 4 and all(len(values) == 2 for values in found.values())
     prompts = {first for name, workload, first in asked if (name, workload) == ("vLLM", "shared prefix")}
     assert len(prompts) == 3
     asked.clear()
-    assert len(measure.rounds(SERVERS, 1000, 9, 0.0)[Cell("latency", FIRST, "vLLM")]) == 1
+    assert len(measure.rounds(SERVERS, 1000, 9, 0.0, {})[Cell("latency", FIRST, "vLLM")]) == 1
+
+
+def test_a_server_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: by hand; the others' figures stay, and it is asked no more."""
+    asked: list[str] = []
+
+    def ask(server: Server, workload: BenchWorkload) -> Mapping[str, float]:
+        asked.append(server.name)
+        if server.name == "vLLM" and asked.count("vLLM") > 7:
+            raise RuntimeError("latency: 3 tokens instead of 128")
+        return {RATE: 2.0}
+
+    monkeypatch.setattr(measure, "_ask", ask)
+    failures: dict[str, str] = {}
+    found = measure.rounds(SERVERS, 1000, 3, math.inf, failures)
+    assert failures == {"vLLM": "latency: 3 tokens instead of 128"} and asked.count("vLLM") == 8
+    assert {cell.engine for cell in found} == {"tp_engine", "llama.cpp"}
 
 
 def test_answers_may_differ_at_a_near_tie_alone(monkeypatch: pytest.MonkeyPatch) -> None:
