@@ -1,5 +1,6 @@
 """This rank's part of the model with its weights: made at the start, and anew for each update of the weights."""
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ def load_model(
             seed=config.seed,
             note_read=note_read,
         )
-    _log_report(report)
+    _log_report(report, groups.info)
     return model
 
 
@@ -95,22 +96,23 @@ def load_head(
         draft_head = Eagle3Head(head.spec, model, group=effective.draft_group, **options).eval()
     parameters = dict(draft_head.named_parameters())
     how: dict[str, Any] = {"info": groups.info, "load_format": config.load_format, "seed": config.seed}
-    _log_report(load_weights(parameters, head.spec.model, head.path, **how))
+    _log_report(load_weights(parameters, head.spec.model, head.path, **how), groups.info)
     return draft_head
 
 
-def _log_report(report: LoadReport) -> None:
+def _log_report(report: LoadReport, info: RankInfo) -> None:
     rate = report.bytes_read / max(report.seconds, 1e-9) / 1e9
-    logger.info("read %d tensors, %.3f GB at %.2f GB/s", report.num_tensors, report.bytes_read / 1e9, rate)
+    level = logging.INFO if info.local_rank == 0 else logging.DEBUG
+    logger.log(level, "read %d tensors, %.3f GB at %.2f GB/s", report.num_tensors, report.bytes_read / 1e9, rate)
     if report.mtp_tensors:
         first, count = report.mtp_tensors[0], len(report.mtp_tensors)
-        logger.info("not read: %d tensors of multi-token prediction (%s, ...)", count, first)
+        logger.log(level, "not read: %d tensors of multi-token prediction (%s, ...)", count, first)
 
 
 def log_weights(effective: EffectiveConfig, model: CausalLM, info: RankInfo) -> None:
     """Log what part of the weights of a ``model`` with experts a token needs, and which part of a checkpoint is
     unused."""
-    if any(layer.experts is not None for layer in effective.model.layers):
+    if info.is_first and any(layer.experts is not None for layer in effective.model.layers):
         sizes = weight_sizes(model, effective.model, effective.config.quantization)
         total, active = format_gib(sizes.num_bytes), format_gib(sizes.active_bytes)
         logger.info("experts: of %s of weights a token needs %s", total, active)

@@ -113,7 +113,7 @@ def log_memory(
 ) -> None:
     """Log the report: a line of each host's first rank, each rank's ledger as a table and as JSON for debugging, then
     rank 0's three lines on the cache."""
-    logger.info("%s", ledger_line(ledger, info))
+    logger.log(logging.INFO if info.local_rank == 0 else logging.DEBUG, "%s", ledger_line(ledger, info))
     logger.debug("%s", ledger_table(ledger, info))
     num_bytes = num_blocks * shape.block_bytes
     report = ledger_json(ledger, info, num_blocks=num_blocks, kv_cache_bytes=num_bytes)

@@ -47,6 +47,7 @@ from tp_engine.worker.tuning.tuner import NoRightKernelError, Tuner, WantedShape
 
 logger = get_logger(__name__)
 
+_MOST_NAMED = 4
 _PINNED_FACTS = ("device", "capability", "units")  # in which a pinned file must agree
 
 
@@ -81,8 +82,10 @@ def agreed_choices(host: Agreeing, run_phase: RunPhase, find: Callable[[], Tuned
         differing = [one for one in agreed if one.choice != one.default]
         logger.info("choices of kernels: %s (%d of %d not the code's own)", choices.digest, len(differing), len(agreed))
         if differing:
-            names = "; ".join(f"{one.key}: {shown(one.choice)}" for one in differing)
-            logger.info("kernels other than the code's own choice: %s", names)
+            names = [f"{one.key}: {shown(one.choice)}" for one in differing]
+            more = "; ..." if len(names) > _MOST_NAMED else ""
+            logger.info("kernels other than the code's own choice: %s%s", "; ".join(names[:_MOST_NAMED]), more)
+            logger.debug("all of them: %s", "; ".join(names))
     return choices
 
 
