@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import tomllib
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from setuptools.command.build_py import build_py
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tp_engine.cpu.compiling.cache import compiled_library
+from tp_engine.cpu.compiling.cache import BUILD_TIMEOUT_S, compiled_library
 from tp_engine.cpu.compiling.gcc import BuildError, find_compiler
 from tp_engine.cpu.compiling.levels import Level, shippable_levels
 from tp_engine.cpu.compiling.shipped import ship
@@ -67,7 +67,8 @@ class BuildPackage(build_py):
         """Build them."""
         super().run()
         if self.distribution.levels and not self.editable_mode:
-            ship(self.distribution.levels, Path(self.build_lib) / "tp_engine" / "cpu" / "built", compiled_library)
+            built = Path(self.build_lib) / "tp_engine" / "cpu" / "built"
+            ship(self.distribution.levels, built, partial(compiled_library, timeout_s=BUILD_TIMEOUT_S))
 
 
 class Wheel(bdist_wheel):

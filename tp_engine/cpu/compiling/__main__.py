@@ -6,7 +6,7 @@ costs, and ends with 0: PyTorch computes then.
 
 import sys
 
-from tp_engine.cpu.compiling.cache import compiled_library
+from tp_engine.cpu.compiling.cache import BUILD_TIMEOUT_S, compiled_library
 from tp_engine.cpu.compiling.gcc import BuildError
 from tp_engine.cpu.compiling.levels import NATIVE, best_level, processor_flags
 from tp_engine.cpu.compiling.shipped import is_shipped
@@ -22,7 +22,7 @@ def main() -> None:
     configure_logging("kernels")
     try:
         with shown_progress():
-            compiled_library(NATIVE)
+            compiled_library(NATIVE, BUILD_TIMEOUT_S)
     except (BuildError, RuntimeError) as error:
         print(
             f"[tp_engine] no native CPU kernels; PyTorch would compute, 2 to 4 times slower: {error}", file=sys.stderr

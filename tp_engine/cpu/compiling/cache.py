@@ -29,16 +29,18 @@ logger = get_logger(__name__)
 
 # A level takes about 55 s of processor time.  With all waits, and below startup_timeout_s, so that PyTorch can step in.
 COMPILE_TIMEOUT_S = 400.0
+BUILD_TIMEOUT_S = 3600.0
+"""Where no engine waits: a wheel or an environment is made."""
 _LEFT_S = 86400.0  # what a process that was killed has left is this old
 _WHAT = "the CPU kernels"
 
 
-def compiled_library(level: Level) -> Path:
+def compiled_library(level: Level, timeout_s: float = COMPILE_TIMEOUT_S) -> Path:
     """Return the library for ``level``; compiled now unless the cache has it.
 
-    Raises ``BuildError``.
+    Raises ``BuildError``, also after ``timeout_s``.
     """
-    compiler, deadline_s = find_compiler(), time.monotonic() + COMPILE_TIMEOUT_S
+    compiler, deadline_s = find_compiler(), time.monotonic() + timeout_s
     path = env.cache_dir() / f"code-{os.geteuid()}" / f"{level.name}-{_key(compiler, level)}.so"
     try:
         _claim(path.parent)
