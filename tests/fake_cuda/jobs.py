@@ -96,7 +96,7 @@ _HYBRID = {
     "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
 _BLOCK_GIB = 2 * 16 * 2 * 32 * 4 / 2**30  # K and V of 16 tokens, in 2 heads of 32 float32, of one layer
-_TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+_TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 _FEW_BLOCKS = {"num_gpu_blocks_override": 8, "block_size": 16}
 _LATENT = {"architecture": "deepseek-v3", "num_layers": 2, "vocab_size": 101}
 _EXPERTS = {"architecture": "qwen3-moe", "num_layers": 2, "vocab_size": 101, "hidden_size": 128}
@@ -176,7 +176,7 @@ REFUSALS = (
     Refusal("a GPU that is not visible", "the same with CUDA_VISIBLE_DEVICES", r"\b2\b.*\b1\b", ranks=2,
             environment={"CUDA_VISIBLE_DEVICES": "1"}),
     Refusal("no visible GPU under torchrun", "`gpu_host.py`: no CPU instead", r"CUDA_VISIBLE_DEVICES is '9'; name GPUs",
-            environment={"CUDA_VISIBLE_DEVICES": "9", **_TORCHRUN}, options={"device": "auto"}),
+            ranks=2, environment={"CUDA_VISIBLE_DEVICES": "9", **_TORCHRUN}, options={"device": "auto"}),
     Refusal("mixed kinds", "`device.py`: equal GPUs", r"rank 0 runs on NVIDIA H100.*rank 1 on NVIDIA A100", ranks=2,
             node={"GPUS": "1xH100,1xA100"}),
     Refusal("slices of one GPU", "`device.py`: places on the bus", r"slices of a GPU \(MIG\) count as that GPU",

@@ -107,6 +107,7 @@ int nvmlDeviceGetComputeRunningProcesses_v3(void* handle, unsigned* count, Proce
 }
 // What it does not support; torch wants them to exist.
 #define REFUSED(name) int name(void*, unsigned, void*) { return 3; }
+REFUSED(nvmlDeviceGetClockInfo)
 REFUSED(nvmlDeviceGetComputeRunningProcesses)
 REFUSED(nvmlDeviceGetNvLinkRemoteDeviceType)
 REFUSED(nvmlDeviceGetNvLinkRemotePciInfo_v2)
