@@ -147,10 +147,6 @@ _MEMCHECK = ("compute-sanitizer", "--tool", "memcheck", "--print-limit", "5", "-
 # All of tests/gpu but for whole engines, backends of attention, and codecs: a new file is among them.
 _ELSEWHERE = ("engine", "speculation", "attention", "codecs")
 _NEW_KERNELS = " ".join(["tests/gpu", *(f"--ignore=tests/gpu/test_{name}_gpu.py" for name in _ELSEWHERE)])
-_EACH_KIND = (
-    "recorded_steps and float32 or prompt_graphs_give and one_table or latent or ranks_on_one_gpu_give and 2 or "
-    "quantised"
-)
 _DECODES = "decode and (paged_attention or cuda_graph) and not flash_attn"
 # Further arguments of plan 1's sections in a rehearsal on a fake GPU.  Engines of these sizes take hours in Triton's
 # interpreter; the jobs of tests/fake_cuda are engines of each kind.  A library's products of 8-bit floats are replaced
@@ -171,7 +167,10 @@ _SECTIONS = (
         "new_kernels", 1, 155, "kernels against their twins, captured too",
         _pytest(f"--maxfail=12 {_NEW_KERNELS}", 11),
     ),
-    ("each_kind", 1, 125, "an engine of each kind: recorded = eager, 2 ranks on one GPU", _engine(_EACH_KIND)),
+    (
+        "each_kind", 1, 125, "an engine of each kind: recorded = eager, 2 ranks on one GPU",
+        _pytest(f"{_ENGINE_TESTS} -m 'not later'", _WORKERS // 2),
+    ),
     (
         "memory", 1, 45, "memory accesses of decode attention",
         f"{_PYTEST} --maxfail=2 tests/gpu/test_attention_gpu.py tests/gpu/test_kernels_gpu.py -k '{_DECODES}'",
