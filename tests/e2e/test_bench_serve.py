@@ -93,3 +93,22 @@ def test_it_starts_and_stops_a_server_of_its_own(tmp_path: Path, server: tuple[s
     )
     assert code == 0, printed + (tmp_path / "server.log").read_text()
     assert report["started"] and report["results"][0]["total_output_tokens"] == 3 * 4
+
+
+def test_a_gate_finds_a_slower_engine(tmp_path: Path) -> None:
+    """Oracle: an engine whose steps take longer by design: 0 beside itself with a wide tolerance, 1 when it is slower;
+    2, at once, for another load."""
+    baseline, junit = str(tmp_path / "baseline.json"), str(tmp_path / "junit.xml")
+    load = ("--num-prompts", "4", "--input-len", "8", "--output-len", "8", "--repeats", "3")
+    with running_server(new_engine(step_delay_s=0.03)) as server:
+        assert measured(server, *load, "--record", baseline)[0] == 0
+        code, printed, _ = measured(server, *load, "--against", baseline, "--tolerance", "95%")
+        assert code == 0, printed
+        code, printed, report = measured(server, *load, "--input-len", "9", "--against", baseline)
+        assert code == 2 and "input_len is 9, and was 8" in printed and not report["figures"]
+    with running_server(new_engine(step_delay_s=0.4)) as server:
+        code, printed, report = measured(server, *load, "--against", baseline, "--tolerance", "30%", "--junit", junit)
+    assert code == 1, printed
+    verdicts = {line["name"]: line["verdict"] for line in report["lines"]}
+    assert verdicts["rate inf, output_throughput"] == verdicts["rate inf, median_tpot_ms"] == "failed"
+    assert "<failure" in Path(junit).read_text(encoding="utf-8")

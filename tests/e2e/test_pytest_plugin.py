@@ -69,6 +69,64 @@ def test_a_server_that_dies_is_named(stranger: Run) -> None:
 
 
 @pytest.mark.slow
+def test_a_rank_that_dies_is_the_reason_of_later_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: rank 1 of the server, and of the ``LLM``, is killed in its fourth step; the test meanwhile fails by its
+    own call, and the next ones before their first line, with rank and signal.  Other tests and other servers go on."""
+    tests = CLIENT + (
+        "@pytest.mark.tp_ranks(2)\n"
+        "def test_a_is_asked(tp_server):\n    ask(tp_server, '12+34='), ask(tp_server, '12+35=')\n"
+        "@pytest.mark.tp_ranks(2)\n"
+        "def test_b_comes_later(tp_server):\n    print('BEGUN')\n"
+        "@pytest.mark.tp_ranks(2)\n"
+        "def test_c_in_process(tp_llm):\n"
+        "    for _ in range(4):\n        tp_llm.chat([{'role': 'user', 'content': '7+8='}])\n"
+        "@pytest.mark.tp_ranks(2)\n"
+        "def test_d_comes_later(tp_llm):\n    print('BEGUN')\n"
+        "def test_e_has_another_server(tp_server):\n    assert ask(tp_server, '12+34=') == '46'\n"
+        "def test_f_needs_none():\n    pass\n"
+    )
+    monkeypatch.setenv("TP_ENGINE_FAULT", "1:step_begin@4:kill")
+    run = run_pytest(tmp_path, tests, conftest=SMALL)
+    assert [run.outcome(name) for name in sorted(run.cases)] == [
+        "failure", "error", "failure", "error", "passed", "passed",
+    ], run.text  # fmt: skip
+    for name in ("test_b_comes_later[tp2]", "test_d_comes_later[tp2]"):
+        told = "".join(run.cases[name].itertext())
+        assert "in a test before this one" in told and "BEGUN" not in told
+        assert re.search(r"rank 1: process \d+ ended with signal 9, in step_begin of step \d", told), told
+
+
+@pytest.mark.slow
+def test_the_gates_of_the_page(tmp_path: Path) -> None:
+    """Oracle: the example of docs/ci.md as it stands, which records its baseline; a baseline a thousand times as fast is a
+    regression, and no model of this size knows all sums: these fail, with the report in JUnit's file."""
+    page = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
+    example = page.split("## Accuracy and speed")[1].split("```python\n")[1].split("```")[0]
+    tests = example + (
+        "def test_too_few(tp_eval):\n    tp_eval('sums', threshold='100%', limit=100, concurrency=8)\n"
+        "def test_too_slow(tp_server, tmp_path):\n"
+        "    import json, pathlib\n"
+        "    from tp_engine.apps.testing.gates import measure_speed\n"
+        "    found = json.loads(pathlib.Path('baseline.json').read_text())\n"
+        "    name = 'rate inf, output_throughput'\n"
+        "    assert len(found['figures'][name]) == 5\n"
+        "    found['figures'] = {name: [1000 * value for value in found['figures'][name]]}\n"
+        "    (tmp_path / 'b.json').write_text(json.dumps(found))\n"
+        "    load = {'num_prompts': 20, 'input_len': 32, 'output_len': 16, 'repeats': 3}\n"
+        "    load |= {'against': tmp_path / 'b.json', 'tolerance': '50%'}\n"
+        "    assert measure_speed(tp_server, **load).exit_code == 1\n"
+    )
+    run = run_pytest(tmp_path, tests, "--tp-record", conftest=SMALL)
+    outcomes = {name: run.outcome(name) for name in run.cases}
+    assert outcomes == {
+        "test_accuracy": "passed", "test_speed": "passed", "test_too_few": "failure", "test_too_slow": "passed",
+    }, run.text  # fmt: skip
+    assert "at least 100 %" in "".join(run.cases["test_too_few"].itertext())
+    properties = {one.attrib["name"]: one.attrib["value"] for one in run.cases["test_accuracy"].iter("property")}
+    assert " of 100 right" in properties["sums"]
+
+
+@pytest.mark.slow
 def test_ranks_come_from_the_marker(tmp_path: Path) -> None:
     """Oracle: the number of ranks that the engine reports; one server, and one LLM, for each number."""
     tests = CLIENT + (

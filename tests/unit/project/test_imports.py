@@ -65,6 +65,7 @@ DOORS = {
     "safetensors": "tp_engine/weights/",
     "llguidance": "tp_engine/grammar/",
     "ray": "tp_engine/apps/ray/",
+    "lm_eval": "tp_engine/apps/eval/harness.py",
     "PIL": "tp_engine/images/",
     "pypdfium2": "tp_engine/images/",
     "pytest": "tp_engine/apps/testing/",

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -15,6 +16,7 @@ from tp_engine.apps.eval.tasks import EvalQuestion
 
 _RETRIES_S = (0.5, 2.0, 8.0)
 _BUSY = (429, 503)
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -80,9 +82,13 @@ class Asker:
             turns = [turn for one in examples for turn in (("user", one.chat_text()), ("assistant", one.example()))]
             turns.append(("user", question.chat_text()))
             messages = [{"role": role, "content": text} for role, text in turns]
-            return self._generated("/v1/chat/completions", {"messages": messages}, question.max_tokens)
+            return self.chat(messages, question.max_tokens)
         stop = {"stop": list(question.stop)} if question.stop else {}
         return self.completion(_with_examples(question, examples), question.max_tokens, stop)
+
+    def chat(self, messages: Sequence[Mapping[str, str]], max_tokens: int, more: Mapping[str, Any] = _NOTHING) -> str:
+        """Return the answer to a conversation."""
+        return self._generated("/v1/chat/completions", {"messages": messages, **more}, max_tokens)
 
     def completion(self, prompt: str, max_tokens: int, more: Mapping[str, Any]) -> str:
         """Return what follows ``prompt``."""

@@ -13,7 +13,7 @@ from tp_engine.api.server_client import ServerClient, ServerError
 from tp_engine.apps.eval.asking import Asker
 from tp_engine.apps.eval.judging import Reference
 from tp_engine.apps.eval.run import PROGRAM, Demands, evaluate
-from tp_engine.apps.eval.tasks import Task, load_task, shipped_tasks
+from tp_engine.apps.eval.tasks import HarnessTask, Task, load_task, shipped_tasks
 from tp_engine.apps.gates.report import EXIT_UNDECIDED, GateReport, make_folder, parse_share
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.errors import ConfigError, printable, shown
@@ -43,8 +43,8 @@ class EvalConfig:
     )
     tasks: tuple[str, ...] = option(
         (),
-        f"what to ask: {', '.join(shipped_tasks())}, or files of questions (.jsonl); default: word_problems, for the "
-        "demo model sums",
+        f"what to ask: {', '.join(shipped_tasks())}, files of questions (.jsonl), or tasks of lm-eval "
+        "(tp-engine[eval]); default: word_problems, for the demo model sums",
     )
     threshold: tuple[str, ...] = option(
         (), "the least share of right answers, such as 90%, or TASK=90% for one task; several"
@@ -55,7 +55,12 @@ class EvalConfig:
     )
     force: bool = option(False, "compare with --against although the questions, or how they are asked, differ")
     limit: int | None = option(None, "ask only this many questions of each task", least=1)
-    num_fewshot: int = option(0, "show the first questions of a task with their solutions", least=0)
+    num_fewshot: int | None = option(
+        None,
+        "show as many questions with their solutions first (default: 0; lm-eval's tasks say it themselves)",
+        least=0,
+    )
+    include_path: str | None = option(None, "folder with more tasks of lm-eval's (YAML)")
     completions: bool = option(False, "send prompts as they are, without the model's chat template")
     sampling: Mapping[str, Any] | None = option(
         None, "JSON object of further fields of every request (default: temperature 0)", json=_sampling
@@ -79,10 +84,10 @@ class EvalConfig:
             found[task] = parse_share("threshold", share)
         return found
 
-    def loaded_tasks(self, default: str) -> list[Task]:
+    def loaded_tasks(self, default: str) -> list[Task | HarnessTask]:
         """The tasks, each once; ``ConfigError`` for one that is unknown, and for a threshold of one that is not
         asked."""
-        tasks = [load_task(name) for name in dict.fromkeys(self.tasks or (default,))]
+        tasks = [load_task(name, self.include_path) for name in dict.fromkeys(self.tasks or (default,))]
         names = [task.name for task in tasks]
         if len(set(names)) < len(names):
             raise ConfigError(f"tasks are {', '.join(self.tasks)}; two have the same name: rename one of the files")

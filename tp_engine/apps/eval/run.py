@@ -14,7 +14,7 @@ from tqdm import tqdm
 from tp_engine.api.server_client import ServerError
 from tp_engine.apps.eval.asking import Asker
 from tp_engine.apps.eval.judging import EvalOutcome, Reference, TaskResult, reference_line, share_line
-from tp_engine.apps.eval.tasks import Task
+from tp_engine.apps.eval.tasks import HarnessTask, Task
 from tp_engine.apps.gates.report import GateLine, GateReport, GateVerdict
 
 PROGRAM = "tp-engine eval"
@@ -39,11 +39,11 @@ class Demands:
 
 def evaluate(
     asker: Asker,
-    tasks: Sequence[Task],
+    tasks: Sequence[Task | HarnessTask],
     demands: Demands,
     *,
     subject: str,
-    num_fewshot: int = 0,
+    num_fewshot: int | None = None,
     limit: int | None = None,
 ) -> GateReport:
     """Ask all questions; a task that cannot be asked is a line that says why, and the others go on."""
@@ -51,7 +51,12 @@ def evaluate(
     results: list[TaskResult] = []
     for task in tasks:
         try:
-            result = ask_task(asker, task, num_fewshot=num_fewshot, limit=limit)
+            if isinstance(task, HarnessTask):
+                from tp_engine.apps.eval import harness
+
+                result = harness.ask(asker, task, num_fewshot=num_fewshot, limit=limit)
+            else:
+                result = ask_task(asker, task, num_fewshot=num_fewshot or 0, limit=limit)
         except ServerError as error:
             lines.append(
                 GateLine(name=task.name, verdict=GateVerdict.UNDECIDED, measured=f"could not be asked: {error}")

@@ -13,6 +13,7 @@ Scorings: ``exact`` (the answer is this text, but for blanks around it), ``numbe
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import re
 from collections import Counter
@@ -103,6 +104,14 @@ class Task:
         return self.questions[:num_examples], Task(self.name, asked[:limit])
 
 
+@dataclass(frozen=True)
+class HarnessTask:
+    """A task of lm-eval; ``include_path`` is a folder with more of them."""
+
+    name: str
+    include_path: str | None = None
+
+
 def last_number(text: str) -> Decimal | None:
     """Return the last number of a text, without the commas between thousands; None if there is none."""
     found = _NUMBER.findall(text)
@@ -119,20 +128,24 @@ def shipped_tasks() -> list[str]:
     return sorted(path.stem for path in SHIPPED.glob("*.jsonl"))
 
 
-def load_task(name: str) -> Task:
-    """Return a task that the package ships, or that of a file whose name ends with ``.jsonl``.
+def load_task(name: str, include_path: str | None = None) -> Task | HarnessTask:
+    """Return a task that the package ships, that of a file whose name ends with ``.jsonl``, or one of lm-eval's.
 
     ``ConfigError`` names the file, the line and the rule.
     """
     if name.endswith(".jsonl"):
         return read_task(Path(name))
-    if name not in shipped_tasks():
-        known = shipped_tasks()
+    if name in (known := shipped_tasks()):
+        return read_task(SHIPPED / f"{name}.jsonl")
+    if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(
             f"tasks names {shown(name)}; the package has {', '.join(known)}{did_you_mean(name, known)}; a file of "
-            "questions ends with .jsonl"
+            "questions ends with .jsonl, and lm-eval's tasks need pip install 'tp-engine[eval]'"
         )
-    return read_task(SHIPPED / f"{name}.jsonl")
+    from tp_engine.apps.eval.harness import find
+
+    find(name, include_path)
+    return HarnessTask(name, include_path)
 
 
 def read_task(path: Path) -> Task:

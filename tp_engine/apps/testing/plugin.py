@@ -1,4 +1,4 @@
-"""The pytest plugin: ``tp_server``, ``tp_llm``, and markers for numbers of ranks and GPUs.
+"""The pytest plugin: ``tp_server``, ``tp_llm``, gates of accuracy and speed, and markers for numbers of ranks and GPUs.
 
 ::
 
@@ -6,6 +6,8 @@
     tp_ranks     their number of ranks: the marker tp_ranks, or tensor_parallel_size        session, by marker
     tp_server    a server on a free port; its log is in the report of a failed test         session
     tp_llm       an LLM in the process of the tests                                         session
+    tp_eval      asks the server questions, and fails the test if too few are right         function
+    tp_bench     measures the server, and fails the test if it is slower than a baseline    function
 
 Every run of pytest loads this module where the package is installed, so imports are local to their uses.
 """
@@ -20,11 +22,14 @@ import pytest
 from tp_engine.apps.testing.server import TpServer, llm_options, started
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tp_engine.api.llm import LLM
+    from tp_engine.apps.gates.report import GateReport
 
 _SERVER = pytest.StashKey[TpServer]()
+_LLM = pytest.StashKey["LLM"]()
+_PARAM = pytest.StashKey[int | None]()  # of tp_ranks, for the server and the LLM that are there now
 _LOG_SIZE = pytest.StashKey[int]()
 _NUM_GPUS = pytest.StashKey[int]()
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg")
@@ -42,6 +47,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="OPTIONS",
         default="",
         help="tp_server and tp_llm: options of tp-engine serve, such as 'MODEL -tp 2'",
+    )
+    group.addoption(
+        "--tp-record",
+        action="store_true",
+        help="tp_eval and tp_bench: write the files of 'against' anew instead of comparing with them",
     )
     group.addoption(
         "--tp-gpus", metavar="N", type=int, default=0, help="the job has N GPUs: tests fail if they are not there"
@@ -70,11 +80,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    server = item.config.stash.get(_SERVER, None)
-    if server is not None:
+    stash = item.config.stash
+    if (server := stash.get(_SERVER, None)) is not None:
         item.stash[_LOG_SIZE] = server.log_size()
-        if server.exit_code is not None and "tp_server" in getattr(item, "fixturenames", ()):
-            pytest.fail(f"{server} ended with exit code {server.exit_code} in a test before this one", pytrace=False)
+        if _will_have(item, "tp_server") and (end := server.end()) is not None:
+            how, cause = end
+            pytest.fail(f"{server} {how} in a test before this one{f': {cause}' if cause else ''}", pytrace=False)
+    if (llm := stash.get(_LLM, None)) is not None and _will_have(item, "tp_llm"):
+        _fail_if_dead(llm)
     if (marker := item.get_closest_marker("tp_gpus")) is not None:
         needed, found = max(_numbers(marker, item.nodeid)), _num_gpus(item.config)
         promised: int = item.config.option.tp_gpus
@@ -131,6 +144,7 @@ def tp_options(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def tp_ranks(request: pytest.FixtureRequest, tp_options: dict[str, Any]) -> int:
     """The number of ranks."""
+    request.config.stash[_PARAM] = getattr(request, "param", None)
     return int(getattr(request, "param", tp_options.get("tensor_parallel_size", 1)))
 
 
@@ -154,8 +168,69 @@ def tp_llm(request: pytest.FixtureRequest, tp_options: dict[str, Any], tp_ranks:
     """Start an ``LLM`` with ``tp_options``; options of the server alone are left out."""
     from tp_engine import LLM
 
+    stash = request.config.stash
     with LLM(**llm_options(_for_ranks(request.config, tp_options, tp_ranks))) as llm:
-        yield llm
+        stash[_LLM] = llm
+        try:
+            yield llm
+        finally:
+            del stash[_LLM]
+
+
+def _will_have(item: pytest.Item, fixture: str) -> bool:
+    """Whether the test has the server or the ``LLM`` that is there now, and not one with another number of ranks."""
+    params: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
+    has_this = params.get("tp_ranks") == item.config.stash.get(_PARAM, None)
+    return has_this and fixture in getattr(item, "fixturenames", ())
+
+
+def _fail_if_dead(llm: LLM) -> None:
+    from tp_engine.errors import EngineDeadError, RankError
+
+    try:
+        llm.engine.stats()
+    except (EngineDeadError, RankError) as error:
+        pytest.fail(f"tp_llm stopped in a test before this one: {error}", pytrace=False)
+
+
+@pytest.fixture
+def tp_eval(request: pytest.FixtureRequest, tp_server: TpServer) -> Callable[..., GateReport]:
+    """A function that asks ``tp_server`` the questions of tasks, and fails the test if too few answers are right:
+    ``tp_eval("sums", threshold="90%")``."""
+    from tp_engine.apps.testing.gates import ask_tasks
+
+    def ask(*tasks: str, **options: Any) -> GateReport:
+        return _held(ask_tasks(tp_server, *tasks, **_recorded(request.config, options)), request.node)
+
+    return ask
+
+
+@pytest.fixture
+def tp_bench(request: pytest.FixtureRequest, tp_server: TpServer) -> Callable[..., GateReport]:
+    """A function that measures ``tp_server`` under load, and fails the test if it is slower than a baseline:
+    ``tp_bench(against="baseline.json", tolerance="5%")``."""
+    from tp_engine.apps.testing.gates import measure_speed
+
+    def measure(**options: Any) -> GateReport:
+        return _held(measure_speed(tp_server, **_recorded(request.config, options)), request.node)
+
+    return measure
+
+
+def _recorded(config: pytest.Config, options: dict[str, Any]) -> dict[str, Any]:
+    """The options; with ``--tp-record`` what they compare with is written instead."""
+    if not config.option.tp_record or options.get("against") is None:
+        return options
+    comparing = ("against", "tolerance", "force")
+    return {name: value for name, value in options.items() if name not in comparing} | {"record": options["against"]}
+
+
+def _held(report: GateReport, item: pytest.Item) -> GateReport:
+    """The report, whose figures JUnit's file gets; fails the test unless it passed."""
+    item.user_properties += [(line.name, line.measured) for line in report.lines]
+    if report.exit_code:
+        pytest.fail(report.as_text(), pytrace=False)
+    return report
 
 
 def _numbers(marker: pytest.Mark, test: str) -> tuple[int, ...]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import http
+import http.client
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -16,21 +19,23 @@ _DEFAULTS = {"enable_log_requests": True, "shutdown_timeout_s": 2.0}
 # Values that the session itself chooses, so that two sessions never conflict.
 _CHOSEN = ("host", "port", "port_file", "uds", "ssl_certfile", "ssl_keyfile")
 _MOST_BYTES = 32768
+_HEALTH_S = 10.0
+_CAUSE = " ERROR "  # of a line of the log; the first one is the cause, the others are its consequences
 
 
 class TpServer:
     """A server that runs until the end of the session.
 
     ``url`` is its address, such as ``http://127.0.0.1:41357``, and ``base_url`` the same with ``/v1``, as OpenAI's
-    clients want it; ``api_key`` the key that every request must bring; ``model`` the name of the model in requests;
-    ``log`` the file of its log, which the session's temporary folder keeps.
+    clients want it; ``api_key`` the key that every request must bring; ``model`` the name of the model in requests,
+    ``place`` its folder or name of the hub; ``log`` the file of its log, which the session's temporary folder keeps.
     """
 
-    def __init__(self, running: OwnServer, model: str) -> None:
+    def __init__(self, running: OwnServer, model: str, place: str) -> None:
         self.url = running.url
         self.base_url = running.url + "/v1"
         self.api_key = running.api_key
-        self.model = model
+        self.model, self.place = model, place
         self.log = running.log
         self._process = running.process
 
@@ -41,6 +46,34 @@ class TpServer:
     def exit_code(self) -> int | None:
         """How the server's process ended, negative for a signal; None while it runs."""
         return self._process.poll()
+
+    def end(self) -> tuple[str, str] | None:
+        """How it ended, and the log's first error; None while it serves, and while it is too busy to tell.
+
+        After the death of a rank the server still tells all clients, for some seconds: it has ended before its process
+        has.
+        """
+        if self.exit_code is not None:
+            end = f"ended with exit code {self.exit_code}"
+        elif self._is_dead():
+            end = "stopped"
+        else:
+            return None
+        return end, next((line for line in self.log_since(0).splitlines() if _CAUSE in line), "")
+
+    def _is_dead(self) -> bool:
+        where = urlsplit(self.url)
+        connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=_HEALTH_S)
+        try:
+            connection.request("GET", "/health")
+            answer = connection.getresponse()
+            return answer.status != http.HTTPStatus.OK and b"engine_dead" in answer.read(_MOST_BYTES)
+        except TimeoutError:
+            return False
+        except (OSError, http.client.HTTPException):  # it listens no more
+            return True
+        finally:
+            connection.close()
 
     def log_size(self) -> int:
         """The bytes of the log so far."""
@@ -72,9 +105,10 @@ def started(options: Mapping[str, Any], log_file: Path) -> Iterator[TpServer]:
     if chosen := [name for name in _CHOSEN if name in taken]:
         raise ConfigError(f"tp_options: {chosen[0]} is {taken[chosen[0]]!r}; leave it out: tp_server takes a free port")
     engine, server = fields_of(EngineConfig, taken), _DEFAULTS | fields_of(ServerConfig, taken)
-    EngineConfig(**engine), ServerConfig(**server)
+    place = EngineConfig(**engine).model
+    ServerConfig(**server)
     with own_server(engine, server, log_file=log_file) as running:
-        yield TpServer(running, ServerClient(running.url, api_key=running.api_key).model())
+        yield TpServer(running, ServerClient(running.url, api_key=running.api_key).model(), place)
 
 
 def llm_options(options: Mapping[str, Any]) -> dict[str, Any]:

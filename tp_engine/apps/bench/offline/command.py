@@ -28,6 +28,12 @@ Quantised weights are named after each engine, and ratios are those of the first
 quantises the checkpoint with its own defaults.  For awq and gptq the checkpoint is written in this packing, rounded to
 the nearest code; vLLM and tp_engine read the same files.  The roofline always counts weights in the dtype of the cell.
 
+--record and --against make a gate of tp_engine's figures, for jobs of CI: all is measured several times, and compared
+with its noise.
+
+    tp-engine bench offline --model PATH --workloads latency,throughput --record baseline.json
+    tp-engine bench offline --model PATH --workloads latency,throughput --against baseline.json --tolerance 5%
+
 --steps measures single steps of tp_engine instead: the time to the first token of a prompt that is alone, decode steps,
 decode steps that also compute a prompt, the parts of a decode step's time, and the cost of CUDA graphs of prompts.
 """
@@ -42,9 +48,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from tp_engine.apps.advice.sizes import ITEMSIZES
+from tp_engine.apps.bench.gate import SpeedGate, SpeedRun, figures_by_name, name_of_model
 from tp_engine.apps.bench.int4_checkpoint import PACKINGS
 from tp_engine.apps.bench.machine import copy_bandwidth, cpu_matmul_rate, matmul_rate, processor_name, read_bandwidth
 from tp_engine.apps.bench.offline.contenders import contenders, engine_options, memory_share, run_all
@@ -55,23 +63,28 @@ from tp_engine.apps.bench.roofline import Ceilings, ModelCost, decode_step_s, mo
 from tp_engine.apps.bench.shapes import make_folder
 from tp_engine.apps.bench.steps import measure_steps, print_steps
 from tp_engine.apps.bench.workloads import WORKLOADS
+from tp_engine.apps.gates.report import GateReport
 from tp_engine.model_config import read_model
 from tp_engine.models.weight_sizes import local_weight_bytes
 
+_GATED = ("tokens_per_s", "ttft_ms", "ms_per_token")
+# What decides the load, and the engine under it.
+_LOAD = ("dtype", "workloads", "tensor_parallel_size", "tp_invariant", "mtp", "quantization", "device_ids", "rounds",
+         "threads", "engine_options")  # fmt: skip
 _OPTIONS_OF_STEPS = ("dtype", "tensor_parallel_size", "load_format", "device_ids")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure and print; returns 1 if an engine failed."""
     args = parse_arguments(arguments, __doc__)
+    gate = SpeedGate.of(args)
     torch.set_num_threads(args.threads or torch.get_num_threads())
-    reports: list[dict[str, Any]] = []
-    for shape, dtype in args.cells:
-        cell = argparse.Namespace(**vars(args) | {"shape": shape, "dtype": dtype})
-        with tempfile.TemporaryDirectory() as folder:
-            model = args.model or str(make_folder(Path(folder), shape, dtype))
-            reports.append(profile_steps(cell, model) if args.steps else compare(cell, model))
-        (print_steps if args.steps else print_table)(reports[-1])
+    if gate is not None:
+        verdict = measure_for(gate, args)
+        print(verdict.as_text())
+        print(json.dumps(json.loads(verdict.as_json())))
+        return verdict.exit_code
+    reports = run_cells(args)
     if args.plot is not None and not args.steps:
         results = [
             one | {"workload": one["workload"] if len(reports) == 1 else f"{one['workload']}\n{cell}"}
@@ -81,6 +94,46 @@ def main(arguments: Sequence[str]) -> int:
         plot_workloads(results, f"{reports[0]['shape']} on {reports[0]['machine']}", args.plot)
     print(json.dumps(reports[0] if len(reports) == 1 else {"benchmark": "offline", "cells": reports}))
     return 1 if any(report.get("failures") for report in reports) else 0
+
+
+def run_cells(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure all cells, and print each; returns their reports."""
+    reports: list[dict[str, Any]] = []
+    for shape, dtype in args.cells:
+        cell = argparse.Namespace(**vars(args) | {"shape": shape, "dtype": dtype})
+        with tempfile.TemporaryDirectory() as folder:
+            model = args.model or str(make_folder(Path(folder), shape, dtype))
+            reports.append(profile_steps(cell, model) if args.steps else compare(cell, model))
+        (print_steps if args.steps else print_table)(reports[-1])
+    return reports
+
+
+def measure_for(gate: SpeedGate, args: argparse.Namespace) -> GateReport:
+    """Measure as often as the gate wants; what cannot be compared is refused first."""
+    run = SpeedRun(
+        benchmark="offline",
+        machine=processor_name(),
+        model=name_of_model(args.model) if args.model else ", ".join(f"{shape} {dtype}" for shape, dtype in args.cells),
+        options={name: getattr(args, name) for name in _LOAD},
+    )
+    if (refusal := gate.refusal(run)) is not None:
+        return refusal
+    repeats = [run_cells(args) for _ in range(gate.repeats)]
+    figures = [
+        {
+            f"{report['shape']} {report['dtype']}, {one['workload']}, {engine}, {name}": figure[name]
+            for report in reports
+            for one in report["workloads"]
+            for engine, figure in one["engines"].items()
+            for name in _GATED
+            if name in figure
+        }
+        for reports in repeats
+    ]
+    failures = {
+        f"{name} failed: {error}" for one in repeats for report in one for name, error in report["failures"].items()
+    }
+    return gate.judge(msgspec.structs.replace(run, figures=figures_by_name(figures)), "; ".join(sorted(failures)))
 
 
 def compare(args: argparse.Namespace, model: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from tp_engine.apps.bench.gate import add_gate_options
 from tp_engine.apps.bench.int4_checkpoint import PACKINGS
 from tp_engine.apps.bench.offline.process import DUMMY_PEERS, PACKAGES, PEERS, parse_pythons
 from tp_engine.apps.bench.plot import plot_file
@@ -44,6 +45,7 @@ def parse_arguments(arguments: Sequence[str], description: str | None = None) ->
     sizes = 'values of --cudagraph-prefill-capture-sizes side by side, such as "none;auto"'
     steps.add_argument("--prefill-graphs", default="none", metavar="SIZES", help=sizes)
     _add_peer_options(parser)
+    add_gate_options(parser)
     args = parser.parse_args(arguments)
     args.is_dummy = args.model is None and args.shape in DUMMY_SHAPES
     args.dtype = args.dtype or ("bfloat16" if args.is_dummy else "float32")
@@ -112,6 +114,10 @@ def _sizes(text: str) -> tuple[int, int]:
 def _check_peers(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.no_peer and args.peer:
         parser.error("--no-peer and --peer exclude each other; give one of them")
+    if args.record or args.against:  # a gate is this engine's
+        if args.peer or args.nano_vllm_path or args.plot or args.steps:
+            parser.error("--record and --against measure tp_engine alone; leave --peer, --plot and --steps out")
+        args.no_peer = True
     args.peer = [] if args.no_peer else list(dict.fromkeys(args.peer or ["transformers"]))
     args.peer_folders = {"nano-vllm": args.nano_vllm_path} if args.nano_vllm_path else {}
     args.peer = list(dict.fromkeys([*args.peer, *args.peer_folders]))

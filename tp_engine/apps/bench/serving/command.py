@@ -12,6 +12,11 @@ with other runs and engines in the same figure:
 
     tp-engine bench serve --base-url http://127.0.0.1:9000 --request-rate 1,2,4,8 --result-dir vllm
     tp-engine bench serve --request-rate 1,2,4,8 --plot load.svg --plot-beside vllm=vllm
+
+--record and --against make a gate of it, for jobs of CI: all is measured several times, and compared with its noise.
+
+    tp-engine bench serve --model PATH --record baseline.json
+    tp-engine bench serve --model PATH --against baseline.json --tolerance 5% --junit results/speed.xml
 """
 
 from __future__ import annotations
@@ -29,6 +34,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from tp_engine.apps.bench.gate import (
+    SEEDS_OF_A_REPEAT,
+    SpeedGate,
+    SpeedRun,
+    digest_of,
+    figures_by_name,
+    name_of_model,
+)
 from tp_engine.apps.bench.machine import processor_name
 from tp_engine.apps.bench.plot import plot_over_load
 from tp_engine.apps.bench.serving.client import Target, TimedAnswer, first_model, kernel_choices, send_all
@@ -37,6 +52,7 @@ from tp_engine.apps.bench.serving.metrics import details, summarise
 from tp_engine.apps.bench.serving.options import parse_arguments
 from tp_engine.apps.bench.serving.traffic import arrival_times, make_requests
 from tp_engine.apps.bench.shapes import make_folder
+from tp_engine.apps.gates.report import EXIT_UNDECIDED, GateReport
 from tp_engine.errors import printable
 
 _COLUMNS = (
@@ -49,23 +65,80 @@ _COLUMNS = (
     ("E2E ms", "median_e2el_ms", ".0f"), ("p99", "p99_e2el_ms", ".0f"),
 )  # fmt: skip
 _WARM_UP_SEED = 1_000_000
+_GATED = ("output_throughput", "median_ttft_ms", "median_tpot_ms")
+# What decides the load, and the server under it.
+_LOAD = (
+    "tensor_parallel_size", "fake_engine", "server_args", "endpoint", "burstiness", "max_concurrency",
+    "num_prompts", "input_len", "output_len", "random_range_ratio", "random_prefix_len", "vocab_size", "no_ignore_eos",
+    "extra_body", "seed",
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure and print; returns 1 if any request failed."""
+    """Measure and print; returns 1 if any request failed, or a gate's exit code."""
     args = parse_arguments(__doc__, arguments)
+    gate = SpeedGate.of(args)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a started server is stopped
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        if args.result_dir is not None:
-            args.result_dir.mkdir(parents=True, exist_ok=True)
-        base_url = args.base_url or stack.enter_context(started_server(args, folder))
-        report = asyncio.run(sweep(args, base_url))
+    if gate is not None:
+        try:
+            verdict = measure_for(gate, args)
+        except (OSError, RuntimeError) as error:  # 1 would mean a regression
+            print(printable(f"tp-engine bench serve: error: {error}"), file=sys.stderr, flush=True)
+            return EXIT_UNDECIDED
+        print(verdict.as_text())
+        print(json.dumps(json.loads(verdict.as_json())))
+        return verdict.exit_code
+    report = run_once(args)
     if args.plot is not None:
         runs = {args.plot_name: report["results"], **dict(args.plot_beside)}
         plot_over_load(runs, f"{report['results'][0]['model_id']} on {report['machine']}", args.plot)
     print(json.dumps(report))
     return 1 if any(result["failed"] for result in report["results"]) else 0
+
+
+def run_once(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure all rates, with a server that starts now if none runs."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if args.result_dir is not None:
+            args.result_dir.mkdir(parents=True, exist_ok=True)
+        base_url = args.base_url or stack.enter_context(started_server(args, folder))
+        return asyncio.run(sweep(args, base_url))
+
+
+def measure_for(gate: SpeedGate, args: argparse.Namespace) -> GateReport:
+    """Measure as often as the gate wants; what cannot be compared is refused first."""
+    from tp_engine.config import DEMO_MODEL
+
+    model = args.shape or args.model
+    if args.base_url:
+        model = asyncio.run(find_target(args, args.base_url)).model
+    run = SpeedRun(
+        benchmark="serve",
+        machine=processor_name(),
+        model=name_of_model(model or DEMO_MODEL),
+        options=load_of(args),
+    )
+    if (refusal := gate.refusal(run)) is not None:
+        return refusal
+    figures, failed = [], 0
+    for number in range(gate.repeats):
+        once = argparse.Namespace(**vars(args) | {"seed": args.seed + number * SEEDS_OF_A_REPEAT})
+        if args.result_dir is not None:
+            once.result_dir = args.result_dir / f"repeat-{number + 1}"
+        results = run_once(once)["results"]
+        failed += sum(result["failed"] for result in results)
+        figures.append({f"rate {one['request_rate']}, {name}": one[name] for one in results for name in _GATED})
+    failures = f"{failed} of {gate.repeats * len(args.request_rate) * args.num_prompts} failed" if failed else ""
+    return gate.judge(msgspec.structs.replace(run, figures=figures_by_name(figures)), failures)
+
+
+def load_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What must be equal for figures to be compared, as JSON."""
+    dataset = None if args.dataset_path is None else digest_of(args.dataset_path)
+    rates = [str(rate) for rate in args.request_rate]
+    load = {name: getattr(args, name) for name in _LOAD}
+    return {"started": not args.base_url, "request_rate": rates, "dataset": dataset, **load}
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from tp_engine.apps.bench.gate import add_gate_options
 from tp_engine.apps.bench.plot import earlier_run, plot_file
 from tp_engine.apps.bench.serving.metrics import GOODPUT_NAMES
 from tp_engine.apps.bench.shapes import DUMMY_SHAPES
@@ -54,11 +55,14 @@ def parse_arguments(description: str | None, arguments: Sequence[str]) -> argpar
     output.add_argument("--plot-name", default="tp_engine", help="this server's name in the plot")
     beside = "another run in the same plot: the folder of its --result-dir, or of vllm bench serve --save-result"
     output.add_argument("--plot-beside", type=earlier_run, nargs="*", default=[], metavar="NAME=FOLDER", help=beside)
+    add_gate_options(parser)
     args = parser.parse_args(arguments)
     if args.base_url and (args.shape or args.server_args or args.fake_engine):
         parser.error("--shape, --fake-engine and --server-args are for a server that is started; leave --base-url out")
     if args.fake_engine and (args.shape or args.tensor_parallel_size > 1):
         parser.error("--fake-engine is one rank without a model; leave --shape and --tensor-parallel-size out")
+    if args.plot and (args.record or args.against):
+        parser.error("--plot draws a single run; leave --record and --against out")
     args.goodput = parse_goodput(parser, args.goodput)
     args.percentiles = sorted({float(part) for part in args.metric_percentiles.split(",")} | {99.0})
     return args
