@@ -98,7 +98,7 @@ def test_a_rank_that_dies_is_the_reason_of_later_tests(tmp_path: Path, monkeypat
 
 @pytest.mark.slow
 def test_the_gates_of_the_page(tmp_path: Path) -> None:
-    """Oracle: the example of docs/ci.md as it stands, which records its baseline; a baseline a thousand times as fast is a
+    """Oracle: the example of docs/ci.md as it stands, which records its baseline; one a thousand times as fast is a
     regression, and no model of this size knows all sums: these fail, with the report in JUnit's file."""
     page = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
     example = page.split("## Accuracy and speed")[1].split("```python\n")[1].split("```")[0]

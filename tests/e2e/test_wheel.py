@@ -277,16 +277,21 @@ def test_torchrun_without_the_checkout(installed: Installation) -> None:
 
 
 def test_a_stranger_s_tests_after_pip_install(installed: Installation) -> None:
-    """Oracle: both tests of deploy/ci/example pass, run by the script of GitHub's action, and then by GitLab's."""
+    """Oracle: both tests of deploy/ci/example pass, run by the script of GitHub's action, and then by GitLab's, which
+    also runs both gates; all leave JUnit's files."""
     shutil.copytree(ROOT / "deploy" / "ci" / "example", installed.folder / "tests")
     action = yaml.safe_load((ROOT / "deploy" / "ci" / "action" / "action.yml").read_text(encoding="utf-8"))
     inputs = {name: one["default"] for name, one in action["inputs"].items()}
     step = next(one for one in action["runs"]["steps"] if one["name"] == "test")
     variables = {name: inputs[value[len("${{ inputs.") : -len(" }}")]] for name, value in step["env"].items()}
     template = yaml.safe_load((ROOT / "deploy" / "ci" / "gitlab.yml").read_text(encoding="utf-8"))[".tp-engine"]
+    gates = {
+        "TP_EVAL": f"--threshold 60% --limit 10 {' '.join(SMALL)}",
+        "TP_BENCH": "--fake-engine --num-prompts 4 --input-len 8 --output-len 4 --repeats 3 --record results/base.json",
+    }
     for script, values in (
         (step["run"], variables),
-        ("\n".join(template["script"]), template["variables"]),
+        ("\n".join(template["script"]), template["variables"] | gates),
     ):
         path = f"{installed.venv / 'bin'}:{os.environ['PATH']}"
         done = subprocess.run(
@@ -296,3 +301,5 @@ def test_a_stranger_s_tests_after_pip_install(installed: Installation) -> None:
         assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
     logs = [installed.folder / name / "tmp" / "tp_server0" / "log" for name in (inputs["results"], "results")]
     assert all("finished: stop" in log.read_text(encoding="utf-8") for log in logs)
+    for name in ("tests", "eval", "speed"):
+        assert "<testcase" in (installed.folder / "results" / f"{name}.xml").read_text(encoding="utf-8")

@@ -95,6 +95,80 @@ def test_gitlab_s_template() -> None:
     )
 
 
+# Stands in for Python: notes the indexes and the arguments that it is called with, and makes environments.
+STUB = """#!/bin/sh
+printf '%s|%s\\n' "$(echo $PIP_EXTRA_INDEX_URL)" "$*" >>"$CALLS"
+case "$*" in "-m venv .venv") mkdir -p .venv/bin; : >.venv/bin/activate ;; esac
+"""
+
+
+def calls_of(script: str, folder: Path, **variables: str) -> list[tuple[str, str]]:
+    """The indexes and the arguments of every Python that ``script`` starts."""
+    programs, calls = folder / "bin", folder / "calls"
+    programs.mkdir(exist_ok=True)
+    calls.write_text("")
+    for name in ("python", "python3"):
+        (programs / name).write_text(STUB)
+        (programs / name).chmod(0o755)
+    environment = {"PATH": f"{programs}:/usr/bin:/bin", "CALLS": str(calls), **variables}
+    subprocess.run(["bash", "-e", "-c", script], cwd=folder, env=environment, check=True, timeout=20)
+    found = [line.partition("|") for line in calls.read_text().splitlines()]
+    return [(index, words) for index, _, words in found]
+
+
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+# Where tp_engine comes from -> what pip gets, in a folder with a wheel.
+INSTALLS = {
+    "tp-engine": "tp-engine",
+    "tp-engine==0.3.0": "tp-engine==0.3.0",
+    "dist/*.whl": "dist/tp_engine-0.3.0-py3-none-any.whl",
+    "./engine": "./engine",
+    "git+https://host/engine@main": "git+https://host/engine@main",
+}
+
+
+@pytest.mark.parametrize(("install", "given"), INSTALLS.items(), ids=list(INSTALLS))
+def test_every_line_of_the_action_and_the_template_runs(tmp_path: Path, install: str, given: str) -> None:
+    """Oracle: what a Python is started with, by all of the action's steps and by both of GitLab's jobs: installed from
+    an index, a path or a repository, with further indexes; gates that are not asked for are not run."""
+    (tmp_path / "dist").mkdir()
+    (tmp_path / "dist" / "tp_engine-0.3.0-py3-none-any.whl").touch()
+    inputs = {
+        "tests": "tests", "eval": "MODEL --threshold 60%", "bench": "--against b.json", "gpus": "0", "serve": "-tp 2",
+        "install": install, "index": "https://own/simple", "requirements": "openai", "results": "out",
+    }  # fmt: skip
+    found = []
+    for step in load(KIT / "action" / "action.yml")["runs"]["steps"]:
+        variables = {name: inputs[value[len("${{ inputs.") : -len(" }}")]] for name, value in step["env"].items()}
+        found += calls_of(step["run"], tmp_path, **variables)
+    install_line = (f"https://own/simple {CPU_INDEX}", f"-m pip install --quiet pytest {given} openai")
+    assert found == [
+        install_line,
+        ("", "-m torch.distributed.run --standalone --nproc-per-node 0 -m tp_engine check --device cuda --only machine "
+             "--junit out/machine.xml"),
+        ("", "-m pytest tests --tp-gpus 0 --tp-serve -tp 2 --junitxml out/tests.xml --basetemp out/tmp "
+             "-o junit_logging=all"),
+        ("", "-m tp_engine eval MODEL --threshold 60% --junit out/eval.xml"),
+        ("", "-m tp_engine bench serve --against b.json --junit out/speed.xml"),
+    ]  # fmt: skip
+    template = load(KIT / "gitlab.yml")
+    base, gpus = template[".tp-engine"], template[".tp-engine-gpus"]
+    given_here = {"TP_INSTALL": install, "TP_INDEX": "https://own/simple", "TP_REQUIREMENTS": "openai"}
+    scripts = "\n".join([*base["before_script"], *base["script"]])
+    assert [words.split()[1] for _, words in calls_of(scripts, tmp_path, **base["variables"])] == ["pip", "pytest"]
+    gates = {"TP_EVAL": "--threshold 60%", "TP_BENCH": "--against b.json", "TP_TESTS": ""}
+    found = calls_of(scripts, tmp_path, **base["variables"] | given_here | gates)
+    assert found == [
+        install_line,
+        ("", "-m tp_engine eval --threshold 60% --junit results/eval.xml"),
+        ("", "-m tp_engine bench serve --against b.json --junit results/speed.xml"),
+    ]
+    of_gpus = "\n".join([*gpus["before_script"], *base["script"]])
+    made, installed, checked, tested = calls_of(of_gpus, tmp_path, **base["variables"] | gpus["variables"] | given_here)
+    assert made[1] == "-m venv .venv" and "--nproc-per-node 8" in checked[1] and "--tp-gpus 8" in tested[1]
+    assert installed == ("https://own/simple", install_line[1])
+
+
 def test_only_the_upload_may_publish() -> None:
     """Oracle: trusted publishing: one job has the right to a token of PyPI, and it runs after tests and build."""
     jobs = load(GITHUB / "workflows" / "publish.yml")["jobs"]

@@ -106,7 +106,9 @@ class SpeedGate:
 
     def judge(self, run: SpeedRun, failures: str = "") -> GateReport:
         """Record the run, and compare it; ``failures`` say what went wrong in it."""
+        notes = []
         if self.record is not None and not failures:
+            notes.append(f"recorded in {self.record}")
             text = json.dumps(msgspec.to_builtins(run), indent=1)
             Path(self.record).write_text(text + "\n", encoding="utf-8")
         lines = []
@@ -121,10 +123,10 @@ class SpeedGate:
         if missing := [name for name in known if name not in run.figures]:
             text = f"not measured now: {', '.join(missing)}"
             lines.append(GateLine(name="baseline", verdict=GateVerdict.UNDECIDED, measured=text))
-        return self._report(run, lines)
+        return self._report(run, lines, notes)
 
-    def _report(self, run: SpeedRun, lines: Sequence[GateLine]) -> GateReport:
-        notes = [] if self.record is None else [f"recorded in {self.record}"]
+    def _report(self, run: SpeedRun, lines: Sequence[GateLine], notes: Sequence[str] = ()) -> GateReport:
+        notes = list(notes)
         if self.baseline is not None:
             count = max((len(values) for values in self.baseline.figures.values()), default=0)
             notes.append(f"{self.baseline_path}: {count} repeats of tp_engine {self.baseline.version}")

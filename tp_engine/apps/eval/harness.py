@@ -7,6 +7,7 @@ whose questions are all generated is asked as chats, one with log-probabilities 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import time
@@ -77,12 +78,18 @@ class ServedLM(LM):  # type: ignore[misc]
 
 def find(name: str, include_path: str | None) -> TaskManager:
     """Return lm-eval's list of tasks, with ``name`` in it; raises ``ConfigError``."""
-    manager = TaskManager(include_path=include_path)
+    manager = _tasks_in(include_path)
     if name not in manager.all_tasks:
         raise ConfigError(
             f"tasks names {shown(name)}; lm-eval has none of this name{did_you_mean(name, manager.all_tasks)}"
         )
     return manager
+
+
+@functools.cache
+def _tasks_in(include_path: str | None) -> TaskManager:
+    """Reading the list of lm-eval's thousands of tasks takes seconds."""
+    return TaskManager(include_path=include_path)
 
 
 def ask(asker: Asker, task: HarnessTask, *, num_fewshot: int | None, limit: int | None) -> TaskResult:
