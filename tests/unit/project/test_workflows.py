@@ -120,8 +120,8 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # Where tp_engine comes from -> what pip gets, in a folder with a wheel.
 INSTALLS = {
     "tp-engine": "tp-engine",
-    "tp-engine==0.3.0": "tp-engine==0.3.0",
-    "dist/*.whl": "dist/tp_engine-0.3.0-py3-none-any.whl",
+    "tp-engine==1.2.3": "tp-engine==1.2.3",
+    "dist/*.whl": "dist/tp_engine-1.2.3-py3-none-any.whl",
     "./engine": "./engine",
     "git+https://host/engine@main": "git+https://host/engine@main",
 }
@@ -132,7 +132,7 @@ def test_every_line_of_the_action_and_the_template_runs(tmp_path: Path, install:
     """Oracle: what a Python is started with, by all of the action's steps and by both of GitLab's jobs: installed from
     an index, a path or a repository, with further indexes; gates that are not asked for are not run."""
     (tmp_path / "dist").mkdir()
-    (tmp_path / "dist" / "tp_engine-0.3.0-py3-none-any.whl").touch()
+    (tmp_path / "dist" / "tp_engine-1.2.3-py3-none-any.whl").touch()
     inputs = {
         "tests": "tests", "eval": "MODEL --threshold 60%", "bench": "--against b.json", "gpus": "0", "serve": "-tp 2",
         "install": install, "index": "https://own/simple", "requirements": "openai", "results": "out",

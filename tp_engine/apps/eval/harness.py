@@ -23,7 +23,7 @@ from tp_engine.apps.eval.judging import EvalOutcome, TaskResult
 from tp_engine.apps.eval.tasks import HarnessTask
 from tp_engine.errors import ConfigError, did_you_mean, shown
 
-_METRICS = ("exact_match", "acc", "prompt_level_strict_acc", "pass@1", "em")
+_METRICS = ("exact_match", "acc", "acc_norm", "prompt_level_strict_acc", "pass@1", "em")
 _FILTERS = ("flexible-extract", "none")
 _MOST_TOKENS = 256  # as lm-eval's own models, where a task does not say
 
@@ -129,7 +129,7 @@ def _outcomes(task: str, samples: Sequence[Mapping[str, Any]], of_several: bool)
     if metric is None:
         raise ConfigError(
             f"{task} of lm-eval has the metrics {', '.join(samples[0]['metrics'])}, none of which says of an answer "
-            f"whether it is right ({', '.join(_METRICS)}); leave it out, and measure it with lm_eval itself"
+            f"whether it is right ({', '.join(_METRICS)}); leave it out"
         )
     filters = list(dict.fromkeys(one["filter"] for one in samples))
     wanted = next((one for one in _FILTERS if one in filters), filters[0])
