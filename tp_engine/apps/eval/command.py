@@ -12,8 +12,8 @@ from typing import Any
 from tp_engine.api.server_client import ServerClient, ServerError
 from tp_engine.apps.eval.asking import Asker
 from tp_engine.apps.eval.judging import Reference
-from tp_engine.apps.eval.run import PROGRAM, Demands, evaluate
-from tp_engine.apps.eval.tasks import HarnessTask, Task, load_task, shipped_tasks
+from tp_engine.apps.eval.run import PROGRAM, Demands, evaluate, find_task
+from tp_engine.apps.eval.tasks import HarnessTask, Task, shipped_tasks
 from tp_engine.apps.gates.report import EXIT_UNDECIDED, GateReport, make_folder, parse_share
 from tp_engine.config import DEMO_MODEL, EngineConfig
 from tp_engine.errors import ConfigError, printable, shown
@@ -87,7 +87,7 @@ class EvalConfig:
     def loaded_tasks(self, default: str) -> list[Task | HarnessTask]:
         """The tasks, each once; ``ConfigError`` for one that is unknown, and for a threshold of one that is not
         asked."""
-        tasks = [load_task(name, self.include_path) for name in dict.fromkeys(self.tasks or (default,))]
+        tasks = [find_task(name, self.include_path) for name in dict.fromkeys(self.tasks or (default,))]
         names = [task.name for task in tasks]
         if len(set(names)) < len(names):
             raise ConfigError(f"tasks are {', '.join(self.tasks)}; two have the same name: rename one of the files")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from tqdm import tqdm
 from tp_engine.api.server_client import ServerError
 from tp_engine.apps.eval.asking import Asker
 from tp_engine.apps.eval.judging import EvalOutcome, Reference, TaskResult, reference_line, share_line
-from tp_engine.apps.eval.tasks import HarnessTask, Task
+from tp_engine.apps.eval.tasks import HarnessTask, Task, load_task, shipped_tasks
 from tp_engine.apps.gates.report import GateLine, GateReport, GateVerdict
 
 PROGRAM = "tp-engine eval"
@@ -35,6 +36,16 @@ class Demands:
         if self.reference is not None:
             lines.append(reference_line(result, self.reference, force=self.force))
         return lines
+
+
+def find_task(name: str, include_path: str | None) -> Task | HarnessTask:
+    """Return the task ``name``: ours, or one of lm-eval's where this is installed; raises ``ConfigError``."""
+    if name.endswith(".jsonl") or name in shipped_tasks() or importlib.util.find_spec("lm_eval") is None:
+        return load_task(name)
+    from tp_engine.apps.eval import harness
+
+    harness.find(name, include_path)
+    return HarnessTask(name, include_path)
 
 
 def evaluate(

@@ -13,7 +13,6 @@ Scorings: ``exact`` (the answer is this text, but for blanks around it), ``numbe
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import re
 from collections import Counter
@@ -128,24 +127,19 @@ def shipped_tasks() -> list[str]:
     return sorted(path.stem for path in SHIPPED.glob("*.jsonl"))
 
 
-def load_task(name: str, include_path: str | None = None) -> Task | HarnessTask:
-    """Return a task that the package ships, that of a file whose name ends with ``.jsonl``, or one of lm-eval's.
+def load_task(name: str) -> Task:
+    """Return a task that the package ships, or that of a file whose name ends with ``.jsonl``.
 
     ``ConfigError`` names the file, the line and the rule.
     """
     if name.endswith(".jsonl"):
         return read_task(Path(name))
-    if name in (known := shipped_tasks()):
-        return read_task(SHIPPED / f"{name}.jsonl")
-    if importlib.util.find_spec("lm_eval") is None:
+    if name not in (known := shipped_tasks()):
         raise ConfigError(
             f"tasks names {shown(name)}; the package has {', '.join(known)}{did_you_mean(name, known)}; a file of "
             "questions ends with .jsonl, and lm-eval's tasks need pip install 'tp-engine[eval]'"
         )
-    from tp_engine.apps.eval.harness import find
-
-    find(name, include_path)
-    return HarnessTask(name, include_path)
+    return read_task(SHIPPED / f"{name}.jsonl")
 
 
 def read_task(path: Path) -> Task:
