@@ -94,8 +94,13 @@ def test_without_a_sanitizer(check: Check) -> None:
 
 def test_a_call_ends_in_time(check: Check) -> None:
     """By hand: tests that take longer than the call are interrupted, and what follows them is not begun.  What a
-    section takes to end is in the budget; what a start of Python takes is not."""
-    began_s = time.monotonic()
-    code, output, outcomes = check("--sections", "new_kernels,memory", "--budget-s", "60", results="")
-    assert code == 1 and time.monotonic() - began_s <= 60 + 30, output
+    section takes to end is in the budget; what a start of Python takes is not, and if that is most of it, there is
+    another call with more."""
+    for budget_s in (60, 240):
+        began_s = time.monotonic()
+        code, output, outcomes = check("--sections", "new_kernels,memory", "--budget-s", str(budget_s), results="")
+        elapsed_s = time.monotonic() - began_s
+        if code != 3:
+            break
+    assert code == 1 and elapsed_s <= 1.5 * budget_s, output
     assert (outcomes["new_kernels"]["status"], outcomes["memory"]["status"]) == ("timeout", "skipped")
