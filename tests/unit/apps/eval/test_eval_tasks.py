@@ -7,7 +7,7 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from lib import eval_tasks
+from lib.eval_tasks import TASKS, text_of
 
 from tp_engine.apps.eval.tasks import SHIPPED, EvalQuestion, last_number, load_task, read_task, shipped_tasks
 from tp_engine.errors import ConfigError
@@ -15,9 +15,9 @@ from tp_engine.errors import ConfigError
 
 def test_the_shipped_tasks_are_those_of_their_script() -> None:
     """Oracle: scripts/generate."""
-    assert shipped_tasks() == sorted(eval_tasks.TASKS)
-    for name in eval_tasks.TASKS:
-        assert (SHIPPED / f"{name}.jsonl").read_text(encoding="utf-8") == eval_tasks.text_of(name), "scripts/generate"
+    assert shipped_tasks() == sorted(TASKS)
+    for name in TASKS:
+        assert (SHIPPED / f"{name}.jsonl").read_text(encoding="utf-8") == text_of(name), "scripts/generate"
 
 
 def test_the_word_problems_are_right() -> None:
