@@ -85,10 +85,8 @@ def test_every_kernel_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.jit import JITFunction
 
     launched: set[tuple[str, str]] = set()
-    with compiled_for(90):
-        monkeypatch.setattr(
-            JITFunction, "run", lambda self, *_, **__: launched.add((self.fn.__module__, self.__name__))
-        )
+    with compiled_for(90), monkeypatch.context() as patch:
+        patch.setattr(JITFunction, "run", lambda self, *_, **__: launched.add((self.fn.__module__, self.__name__)))
         for name in MODULES:
             launch_of(name, 90)
     declared = set()
