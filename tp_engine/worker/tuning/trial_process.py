@@ -15,14 +15,14 @@ from typing import Any
 import msgspec
 import torch
 
-from tp_engine.kernels.candidates import Candidate, Operation, Run, Shape, Twin, operation
+from tp_engine.kernels.candidates import Candidate, Choice, Operation, Run, Shape, Twin, operation
 from tp_engine.system.child_process import ignore_stop_signals
 from tp_engine.system.log import configure_logging
 from tp_engine.worker.tuning.guards import copied
 from tp_engine.worker.tuning.proof import ODD_ROWS, ProofQuestions, largest_error
 from tp_engine.worker.tuning.rule import fastest, merge, ratios, without
 from tp_engine.worker.tuning.table import RIGHT, Extent, Tried
-from tp_engine.worker.tuning.timing import num_copies, time_rounds
+from tp_engine.worker.tuning.timing import clocks_of, num_copies, time_rounds
 
 
 class TrialShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,13 +48,14 @@ class TrialSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 class Said(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A line: ``candidate`` is about to run, or ``tried`` came of it, or ``choice`` ends the shape ``index``; an empty
-    one says that no candidate is right."""
+    one says that no candidate is right.  ``clocks`` are the device's before and after the shape."""
 
     index: int
     candidate: str = ""
     tried: Tried | None = None
     choice: tuple[tuple[int, str], ...] | None = None
     all_tried: tuple[Tried, ...] = ()
+    clocks: str = ""
 
 
 def main() -> int:
@@ -90,12 +91,14 @@ class ShapeTrial:
     ) -> None:
         self._wanted, self._table, self._device, self._index, self._say = wanted, table, device, index, say
         self._tried: dict[str, Tried] = {}
+        self._clocks = ""
         self._rows = [one for one in wanted.rows if table.takes(one)] or [min(table.most_rows, max(wanted.rows))]
 
     def run(self, refused: Mapping[str, str]) -> None:
         """Say what came of each candidate, and the choice."""
         wanted, table, device = self._wanted, self._table, self._device
         self._say(Said(index=self._index))
+        self._clocks = clocks_of(device)
         generator = torch.Generator().manual_seed(0)
         weights = table.weights(wanted.shape, device, generator)
 
@@ -158,7 +161,7 @@ class ShapeTrial:
             fitting = {name: runs for name, runs in made.items() if _takes(table, name, num_rows)}
             own = next(name for most, name in default if num_rows <= most)
             if not fitting:
-                self._say(Said(index=self._index, choice=(), all_tried=tuple(self._tried.values())))
+                self._say_choice(())
                 return
             if len(fitting) == 1:
                 winners[num_rows] = None if own in fitting else next(iter(fitting))
@@ -174,7 +177,11 @@ class ShapeTrial:
             for name, found in times.items():
                 self._add_times(name, num_rows, found, [] if beside is None else ratios(times, name, beside))
         choice = without(merge(default, winners), made)
-        self._say(Said(index=self._index, choice=choice, all_tried=tuple(self._tried.values())))
+        self._say_choice(choice)
+
+    def _say_choice(self, choice: Choice) -> None:
+        clocks = f"{self._clocks} before, {clocks_of(self._device)} after" if self._clocks else ""
+        self._say(Said(index=self._index, choice=choice, all_tried=tuple(self._tried.values()), clocks=clocks))
 
     def _say_candidate(self, name: str) -> None:
         self._say(Said(index=self._index, candidate=name))

@@ -34,7 +34,6 @@ from tp_engine.system.log import get_logger
 from tp_engine.worker.tuning.report import chosen
 from tp_engine.worker.tuning.rule import without
 from tp_engine.worker.tuning.table import LATE, NOT_REACHED, Extent, Tried, TunedShape, shown
-from tp_engine.worker.tuning.timing import clocks_of
 from tp_engine.worker.tuning.trial_process import Said, TrialSettings, TrialShape
 
 logger = get_logger(__name__)
@@ -99,12 +98,11 @@ class Tuner:
         key.  ``NoRightKernelError`` if there is none."""
         budget_s = self.budget_s or (QUICK_S if self.extent == "quick" else FULL_S)
         run = _Search(self, [*wanted], time.monotonic() + budget_s)
-        known, clocks = before or {}, clocks_of(self.device)
+        known = before or {}
         order = sorted(range(len(wanted)), key=lambda index: self._place(wanted[index], known))
         run.finish(order)
-        clocks = f"{clocks} before, {clocks_of(self.device)} after" if clocks else ""
         found = [
-            _joined(run.found.get(index) or run.unreached(index), known.get(one.key), clocks)
+            _joined(run.found.get(index) or run.unreached(index), known.get(one.key))
             for index, one in enumerate(wanted)
         ]
         for one in found:
@@ -185,7 +183,8 @@ class _Search:
         own = self._own(one)
         if not said.choice and not any((one.operation, name) in self.late for _, name in own):
             raise none_is_right(self._shape(index, own, said.all_tried))
-        self.found[index] = self._proven(index, said.choice or own, said.all_tried)
+        found = self._proven(index, said.choice or own, said.all_tried)
+        self.found[index] = msgspec.structs.replace(found, clocks=said.clocks)
 
     def _own(self, one: WantedShape) -> Choice:
         return operation(one.operation, self.tuner.places).default(one.shape, self.tuner.device)
@@ -294,10 +293,9 @@ def _log(one: TunedShape) -> None:
     logger.debug(text, one.key, chosen(one))
 
 
-def _joined(one: TunedShape, earlier: TunedShape | None, clocks: str) -> TunedShape:
+def _joined(one: TunedShape, earlier: TunedShape | None) -> TunedShape:
     """What this start and earlier ones know of a shape: the earlier choice stays if the time has not reached it now."""
     if earlier is None:
-        return msgspec.structs.replace(one, clocks=clocks)
-    counted = {"starts": earlier.starts + 1, "cuts": earlier.cuts + one.cuts}
-    kept, told = (earlier, earlier.clocks) if one.is_unknown else (one, clocks)
-    return msgspec.structs.replace(kept, clocks=told, **counted)
+        return one
+    kept = earlier if one.is_unknown else one
+    return msgspec.structs.replace(kept, starts=earlier.starts + 1, cuts=earlier.cuts + one.cuts)
