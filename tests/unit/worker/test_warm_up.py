@@ -105,7 +105,7 @@ def test_nothing_is_left_of_the_first_steps(
         monkeypatch.setattr(start, "warms_up", lambda device_type, is_warm=is_warm: is_warm)
         caplog.clear()
         with (
-            caplog.at_level(logging.INFO, logger="tp_engine"),
+            caplog.at_level(logging.DEBUG, logger="tp_engine"),
             LLM(str(folder), debug_compare_rank_inputs=True, **OPTIONS) as llm,
         ):
             outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)

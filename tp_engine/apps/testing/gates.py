@@ -30,8 +30,8 @@ def ask_tasks(
 
     from tp_engine.api.server_client import ServerClient
     from tp_engine.apps.eval.asking import Asker
-    from tp_engine.apps.eval.command import EvalConfig
     from tp_engine.apps.eval.judging import Reference
+    from tp_engine.apps.eval.options import EvalConfig
     from tp_engine.apps.eval.run import Demands, evaluate
 
     of_each = threshold if isinstance(threshold, Mapping) else {} if threshold is None else {"": threshold}
