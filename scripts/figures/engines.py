@@ -56,7 +56,9 @@ def _llama_cpp(program: str, model: Path, port: int) -> Sequence[str]:
     """A context per slot; the checkpoint becomes a GGUF file beside it, with the gguf package of llama.cpp's tree."""
     target = model.with_suffix(".gguf")
     if not target.exists():
-        tree = next(folder for folder in Path(program).resolve().parents if (folder / "gguf-py").is_dir())
+        tree = next((folder for folder in Path(program).resolve().parents if (folder / "gguf-py").is_dir()), None)
+        if tree is None:
+            raise RuntimeError("its program lies in no tree of llama.cpp, whose folder gguf-py converts the checkpoint")
         sys.path.insert(0, str(tree / "gguf-py"))
         write_gguf(model, target, "bfloat16")
     cores = str(len(os.sched_getaffinity(0)))
@@ -97,8 +99,8 @@ def _own_version(program: str) -> str:
 
 def _llama_cpp_version(program: str) -> str:
     done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60, check=True)
-    found = re.search(r"version: *(\d+)", done.stderr + done.stdout)
-    return f"b{found[1]}" if found and found[1] != "0" else ""
+    found = re.search(r"version: *(\S+)", done.stderr + done.stdout)
+    return found[1] if found else ""
 
 
 ENGINES = {
