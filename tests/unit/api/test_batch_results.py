@@ -176,7 +176,7 @@ def test_progress_in_words(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
         shown.put(work(number))
     shown.close()
     lines = [record.getMessage() for record in caplog.records if record.name.endswith("second_pass")]
-    assert lines[-1].startswith("lines: 60 of 110 (54.5 %)") and "01:40 left" in lines[-1]
+    assert lines[-1].startswith("lines: 60 of 110 (55 %)") and "01:40 left" in lines[-1]
     assert 3 <= len(lines) <= 5, "one for each 30 s"
 
 
