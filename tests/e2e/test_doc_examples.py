@@ -48,6 +48,7 @@ TEXTS_NOT_RUN = {
     ("check.md", "$ tp-engine check"): "needs a checkpoint that is broken; tests/e2e/test_check.py has its like",
     ("ci.md", "$ pytest test_sum.py"): "is a test that fails; tests/e2e/test_pytest_plugin.py has its like",
     ("command_line.md", "$ tp-engine recommend"): "needs the config.json of a model of the hub",
+    ("eval.md", "$ tp-engine eval"): "is a report, shortened; tests/e2e/test_eval.py has its like",
     ("models.md", "--hf-overrides"): "are values of a flag; test_hf_overrides.py of tests/unit/ has their like",
     ("what_happened.md", "$ tp-engine steps"): "needs a flight record; tests/unit/job/test_flight_steps.py runs them",
     ("structured_output.md", '{"messages"'): "tests/e2e/test_structured_demo.py runs them",

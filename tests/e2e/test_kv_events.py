@@ -75,6 +75,7 @@ def test_a_subscriber_knows_what_is_cached(num_ranks: int, checkpoint: Callable[
     subscriber = Subscriber(8)
     with LLM(str(folder), **options) as llm, subscribe(config["endpoint"], "kv@") as socket:
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        llm.generate([[3]], GREEDY, use_tqdm=False)  # in whose steps the last copies to the host tier arrive
         number = 0
 
         def is_current() -> bool:
