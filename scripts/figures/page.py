@@ -15,9 +15,9 @@ DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks" / "engines.md")
 BEGIN, END = "<!-- figures of scripts/readme_figures -->", "<!-- end of the figures -->"
 COLUMNS = 120
 _WORKLOADS = {
-    "latency": "one request, 128 tokens in and out",
-    "throughput": "32 requests, 16 to 128 tokens in and out",
-    "shared_prefix": "32 requests that share 256 tokens, 16 out",
+    "latency": "one request",
+    "throughput": "32 requests",
+    "shared_prefix": "32 with a shared prefix",
 }
 _LOWER_IS_BETTER = ("ms per token", "ms to the first token")
 Report = Mapping[str, Any]
@@ -52,7 +52,9 @@ def section(report: Report) -> str:
     told = (
         f"On CPUs, beside other engines ({machine(report)}, {report['date']}): each is a server with the checkpoint in "
         "bf16, and one client asks them in turns. SmolLM2-135M is a real model, B a Llama of 12 layers x 768 with "
-        f"random weights. Median of {' or '.join(map(str, rounds))} rounds, in brackets the lowest and the highest; "
+        "random weights. One request has 128 tokens in and out, 32 requests have 16 to 128 of both, and 32 with a "
+        f"shared prefix begin with the same 256 tokens and get 16. Median of {' or '.join(map(str, rounds))} "
+        "rounds, in brackets the lowest and the highest; "
         "the best of a row is bold."
     )
     lines = [*textwrap.wrap(told, COLUMNS, break_on_hyphens=False), "", *table(report)]
