@@ -13,7 +13,8 @@ from tests.unit.apps.eval.scripted_server import ScriptedServer, added, scripted
 from tp_engine.api.server_client import ServerClient, ServerError
 from tp_engine.apps.eval import asking
 from tp_engine.apps.eval.asking import Asker
-from tp_engine.apps.eval.command import EvalConfig, main
+from tp_engine.apps.eval.command import main
+from tp_engine.apps.eval.options import EvalConfig
 from tp_engine.apps.eval.tasks import EvalQuestion
 from tp_engine.errors import ConfigError
 
