@@ -28,6 +28,7 @@ from typing import Any
 
 import msgspec
 
+from tp_engine.apps.gates.recorded import read_recorded
 from tp_engine.apps.gates.report import GateLine, GateReport, GateVerdict, make_folder, parse_share
 from tp_engine.apps.gates.statistics import Interval, ratio_interval
 from tp_engine.errors import ConfigError, shown
@@ -157,14 +158,7 @@ def add_gate_options(parser: argparse.ArgumentParser) -> None:
 
 def read_baseline(path: str) -> SpeedRun:
     """Return the run in ``path``; raises ``ConfigError``."""
-    try:
-        if Path(path).stat().st_size > _MOST_BYTES:
-            raise ConfigError(f"against is {path!r}, which has more than {_MOST_BYTES // MIB} MiB")
-        found = msgspec.json.decode(Path(path).read_bytes(), type=SpeedRun)
-    except OSError as error:
-        raise ConfigError(f"against is {path!r}, which cannot be read: {error.strerror}") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"against is {path!r}, which --record did not write: {error}") from error
+    found = read_recorded(path, SpeedRun, max_bytes=_MOST_BYTES)
     if few := next((name for name, values in found.figures.items() if len(values) < _LEAST_REPEATS), None):
         raise ConfigError(f"against is {path!r}, which has fewer than {_LEAST_REPEATS} repeats of {shown(few)}")
     if not found.figures:

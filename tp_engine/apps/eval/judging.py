@@ -12,14 +12,13 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from tp_engine.apps.gates.recorded import read_recorded
 from tp_engine.apps.gates.report import GateLine, GateVerdict
 from tp_engine.apps.gates.statistics import LEVEL, Interval, paired_p, share_interval
-from tp_engine.errors import ConfigError
 from tp_engine.system.units import MIB
 
 _MOST_BYTES = 256 * MIB
@@ -74,14 +73,7 @@ class Reference:
     @staticmethod
     def read(path: str) -> Reference:
         """Return the run in ``path``; raises ``ConfigError``."""
-        try:
-            if Path(path).stat().st_size > _MOST_BYTES:
-                raise ConfigError(f"against is {path!r}, which has more than {_MOST_BYTES // MIB} MiB")
-            found = msgspec.json.decode(Path(path).read_bytes(), type=_Recorded)
-        except OSError as error:
-            raise ConfigError(f"against is {path!r}, which cannot be read: {error.strerror}") from error
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise ConfigError(f"against is {path!r}, which --record did not write: {error}") from error
+        found = read_recorded(path, _Recorded, max_bytes=_MOST_BYTES)
         return Reference(path, found.subject, {task.name: task for task in found.tasks})
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from tp_engine.errors import ConfigError, did_you_mean, shown
+from tp_engine.system.files import read_text
 from tp_engine.system.units import MIB
 
 SCORINGS = ("exact", "number", "choice")
@@ -145,9 +146,7 @@ def load_task(name: str) -> Task:
 def read_task(path: Path) -> Task:
     """Return the task of a file, under the file's name."""
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise ConfigError(f"tasks names {path}, which has more than {_MOST_BYTES // MIB} MiB: give a smaller file")
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path, _MOST_BYTES).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"tasks names {path}, which cannot be read: {error}") from error
     common: dict[str, Any] = {}

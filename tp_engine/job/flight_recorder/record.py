@@ -20,7 +20,9 @@ from typing import Any
 
 import msgspec
 
+from tp_engine.system.files import read_bytes
 from tp_engine.system.log import get_logger
+from tp_engine.system.units import MIB
 
 FORMAT = 1
 
@@ -104,6 +106,9 @@ class FlightRecord(msgspec.Struct, frozen=True, kw_only=True):
     ranks: list[RankRecord]
 
 
+_MOST_BYTES = 256 * MIB  # of a record of 64 ranks, many times over
+
+
 class BadRecordError(ValueError):
     """A file that is not a flight record, or is one of another version."""
 
@@ -111,7 +116,7 @@ class BadRecordError(ValueError):
 def load_record(path: Path) -> FlightRecord:
     """Read a record.  ``BadRecordError`` names the file, what is wrong with it and what to do."""
     try:
-        data = path.read_bytes()
+        data = read_bytes(path, _MOST_BYTES)
     except OSError as error:
         raise BadRecordError(f"{path} cannot be read: {error.strerror or error}") from error
     remedy = "give the file whose name the final error of a job has logged (tp_engine-flight-*.json)"
