@@ -27,6 +27,7 @@ from tp_engine.system.units import GIB
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+MODEL_IMPLS = ("auto", "native", "transformers")
 CONVERSIONS = ("auto", "none", "embed", "classify", "pooling")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 KV_CACHE_DTYPES = (*DTYPES, "fp8", "int8")
@@ -79,6 +80,12 @@ class EngineConfig:
         """'{"rope_parameters": {"rope_type": "yarn", "factor": 4.0, ...}}'; null removes a key (default: none)""",
         json=parse_overrides,
         flags=("--json-model-override-args",),
+    )
+    model_impl: str = option(
+        "auto",
+        "what describes the model: native, a family of this engine, or transformers, whose class is asked what it "
+        "computes; auto takes a family if there is one; native layers run both",
+        choices=MODEL_IMPLS,
     )
     convert: str = option(
         "auto",

@@ -17,6 +17,7 @@ class EngineOptions(TypedDict, total=False):
     tokenizer: str | None
     revision: str | None
     hf_overrides: Mapping[str, Any] | str | None
+    model_impl: str
     convert: str
     dtype: str
     quantization: str | None

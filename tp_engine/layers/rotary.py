@@ -78,6 +78,8 @@ def rotated_first(values: torch.Tensor, head_dim: int, num_pairs: int) -> torch.
 
 def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> torch.Tensor:
     """Radians per position of each pair, (rotary_dim / 2,) float32, with the scaling rule applied."""
+    if spec.kind == "given":
+        return torch.tensor(spec.frequencies, dtype=torch.float32, device="cpu")
     exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32, device="cpu") / spec.rotary_dim
     frequencies = 1.0 / (spec.theta**exponents)
     if spec.kind == "linear":

@@ -24,10 +24,11 @@ VOCAB_ALIGNMENT = 16
 _NO_HEADS = ("", 0), ("", 0)  # of a layer that is an MLP alone
 
 
-def read_model(config: Mapping[str, Any]) -> ModelSpec:
-    """Parse a config.json.  Raises ``ConfigError`` for anything that is missing, wrong or not supported."""
+def read_model(config: Mapping[str, Any], model_impl: str = "auto") -> ModelSpec:
+    """Parse a config.json.  ``model_impl`` is ``EngineConfig``'s.  Raises ``ConfigError`` for anything that is missing,
+    wrong or not supported."""
     whole = named(ConfigJson(config))
-    spec = read_spec(whole)
+    spec = read_spec(whole, model_impl)
     vision = read_vision(whole, spec.hidden_size)
     if vision is not None and vision.deep_layers >= spec.num_layers:
         raise ConfigError(
@@ -52,12 +53,13 @@ def load_model_config(
     revision: str | None = None,
     files: Sequence[str] = MODEL_FILES,
     hf_overrides: Mapping[str, Any] | None = None,
+    model_impl: str = "auto",
 ) -> tuple[ModelSpec, Path]:
     """Find ``model`` (a folder or a hub name) and parse its config.json, generation_config.json, and, where config.json
     says nothing of a quantisation, the first of ``QUANTIZATION_FILES``.
 
     Returns the spec and the local folder with the model's files; ``files`` are downloaded for a hub name.
-    ``hf_overrides`` change keys of config.json.  Raises ``ConfigError``.
+    ``hf_overrides`` change keys of config.json; ``model_impl`` is that of ``read_model``.  Raises ``ConfigError``.
     """
     folder = resolve_model_folder(model, revision, files)
     values = read_json(folder / CONFIG_FILE)
@@ -67,7 +69,7 @@ def load_model_config(
     try:
         values = overridden(values, changes)
         _check_effect(values, changes)
-        config = read_model(values)
+        config = read_model(values, model_impl)
     except ConfigError as error:
         raise ConfigError(str(error) if "--hf-overrides" in str(error) else f"{error} ({REMEDY})") from error
     config = fitted(config, headers, says_dtype=says_dtype(values))

@@ -174,6 +174,11 @@ class ConfigJson:
         return self._values.get(name)
 
     @property
+    def values(self) -> dict[str, Any]:
+        """Return a copy of the object, of which nothing is taken."""
+        return dict(self._values)
+
+    @property
     def names(self) -> list[str]:
         """All keys, in the file's order."""
         return list(self._values)

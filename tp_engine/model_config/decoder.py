@@ -242,7 +242,7 @@ class DecoderReader:
             "final_norm": self.norm("norm"),
             "tie_word_embeddings": self.flag("tie_word_embeddings", tied),
             "max_position": self.max_position,
-            "dtype": self._read_dtype(),
+            "dtype": take_dtype(config),
             "eos_token_ids": config.take_token_ids("eos_token_id") if config.has("eos_token_id") else eos,
             "quantization": read_quantization(config),
         }
@@ -280,14 +280,6 @@ class DecoderReader:
             raise ConfigError(f"config.json: {key} is {name!r}; this engine supports {', '.join(known)}")
         return Activation(known[name])
 
-    def _read_dtype(self) -> str:
-        """The checkpoint's type: ``dtype`` (transformers 5) or ``torch_dtype``."""
-        classic = self.config.take("torch_dtype", str, ASSUMED_DTYPE)
-        name = str(self.config.take("dtype", str, classic)).removeprefix("torch.")
-        if name not in DTYPES:
-            raise ConfigError(f"config.json: dtype is {name!r}; this engine loads {', '.join(DTYPES)}")
-        return name
-
     def _check_heads(self, all_num_kv_heads: set[int]) -> None:
         for num_kv_heads in sorted(all_num_kv_heads):
             if self.num_heads % num_kv_heads:
@@ -295,6 +287,15 @@ class DecoderReader:
                     f"config.json: num_attention_heads is {self.num_heads}; it must be a multiple of "
                     f"num_key_value_heads, {num_kv_heads}"
                 )
+
+
+def take_dtype(config: ConfigJson) -> str:
+    """Return the checkpoint's type: ``dtype`` (transformers 5) or ``torch_dtype``."""
+    classic = config.take("torch_dtype", str, ASSUMED_DTYPE)
+    name = str(config.take("dtype", str, classic)).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ConfigError(f"config.json: dtype is {name!r}; this engine loads {', '.join(DTYPES)}")
+    return name
 
 
 def _check_groups(rule: RoutingRule, num_experts: int) -> None:

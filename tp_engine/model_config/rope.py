@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from tp_engine.errors import ConfigError, shown
 from tp_engine.model_config.config_json import ConfigJson
 
-RopeKind: TypeAlias = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
+RopeKind: TypeAlias = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional", "given"]
 DEFAULT_THETA = 10000.0
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -17,7 +17,8 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 class RopeSpec:
     """How the first ``rotary_dim`` elements of a head turn, with base ``theta``.
 
-    ``kind`` is the rule by which frequencies are scaled, with its numbers; ``layers/rotary.py`` has the formulas.
+    ``kind`` is the rule by which frequencies are scaled, with its numbers; ``layers/rotary.py`` has the formulas.  Of
+    kind ``given``, ``frequencies`` are the radians per position of each pair, whatever ``theta`` is.
     ``attention_factor`` multiplies cosines and sines.  ``is_interleaved``: the elements of a pair are neighbours in the
     checkpoint, instead of half of ``rotary_dim`` apart.  With ``query_beta`` b, a query at position p is multiplied by
     ``1 + b log(1 + floor(p / original_max_position))`` (Llama 4, Ministral 3).  ``score_factor`` multiplies the scores
@@ -39,6 +40,7 @@ class RopeSpec:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     rotated_share: float = 1.0
+    frequencies: tuple[float, ...] = ()
     attention_factor: float = 1.0
     is_interleaved: bool = False
     query_beta: float = 0.0

@@ -244,7 +244,8 @@ class ModelSpec:
 
     With ``tie_word_embeddings`` a checkpoint without an output head uses the embedding; if it ``has_own_head``, another
     one, it uses that.  A ``classifier`` makes scores in place of text.  ``max_position_key`` is what bounds its
-    positions, ``max_position``, in config.json.  ``beside`` is what a draft head keeps in the cache, as one more layer
+    positions, ``max_position``, in config.json.  It is ``described_by`` a family of this engine, or by what a class of
+    transformers says of itself.  ``beside`` is what a draft head keeps in the cache, as one more layer
     after the model's.  ``stored_mtp`` is the model's own head, if the checkpoint has one, and ``mtp`` that if the
     engine runs it.  ``vision`` is how it sees images; None: the engine runs text alone.  ``notes`` and ``warnings`` are
     what the operator should know of the checkpoint's files, ``ignored_keys`` those of config.json that have no effect.
@@ -272,6 +273,7 @@ class ModelSpec:
     beside: KvKind | None = None
     mtp: MtpSpec | None = None
     stored_mtp: MtpSpec | None = field(default=None, compare=False)
+    described_by: Literal["native", "transformers"] = field(default="native", compare=False)
     vision: VisionSpec | None = field(default=None, compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
     ignored_keys: tuple[str, ...] = field(default=(), compare=False)

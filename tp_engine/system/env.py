@@ -118,6 +118,11 @@ def log_at(level: str) -> None:
     os.environ[LOG_LEVEL.name] = level
 
 
+def without_native_kernels() -> None:
+    """Set ``TP_ENGINE_NATIVE`` to 0: this process runs the twins in PyTorch, and compiles nothing."""
+    os.environ[NATIVE_KERNELS.name] = "0"
+
+
 def silence_advice() -> None:
     """Set ``TRANSFORMERS_NO_ADVISORY_WARNINGS``, so that transformers does not warn about a missing torch."""
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"

@@ -158,7 +158,9 @@ class EffectiveConfig:
 
 def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
     """Resolve and check; raises ``ConfigError`` and touches no device.  The ranks are spread over ``num_hosts``."""
-    model, path = load_model_config(config.model, config.revision, hf_overrides=config.hf_overrides)
+    model, path = load_model_config(
+        config.model, config.revision, hf_overrides=config.hf_overrides, model_impl=config.model_impl
+    )
     pooling = read_pooling(config.model, path, config.convert, model.classifier)
     model = pooled(model, pooling)
     check_tensor_parallel(model, config.tensor_parallel_size)
@@ -174,6 +176,7 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
         model=str(path),
         tokenizer=config.tokenizer,
         convert=pooling.convert,
+        model_impl=model.described_by,
         device=device,
         dtype=dtype,
         quantization=None if model.quantization is not None else config.quantization,

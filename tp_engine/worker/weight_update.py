@@ -91,7 +91,9 @@ def _same_model(folder: str, effective: EffectiveConfig) -> tuple[ModelSpec, Pat
 
     ``RequestError`` if its config.json describes another model.
     """
-    described, path = load_model_config(folder, hf_overrides=effective.config.hf_overrides)
+    described, path = load_model_config(
+        folder, hf_overrides=effective.config.hf_overrides, model_impl=effective.config.model_impl
+    )
     described = pooled(described, effective.pooling).within(effective.max_model_len)
     if (own := effective.model.mtp) is not None:
         described = described.drafting_with(described.stored_mtp or own)

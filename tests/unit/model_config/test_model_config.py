@@ -14,14 +14,23 @@ from tp_engine.errors import ConfigError
 from tp_engine.layers.rotary import inverse_frequencies
 from tp_engine.model_config import (
     check_tensor_parallel,
+    families,
     load_model_config,
     read_model,
     resolve_max_model_len,
 )
+from tp_engine.model_config.asked_decoder import ClassAnswer
 from tp_engine.model_config.checkpoint_files import weight_files
 from tp_engine.model_config.kv_layout import local_num_kv_heads
 from tp_engine.model_config.rope import RopeSpec
 from tp_engine.model_config.spec import AttentionSpec, ModelSpec, QkNormSpec
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Classes of transformers are asked in ``tests/unit/models/test_recognition.py``, not here."""
+    monkeypatch.setattr(families, "ask", lambda _values: ClassAnswer(problem="it is another model"))
+
 
 QWEN3_06B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import cache
 
 from tp_engine.errors import ConfigError, shown
+from tp_engine.model_config.asked_decoder import ask, asked_model, has_class, transformers_version
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.heads import HEADS, decoder_config, decoder_of, with_classifier
 from tp_engine.model_config.spec import ModelSpec
@@ -48,13 +49,26 @@ def named(config: ConfigJson) -> ConfigJson:
     return config.changed({"architectures": found[:1]})
 
 
-def read_spec(config: ConfigJson) -> ModelSpec:
+def read_spec(config: ConfigJson, model_impl: str = "auto") -> ModelSpec:
     """Return the model that ``config`` describes: a decoder, or one with the head of a classifier.
+
+    A family reads it, or, as ``EngineConfig.model_impl`` says, its class in transformers is asked.
 
     Raises ``ConfigError`` if the engine does not run its architecture.
     """
     name = config.architecture
     reader = families().get(name)
+    if model_impl == "transformers" and not has_class(name):
+        raise _refusal(f"model_impl is transformers, which has no causal class {shown(name)}", name)
+    if model_impl == "transformers" or (model_impl == "auto" and reader is None and has_class(name)):
+        answer = ask(config.values)
+        if answer.decoder is None:
+            raise _refusal(
+                f"architectures is {shown([name])}, a class of transformers {transformers_version()} that was asked "
+                f"what it computes: it is not served, because {answer.problem}",
+                name,
+            )
+        return asked_model(answer.decoder, config)
     if name.endswith("Model") and (whole := f"{name.removesuffix('Model')}ForCausalLM") in families():
         return families()[whole](config.changed({"architectures": [whole]}))  # saved without its output head
     if reader is None and (decoder := decoder_of(config, families())) is not None:
@@ -88,7 +102,7 @@ def _refusal(what: str, name: str) -> ConfigError:
     heads = "" if name.endswith((_OF_TEXT, _OF_WHOLE)) else f". Classifiers on them end in {', '.join(HEADS)}"
     return ConfigError(
         f"config.json: {what}; this engine runs exactly one of {len(families())} architectures, which docs/models.md "
-        f"lists. {helps}{heads}"
+        f"lists, and causal classes of transformers whose layers are like theirs. {helps}{heads}"
     )
 
 

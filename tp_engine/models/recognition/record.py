@@ -1,0 +1,238 @@
+"""One run of a transformers model: what each module reads and makes, and what each layer asks of attention."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from tp_engine.models.recognition.refusal import RefusalError
+
+NAME = "tp_engine_asks"
+"""Of the attention and of the mask function that record."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCall:
+    """One call of a module without parts: the first tensor that it read, and the one that it made."""
+
+    path: str
+    module: nn.Module
+    read: torch.Tensor
+    made: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One call of attention: ``query`` (1, heads, n, dim), ``key`` and ``value`` (1, KV heads, n, dim), ``out``."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    out: torch.Tensor
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Heads, KV heads, elements of a head."""
+        return self.query.shape[1], self.key.shape[1], self.query.shape[3]
+
+
+@dataclass(slots=True)
+class LayerRun:
+    """What happened within one layer, in order."""
+
+    path: str
+    read: torch.Tensor | None = None
+    made: torch.Tensor | None = None
+    calls: list[ModuleCall] = field(default_factory=list)
+    asked: list[Asked] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ModelRun:
+    """A run: its layers, the calls outside of them, and the logits."""
+
+    layers: list[LayerRun]
+    outside: list[ModuleCall]
+    logits: torch.Tensor
+
+
+class _Mask:
+    """Stands for a mask: what the model's mask function was to make."""
+
+    def __init__(self, function: Any, size: int | None) -> None:
+        self.function, self.size = function, size
+
+    def __getitem__(self, _key: object) -> _Mask:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        raise RefusalError(f"it computes with its mask itself ({name})")
+
+    def __radd__(self, _other: object) -> Any:
+        raise RefusalError("it computes with its mask itself, and not by the attention interface")
+
+
+def run(model: Any, layers_path: str, ids: torch.Tensor, positions: torch.Tensor) -> ModelRun:
+    """Run ``model`` on ``ids`` (n,) at ``positions`` (n,), with noise in the place of what attention makes."""
+    layers = model.get_submodule(layers_path)
+    found = ModelRun([LayerRun(f"{layers_path}.{index}") for index in range(len(layers))], [], torch.empty(0))
+    with _recording(model, layers, found), torch.no_grad():
+        given = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}
+        found.logits = model(**given, attention_mask=torch.ones_like(ids)[None]).logits[0]
+    return found
+
+
+class _CallRecorder:
+    """Notes what happens in a run: the hooks of modules, and attention itself, call it."""
+
+    def __init__(self, found: ModelRun) -> None:
+        self._found, self._current = found, list[LayerRun]()
+
+    def enter(self, layer: LayerRun, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if layer.read is not None:
+            raise RefusalError("its layers run several times in a step")
+        layer.read = _first(arguments, named)
+        self._current.append(layer)
+
+    def leave(self, layer: LayerRun, output: Any) -> None:
+        layer.made = _output(output)
+        self._current.pop()
+
+    def note(self, path: str, module: nn.Module, arguments: Any, named: Any, output: Any) -> None:
+        read, made = _first(arguments, named), _output(output)
+        if read is not None and made is not None:
+            calls = self._current[-1].calls if self._current else self._found.outside
+            calls.append(ModuleCall(path, module, read, made))
+
+    def attend(self, query: Any, key: Any, value: Any, mask: Any, named: dict[str, Any]) -> torch.Tensor:
+        if not self._current:
+            raise RefusalError("it attends outside of its layers")
+        layer = self._current[-1]
+        noise = _noise(query, value, len(layer.asked))
+        layer.asked.append(_asked(query, key, value, mask, noise, named))
+        return noise
+
+
+_recorders: list[_CallRecorder] = []
+
+
+def _attend(
+    _module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any = None, *_more: Any, **named: Any
+) -> Any:
+    return _recorders[-1].attend(query, key, value, attention_mask, named), None
+
+
+def register() -> None:
+    """Make the attention that records known to transformers, before a model that uses it is made."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(
+        NAME, lambda *_a, mask_function=None, local_size=None, **_n: _Mask(mask_function, local_size)
+    )
+
+
+@contextlib.contextmanager
+def _recording(model: nn.Module, layers: nn.ModuleList, found: ModelRun) -> Iterator[None]:
+    recorder = _CallRecorder(found)
+    hooks = []
+    for path, module in model.named_modules():
+        if not any(True for _ in module.children()):
+            hooks.append(
+                module.register_forward_hook(
+                    lambda one, read, named, made, path=path: recorder.note(path, one, read, named, made),
+                    with_kwargs=True,
+                )
+            )
+    for layer, own in zip(layers, found.layers, strict=True):
+        hooks.append(
+            layer.register_forward_pre_hook(
+                lambda _m, read, named, own=own: recorder.enter(own, read, named), with_kwargs=True
+            )
+        )
+        hooks.append(layer.register_forward_hook(lambda _m, _read, made, own=own: recorder.leave(own, made)))
+    _recorders.append(recorder)
+    try:
+        yield
+    finally:
+        _recorders.pop()
+        for hook in hooks:
+            hook.remove()
+
+
+def _output(made: Any) -> torch.Tensor | None:
+    return _first(made if isinstance(made, tuple) else (made,), {})
+
+
+def _first(arguments: Any, named: dict[str, Any]) -> torch.Tensor | None:
+    """The first tensor, as it is now: what comes may change it in place."""
+    found = next((one for one in (*arguments, *named.values()) if isinstance(one, torch.Tensor)), None)
+    return None if found is None else found.detach().clone()
+
+
+def _noise(query: torch.Tensor, value: torch.Tensor, seed: int) -> torch.Tensor:
+    shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+    if query.is_meta:
+        return query.new_empty(shape)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=query.dtype)
+
+
+_KNOWN = {"scaling", "sliding_window", "softcap", "s_aux", "dropout", "is_causal"}
+# What transformers hands on to every attention, and what asks for nothing of this kind.
+_HANDED_ON = {"position_ids", "output_attentions", "use_cache", "cache_position", "position_embeddings"}
+
+
+def _asked(query: Any, key: Any, value: Any, mask: Any, out: torch.Tensor, named: dict[str, Any]) -> Asked:
+    unknown = [name for name, one in named.items() if name not in _KNOWN | _HANDED_ON and one not in (None, False)]
+    if unknown:
+        raise RefusalError(f"it gives attention {', '.join(sorted(unknown))}, which is not known here")
+    if named.get("is_causal") is False:
+        raise RefusalError("its attention is not causal")
+    if named.get("scaling") is None:
+        named["scaling"] = query.shape[3] ** -0.5
+    window, softcap = named.get("sliding_window"), named.get("softcap")
+    if mask is not None:
+        if not isinstance(mask, _Mask):
+            raise RefusalError("it makes a mask of its own")
+        if window not in (None, mask.size):
+            raise RefusalError(f"its mask has a window of {mask.size}, and its attention one of {window}")
+        window = mask.size
+        _check_mask(mask)
+    clones = [one.detach().clone() for one in (query, key, value)]
+    return Asked(
+        query=clones[0],
+        key=clones[1],
+        value=clones[2],
+        out=out,
+        scale=float(named["scaling"]),
+        window=window,
+        softcap=None if softcap is None else float(softcap),
+        sinks=named.get("s_aux"),
+    )
+
+
+def _check_mask(mask: _Mask) -> None:
+    """Raise ``RefusalError`` unless a query sees itself and what is before it, within the window if there is one."""
+    size = mask.size
+    queries = (0, 1, 5, 1000) if size is None else (0, size - 1, size, size + 1, 2 * size, 2 * size + size // 2)
+    for query in queries:
+        near = {query - 1, query, query + 1, query // 2, 0}
+        near |= set() if size is None else {query - size - 1, query - size, query - size + 1}
+        for key in sorted(one for one in near if one >= 0):
+            expected = key <= query and (size is None or key > query - size)
+            try:
+                sees = bool(mask.function(0, 0, torch.tensor(query), torch.tensor(key)))
+            except Exception as error:
+                raise RefusalError("its mask depends on more than positions") from error
+            if sees != expected:
+                what = "causal" if size is None else f"a window of {size} keys"
+                raise RefusalError(f"its mask is not {what}: it attends in chunks, or to later tokens")
