@@ -5,7 +5,7 @@ Modules of the package import it from here: its front page names the whole Pytho
 
 from importlib import metadata
 
-__version__ = "0.3.0"
+__version__ = "0.4.0.dev0"
 
 
 def installed_version(package: str) -> str | None:

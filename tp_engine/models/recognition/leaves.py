@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from tp_engine.model_config.mlp import Activation, ActivationKind
 from tp_engine.model_config.spec import NormSpec
+from tp_engine.models.recognition.record import FLOATS
 from tp_engine.models.recognition.refusal import RefusalError
 
 _CLOSE = 2e-5
@@ -43,7 +44,7 @@ def norm_of(module: nn.Module, name: str) -> NormSpec | None:
     if len(own) != 1 or next(iter(own.values())).dim() != 1:
         return None
     (tensor, weight), generator = next(iter(own.items())), torch.Generator().manual_seed(0)
-    x = torch.randn(4, len(weight), generator=generator) + 0.3
+    x = torch.randn(4, len(weight), generator=generator, **FLOATS) + 0.3
     for kind in ("rms", "layer"):
         centred = x - x.mean(-1, keepdim=True) if kind == "layer" else x
         for offset in (0.0, 1.0):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tp_engine.models.recognition.record import NAME, register
+from tp_engine.models.recognition.record import FLOATS, NAME, register
 from tp_engine.models.recognition.refusal import RefusalError
 
 NARROW_VOCAB, NARROW_INNER, NARROW_WINDOW = 128, 96, 7
@@ -132,7 +132,7 @@ def filled(model: Any) -> Any:
     generator = torch.Generator().manual_seed(0)
     for path, module in sorted(model.named_modules()):
         for name, value in sorted(module.named_parameters(recurse=False)):
-            drawn = torch.randn(value.shape, generator=generator)
+            drawn = torch.randn(value.shape, generator=generator, **FLOATS)
             is_norm = "norm" in path or "norm" in name
             own = drawn * 0.3 + is_norm if value.dim() == 1 else drawn * (_GAIN / value.shape[-1] ** 0.5)
             setattr(module, name, nn.Parameter(own, requires_grad=False))

@@ -15,6 +15,9 @@ from tp_engine.models.recognition.refusal import RefusalError
 NAME = "tp_engine_asks"
 """Of the attention and of the mask function that record."""
 
+FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
+INTEGERS: dict[str, Any] = {"dtype": torch.int64, "device": torch.device("cpu")}
+
 
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
@@ -84,7 +87,7 @@ class _Mask:
 def run(model: Any, layers_path: str, ids: torch.Tensor, positions: torch.Tensor) -> ModelRun:
     """Run ``model`` on ``ids`` (n,) at ``positions`` (n,), with noise in the place of what attention makes."""
     layers = model.get_submodule(layers_path)
-    found = ModelRun([LayerRun(f"{layers_path}.{index}") for index in range(len(layers))], [], torch.empty(0))
+    found = ModelRun([LayerRun(f"{layers_path}.{index}") for index in range(len(layers))], [], torch.empty(0, **FLOATS))
     with _recording(model, layers, found), torch.no_grad():
         given = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}
         found.logits = model(**given, attention_mask=torch.ones_like(ids)[None]).logits[0]
@@ -183,7 +186,7 @@ def _noise(query: torch.Tensor, value: torch.Tensor, seed: int) -> torch.Tensor:
     shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
     if query.is_meta:
         return query.new_empty(shape)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=query.dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), **FLOATS).to(query.dtype)
 
 
 _KNOWN = {"scaling", "sliding_window", "softcap", "s_aux", "dropout", "is_causal"}
@@ -230,7 +233,7 @@ def _check_mask(mask: _Mask) -> None:
         for key in sorted(one for one in near if one >= 0):
             expected = key <= query and (size is None or key > query - size)
             try:
-                sees = bool(mask.function(0, 0, torch.tensor(query), torch.tensor(key)))
+                sees = bool(mask.function(0, 0, torch.tensor(query, **INTEGERS), torch.tensor(key, **INTEGERS)))
             except Exception as error:
                 raise RefusalError("its mask depends on more than positions") from error
             if sees != expected:

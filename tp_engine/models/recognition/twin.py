@@ -20,6 +20,7 @@ from tp_engine.layers.attention import forward_context
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.models.causal_lm import CausalLM, build_model
 from tp_engine.models.recognition.model_class import NARROW_VOCAB, NARROW_WINDOW, ModelClass
+from tp_engine.models.recognition.record import FLOATS, INTEGERS
 from tp_engine.models.recognition.refusal import RefusalError
 from tp_engine.models.recognition.whole import Recognised
 from tp_engine.weights.loader import load_weights
@@ -34,7 +35,7 @@ def verify(model_class: ModelClass, found: Recognised) -> None:
     """Raise ``RefusalError`` unless the native decoder makes the class's logits of several sequences in one step."""
     plain = _plain(model_class, found.recipe)
     generator = torch.Generator().manual_seed(2)
-    sequences = [torch.randint(1, NARROW_VOCAB, (length,), generator=generator) for length in _LENGTHS]
+    sequences = [torch.randint(1, NARROW_VOCAB, (length,), generator=generator, **INTEGERS) for length in _LENGTHS]
     with torch.inference_mode():
         expected = torch.cat([plain(input_ids=one[None], use_cache=False).logits[0] for one in sequences]).float()
     with tempfile.TemporaryDirectory() as folder:
@@ -63,7 +64,7 @@ def _native_logits(spec: ModelSpec, folder: Path, sequences: list[torch.Tensor])
     model.finish_loading()
     _bind_caches(model, len(sequences))
     lengths = np.asarray([len(one) for one in sequences], np.int32)
-    positions = torch.cat([torch.arange(int(length)) for length in lengths])
+    positions = torch.cat([torch.arange(int(length), **INTEGERS) for length in lengths])
     with torch.inference_mode(), forward_context([_metadata(lengths)] * len(groups)):
         logits = model.compute_logits(model(torch.cat(sequences), positions))
     assert logits is not None, "a single rank has all logits"
@@ -81,17 +82,19 @@ def _plain(model_class: ModelClass, recipe: dict[str, Any]) -> Any:
 def _bind_caches(model: CausalLM, num_sequences: int) -> None:
     for layer in model.attention_layers:
         sizes = num_sequences * _BLOCKS, _BLOCK_SIZE, layer.shape.num_kv_heads, layer.shape.head_dim
-        layer.bind_kv_cache(torch.zeros(2, *sizes))
+        layer.bind_kv_cache(torch.zeros(2, *sizes, **FLOATS))
 
 
 def _metadata(lengths: np.ndarray[Any, np.dtype[np.int32]]) -> AttentionMetadata:
     """New requests of these lengths, all tokens in one step, each in blocks of its own."""
     starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-    slots = [index * _BLOCKS * _BLOCK_SIZE + torch.arange(int(length)) for index, length in enumerate(lengths)]
+    slots = [
+        index * _BLOCKS * _BLOCK_SIZE + torch.arange(int(length), **INTEGERS) for index, length in enumerate(lengths)
+    ]
     return AttentionMetadata(
         num_decodes=0,
         slot_mapping=torch.cat(slots),
-        block_table=torch.arange(len(lengths) * _BLOCKS, dtype=torch.int32).view(len(lengths), -1),
+        block_table=torch.arange(len(lengths) * _BLOCKS, dtype=torch.int32, device=_CPU).view(len(lengths), -1),
         seq_lens=torch.from_numpy(lengths),
         query_start=torch.from_numpy(starts),
         host_query_lens=lengths,

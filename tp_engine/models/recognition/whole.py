@@ -16,7 +16,7 @@ from tp_engine.models.recognition import record
 from tp_engine.models.recognition.layer import RecognisedLayer, recognise
 from tp_engine.models.recognition.leaves import HeadTurn, Rotations, are_close, constant_ratio, norm_of, number_of
 from tp_engine.models.recognition.model_class import NARROW_VOCAB, ModelClass, layers_path_of
-from tp_engine.models.recognition.record import Asked, ModelRun
+from tp_engine.models.recognition.record import FLOATS, INTEGERS, Asked, ModelRun
 from tp_engine.models.recognition.refusal import RefusalError
 
 _IDS = (5, 9, 33, 70, 12, 99, 101, 40)
@@ -86,13 +86,13 @@ def describe(model_class: ModelClass) -> Recognised:
     asked = _interview(published, path)
     narrow, recipe = _make_narrow(model_class, path, asked)
     rotations, positions = Rotations(narrow), _positions(model_class)
-    run = record.run(narrow, path, torch.tensor(_IDS), positions)
+    run = record.run(narrow, path, _ids(), positions)
     modules = narrow.get_submodule(path)
     layers = [recognise(one, module, rotations, positions) for one, module in zip(run.layers, modules, strict=True)]
     _check_tables(narrow, rotations)
     structure = _Structure(layers=layers, rotations=rotations, names=_names(published, path, layers), path=path)
     hollow = model_class.hollow(path)
-    hollow_run = record.run(hollow, path, torch.tensor(_IDS), positions)
+    hollow_run = record.run(hollow, path, _ids(), positions)
     own = [one.asked[0] for one in run.layers]
     return Recognised(
         published=structure.decoder(model_class, published, asked, _ends(hollow, hollow_run, path)),
@@ -103,7 +103,7 @@ def describe(model_class: ModelClass) -> Recognised:
 
 def _interview(model: Any, path: str) -> list[Asked]:
     """What each layer of the published model asks of attention."""
-    positions = torch.arange(3, device="meta")
+    positions = torch.arange(3, dtype=torch.int64, device="meta")
     run = record.run(model, path, torch.ones_like(positions), positions)
     found = next((len(one.asked) for one in run.layers if len(one.asked) != 1), 1)
     if found != 1:
@@ -111,10 +111,14 @@ def _interview(model: Any, path: str) -> list[Asked]:
     return [one.asked[0] for one in run.layers]
 
 
+def _ids() -> torch.Tensor:
+    return torch.tensor(_IDS, **INTEGERS)
+
+
 def _positions(model_class: ModelClass) -> torch.Tensor:
     """Near ones, and as far as the model goes."""
     most = model_class.max_position
-    return torch.tensor([0, 1, 2, 3, 5, 8, most // 2, most - 1])
+    return torch.tensor([0, 1, 2, 3, 5, 8, most // 2, most - 1], **INTEGERS)
 
 
 def _make_narrow(model_class: ModelClass, path: str, asked: list[Asked]) -> tuple[Any, dict[str, Any]]:
@@ -127,7 +131,7 @@ def _make_narrow(model_class: ModelClass, path: str, asked: list[Asked]) -> tupl
         recipe["is_free"] = is_free
         try:
             model = model_class.narrow(**recipe, implementation=record.NAME)
-            record.run(model, path, torch.tensor(_IDS), torch.arange(len(_IDS)))
+            record.run(model, path, _ids(), torch.arange(len(_IDS), **INTEGERS))
         except RuntimeError:  # some classes have heads as wide as the stream
             if not is_free:
                 raise
@@ -160,7 +164,7 @@ def _ends(model: Any, run: ModelRun, path: str) -> _Ends:
             f"{last.path} ({type(last.module).__name__}) is neither an RMS norm nor a layer norm without bias"
         )
     stream = run.layers[0].read if run.layers else last.read
-    embedded = constant_ratio(stream, embedding.weight.detach()[torch.tensor(_IDS)])
+    embedded = constant_ratio(stream, embedding.weight.detach()[_ids()])
     if embedded is None:
         raise RefusalError("its first layer reads something else than embeddings times a number")
     if run.layers and not are_close(last.read, run.layers[-1].made):
@@ -178,12 +182,12 @@ def _ends(model: Any, run: ModelRun, path: str) -> _Ends:
 
 def _logits(model: Any, head: nn.Module, path: str) -> tuple[float, float | None]:
     """What the class makes of its head's output: the scale, and the soft cap."""
-    grid = torch.linspace(-1.0, 1.0, NARROW_VOCAB)
+    grid = torch.linspace(-1.0, 1.0, NARROW_VOCAB, **FLOATS)
     rows = torch.stack([grid * size for size in (1e-3, 1.0, 30.0, 1e3, 1e6)])
     handle = head.register_forward_hook(lambda *_given: rows[None].clone())
     try:
-        ids = torch.tensor(_IDS[: len(rows)])
-        made = record.run(model, path, ids, torch.arange(len(ids))).logits
+        ids = _ids()[: len(rows)]
+        made = record.run(model, path, ids, torch.arange(len(ids), **INTEGERS)).logits
     finally:
         handle.remove()
     scale, cap = constant_ratio(made[0], rows[0]), float(made.abs().max())
