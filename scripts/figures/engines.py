@@ -23,6 +23,7 @@ from tp_engine.api.server_client import ServerClient
 from tp_engine.apps.bench.offline.gguf_checkpoint import write_gguf
 from tp_engine.apps.bench.offline.process import peer_environment
 from tp_engine.apps.bench.serving.launch import own_environment
+from tp_engine.cpu.compiling.levels import processor_flags
 from tp_engine.engine.processes import end_process
 
 MAX_REQUESTS, MAX_TOKENS = 32, 512
@@ -39,6 +40,8 @@ class Engine:
     environment: Callable[[str], Mapping[str, str]]
     version: Callable[[str], str]
     answer: Callable[[ServerClient, Ids, int], Ids]
+    refusal: Callable[[], str | None] = lambda: None
+    """Why it cannot be measured on this machine, however it is installed."""
 
 
 def _ours(program: str, model: Path, port: int) -> Sequence[str]:
@@ -70,6 +73,19 @@ def _sglang(program: str, model: Path, port: int) -> Sequence[str]:
     limits = ("--context-length", str(MAX_TOKENS), "--max-running-requests", str(MAX_REQUESTS))
     on_cpu = ("--device", "cpu", "--dtype", "bfloat16", "--disable-overlap-schedule", "--sleep-on-idle")
     return (program, "-m", "sglang.launch_server", "--model-path", str(model), *on_cpu, *limits, "--port", str(port))
+
+
+def _sglang_refusal() -> str | None:
+    """Its engine for CPUs is written for AMX (its default attention too: srt/arg_groups/platform_hook.py:166).  Without
+    the variable it wants vLLM's kernels (srt/layers/rotary_embedding/base.py:138).  Tried with torch 2.14.1."""
+    if "amx_bf16" in processor_flags():
+        return None
+    return (
+        "its documents ask for a CPU with AMX, which this one lacks, and for SGLANG_USE_CPU_ENGINE=1, with which "
+        "0.5.23 ends at \"No module named 'sgl_kernel'\" (sglang/kernels/ops/kvcache/cache_move.py:10). The package "
+        "index has that module for CUDA alone; its source for CPUs uses AVX-512 only beside AMX "
+        "(sgl-kernel/csrc/cpu/vec.h)."
+    )
 
 
 def _ids_by_completions(client: ServerClient, prompt: Ids, count: int) -> Ids:
@@ -115,9 +131,13 @@ ENGINES = {
     ),
     "SGLang": Engine(
         command=_sglang,
-        environment=lambda program: peer_environment("sglang", program, len(os.sched_getaffinity(0))),
+        environment=lambda program: {
+            **peer_environment("sglang", program, len(os.sched_getaffinity(0))),
+            "SGLANG_USE_CPU_ENGINE": "1",
+        },
         version=_package("sglang"),
         answer=_ids_of_sglang,
+        refusal=_sglang_refusal,
     ),
     "llama.cpp": Engine(
         command=_llama_cpp,

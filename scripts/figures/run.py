@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # its servers are stopped then too
     end_s = time.monotonic() + args.budget_s
-    report = facts(args) | {"models": [], "left_out": dict(args.left_out)}
+    report = facts(args) | {"models": [], "left_out": left_out(args)}
     for index, name in enumerate(args.models):
         now_s = time.monotonic()
         share_s = (end_s - now_s) / (len(args.models) - index)
@@ -85,6 +85,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     if args.smollm2 is None and MODELS[0] in args.models and not args.document:
         parser.error('give --smollm2 "$(scripts/fetch_smollm2)", or --models B')
     return args
+
+
+def left_out(args: argparse.Namespace) -> dict[str, str]:
+    """The peers that are not measured, with the reason of the command line, or else of the engine; one that is given is
+    tried all the same."""
+    refused = {name: reason for name, engine in ENGINES.items() if (reason := engine.refusal()) is not None}
+    return {name: reason for name, reason in refused.items() if name not in args.engine} | dict(args.left_out)
 
 
 def facts(args: argparse.Namespace) -> dict[str, Any]:

@@ -98,6 +98,31 @@ def report() -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize(
+    ("flags", "arguments", "told"),
+    [
+        ({"avx512_bf16"}, [], {"SGLang": "No module named 'sgl_kernel'"}),
+        ({"avx512_bf16"}, ["--left-out", "SGLang=no time"], {"SGLang": "no time"}),
+        ({"avx512_bf16"}, ["--engine", "SGLang=python"], {}),
+        ({"amx_bf16"}, [], {}),
+    ],
+)
+def test_an_engine_that_the_machine_cannot_run_has_a_reason(
+    flags: set[str], arguments: list[str], told: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: what SGLang 0.5.23 said on such a machine; a peer that is given is tried."""
+    monkeypatch.setattr(engines, "processor_flags", lambda: frozenset(flags))
+    reasons = run.left_out(run.parse_arguments(["--models", "B", *arguments]))
+    assert reasons.keys() == told.keys() and all(told[name] in reason for name, reason in reasons.items())
+
+
+def test_the_documents_give_the_engines_own_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the file of figures, which a run on a machine without AMX wrote."""
+    monkeypatch.setattr(engines, "processor_flags", lambda: frozenset[str]())
+    figures = page.read_figures()
+    assert figures is not None and figures["left_out"] == {"SGLang": engines.ENGINES["SGLang"].refusal()}
+
+
 def test_the_table() -> None:
     """Oracle: by hand; the best of a row is bold, whichever direction is better."""
     text = page.updated(f"above\n{page.BEGIN}\nstale\n{page.END}\nbelow", report())
