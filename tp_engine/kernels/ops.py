@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any, Literal, TypeAlias
 
 from tp_engine.cpu import NativeInt8Rows, native_library
-from tp_engine.kernels import gated_delta_net, layer_ops, mamba2, short_conv
+from tp_engine.kernels import gated_delta_net, layer_ops, mamba2, short_conv, streams
 from tp_engine.kernels.attention import heads, index_keys, latents
 from tp_engine.kernels.experts import experts, routing
 from tp_engine.kernels.kv_cache import block_codes, layer_kv
@@ -55,6 +55,12 @@ OPS: dict[str, Op] = {
     "norm_groups": Op(mamba2.norm_groups, "mamba2_triton", "recurrent"),
     "short_conv_decode": Op(short_conv.short_conv_decode, "short_conv_triton", "recurrent"),
     "short_conv_prefill": Op(short_conv.short_conv_prefill, "short_conv_triton", "recurrent"),
+    "spread_streams": Op(streams.spread_streams),
+    "read_mixture": Op(streams.read_mixture),
+    "write_streams": Op(streams.write_streams),
+    "norm_streams": Op(streams.norm_streams),
+    "gate_low": Op(streams.gate_low),
+    "read_gated": Op(streams.read_gated),
     "cap_logits": Op(layer_ops.cap_logits, "elementwise_triton", "ops"),
     "qk_norm_rope_store": Op(heads.qk_norm_rope_store, "attention.heads_triton", "ops"),
     "head_squares": Op(heads.head_squares, "attention.head_width_triton", "ops"),

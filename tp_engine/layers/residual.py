@@ -57,6 +57,10 @@ class Join:
         self._norm_codes = context.op("norm_codes")
         self.is_recordable = context.can_record("add", "add_norm")
 
+    def begin(self, embedded: torch.Tensor) -> torch.Tensor:
+        """The residual stream before the first block: what is ``embedded`` (N, hidden)."""
+        return embedded
+
     def __call__(self, part: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
         """Add ``part`` (N, hidden), this rank's part of the block's output, to ``residual`` in place.
 

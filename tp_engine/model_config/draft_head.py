@@ -99,6 +99,11 @@ def read_draft_head(values: Mapping[str, Any], stored: Set[str], target: ModelSp
             f"a draft head is one of {', '.join(_AUTHORS + _SPECULATORS)}, and for Gemma 4 {ASSISTANTS[0]}",
             "use such a head, set the method ngram or suffix without a model, or leave speculative_config out",
         )
+    if target.streams is not None:
+        raise ConfigError(
+            f"a draft head reads a residual of one stream, and {target.architecture} has {target.streams.count}; set "
+            "the method ngram or suffix without a model, or leave speculative_config out"
+        )
     reader, is_qwen3 = (DecoderReader(whole), False) if is_authors else _open_speculators(whole, values)
     head = _read(_Options(whole, reader, norm_before_residual=not is_authors), is_qwen3, stored, target)
     ignored = tuple(sorted(whole.unread.ignored))

@@ -22,6 +22,7 @@ from tp_engine.model_config.names import USUAL_NAMES, CheckpointNames
 from tp_engine.model_config.quantization import QuantizationSpec, WeightScheme
 from tp_engine.model_config.recurrent import RecurrentSpec
 from tp_engine.model_config.rope import RopeSpec
+from tp_engine.model_config.streams import StreamSpec
 from tp_engine.model_config.vision import VisionSpec
 
 
@@ -166,7 +167,8 @@ class LayerSpec:
     """One layer; the module's text draws it.  Each block's output is multiplied by ``residual_scale`` when added.
 
     ``embedding``: the layer has an embedding of its own, and adds what it makes of that after the MLP.
-    ``stream_scale`` is the name of a stored number, by which the stream is multiplied at the layer's end.
+    ``stream_scale`` is the name of a stored number, by which the stream is multiplied at the layer's end.  ``streams``:
+    the residual is several streams, by the same rule in all layers; None: one, to which outputs are added.
     """
 
     attention: AttentionSpec | RecurrentSpec | None
@@ -180,6 +182,7 @@ class LayerSpec:
     residual_scale: float = 1.0
     embedding: LayerEmbeddingSpec | None = None
     stream_scale: str | None = None
+    streams: StreamSpec | None = None
 
     @property
     def norms(self) -> Iterator[NormSpec]:
@@ -369,6 +372,11 @@ class ModelSpec:
     def layer_embedding(self) -> LayerEmbeddingSpec | None:
         """That of all layers, if they have embeddings of their own."""
         return self.layers[0].embedding
+
+    @property
+    def streams(self) -> StreamSpec | None:
+        """Those of the residual, if it has several."""
+        return self.layers[0].streams
 
     @property
     def attentions(self) -> list[AttentionSpec]:

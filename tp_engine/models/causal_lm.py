@@ -25,7 +25,9 @@ from tp_engine.layers.recurrent import RecurrentMixer
 from tp_engine.layers.residual import Join
 from tp_engine.layers.rotary import RotaryEmbedding
 from tp_engine.layers.score_head import ScoreHead
+from tp_engine.layers.streams import StreamJoin, StreamReader, make_reader
 from tp_engine.model_config.spec import AttentionSpec, ModelSpec
+from tp_engine.model_config.streams import StreamSpec
 from tp_engine.models.decoder import DecoderLayer, SelfAttention
 from tp_engine.models.layer_embeddings import LayerEmbeddings
 from tp_engine.models.mla_attention import MLAAttention
@@ -101,7 +103,12 @@ class CausalLM(nn.Module):
         linears = () if spec.classifier is None else spec.classifier.linears
         self.score_head = ScoreHead(linears, spec.hidden_size, context=context) if linears else None
         self._specs, self.hidden_size, self.dtype = spec.layers, spec.hidden_size, context.dtype
-        self._joins = make_joins(layers, self.norm, context)
+        self._joins: Sequence[Join | StreamJoin]
+        if (streams := spec.streams) is None:
+            self._joins = make_joins(layers, self.norm, context)
+        else:
+            self.end_mixture = make_reader(streams, streams.end, spec.hidden_size, context=model)
+            self._joins = make_stream_joins(streams, layers, self.end_mixture, self.norm, context)
         self._run: Sequence[int] = range(spec.num_layers)
         self._state_layers = state_layers
         self.vision: VisionTower | None = None
@@ -215,6 +222,7 @@ class CausalLM(nn.Module):
             positions = positions if images.rotary_positions is None else images.rotary_positions
         rotations = [rope(positions) for rope in self.ropes]
         embeddings = None if self.layer_embeddings is None else self.layer_embeddings(input_ids, residual)
+        residual = self._joins[0].begin(residual)
         for index in self._run:
             join, own = self._joins[index], wanted if index == last else None
             x = join(part, residual) if own is not None else join.for_readers(part, residual)
@@ -250,6 +258,25 @@ def make_joins(layers: Sequence[DecoderLayer | OneBlockLayer], final_norm: Norm,
         places = (layer.out_norm, next_norm, layer.out_scale, own)
         joins.append(Join(*places, stream_scale=layer.stream_scale, is_summed=layer.returns_sum, context=context))
     return joins
+
+
+def make_stream_joins(
+    spec: StreamSpec,
+    layers: Sequence[DecoderLayer | OneBlockLayer],
+    end: StreamReader,
+    final_norm: Norm,
+    context: LayerContext,
+) -> list[StreamJoin]:
+    """The same of a residual of several streams; ``end`` reads them after the last layer."""
+    readers, next_norms = [], [*(layer.input_norm for layer in layers), final_norm]
+    for layer in layers:
+        assert isinstance(layer, DecoderLayer) and layer.mixture is not None, "all layers have both blocks and streams"
+        readers.append(layer.mixture)
+    out_norms = [None, *(layer.out_norm for layer in layers)]
+    return [
+        StreamJoin(spec, reader, out_norm, next_norm, context=context)
+        for reader, out_norm, next_norm in zip([*readers, end], out_norms, next_norms, strict=True)
+    ]
 
 
 def build_model(  # noqa: PLR0913 (one keyword per part)

@@ -23,9 +23,11 @@ from tp_engine.layers.recurrent import RecurrentMixer
 from tp_engine.layers.residual import Join, StreamScale
 from tp_engine.layers.rotary import order_of
 from tp_engine.layers.short_conv import ShortConv
+from tp_engine.layers.streams import StreamJoin, StreamReader, make_reader
 from tp_engine.model_config.recurrent import GatedDeltaNetSpec, Mamba2Spec, RecurrentSpec, ShortConvSpec
 from tp_engine.model_config.rope import RopeSpec
 from tp_engine.model_config.spec import AttentionSpec, LayerSpec, NormSpec
+from tp_engine.model_config.streams import StreamSpec
 from tp_engine.models.layer_embeddings import LayerEmbedding
 from tp_engine.models.mla_attention import MLAAttention
 from tp_engine.models.mlp import make_mlp
@@ -172,7 +174,12 @@ class DecoderLayer(MixerLayer):
         self.input_norm, self.out_norm = norm(spec.input_norm), norm(spec.mlp_out_norm)
         self.attention_out_norm, self.mlp_norm = norm(spec.attention_out_norm), norm(spec.mlp_norm)
         norms = self.attention_out_norm, self.mlp_norm
-        self._join = Join(*norms, spec.residual_scale, mlp.readers, context=context)
+        self.mixture: StreamReader | None = None
+        self._join: Join | StreamJoin
+        if spec.streams is None:
+            self._join = Join(*norms, spec.residual_scale, mlp.readers, context=context)
+        else:
+            self._read_streams(spec, spec.streams, hidden_size, context)
         self.readers = [*readers, *(mlp.readers if spec.is_parallel else ())]
         self.stream_scale = None if spec.stream_scale is None else StreamScale(context.at(spec.stream_scale))
         self.out_scale, self.returns_sum = spec.residual_scale, spec.beside is not None
@@ -186,6 +193,15 @@ class DecoderLayer(MixerLayer):
         self._is_parallel, self._add = spec.is_parallel, context.op("add")
         self.is_recordable = self._join.is_recordable
 
+    def _read_streams(self, spec: LayerSpec, streams: StreamSpec, hidden_size: int, context: LayerContext) -> None:
+        """Make what reads the streams for both blocks."""
+        assert spec.stream_scale is None and spec.residual_scale == 1.0, "outputs have weights of their own"
+        assert not spec.is_parallel and spec.beside is None and spec.embedding is None
+        self.mixture, self.mlp_mixture = (
+            make_reader(streams, name, hidden_size, context=context) for name in (streams.attention, streams.mlp)
+        )
+        self._join = StreamJoin(streams, self.mlp_mixture, self.attention_out_norm, self.mlp_norm, context=context)
+
     def forward(
         self,
         x: Rows,
@@ -194,7 +210,8 @@ class DecoderLayer(MixerLayer):
         wanted: torch.Tensor | None,
         embedding: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the layer: its ``readers`` read ``x`` (N, hidden); ``residual`` is the stream, which changes in place.
+        """Run the layer: its ``readers`` read ``x`` (N, hidden); ``residual`` is the stream, or
+        the rows of several (``layers/streams.py``), and changes in place.
 
         Returns this rank's part of the layer's last output, not yet added, or if it ``returns_sum`` all of the output;
         and the stream.  With ``wanted`` (n,) int64, both are of these tokens only:

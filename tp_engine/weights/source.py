@@ -80,6 +80,11 @@ def vector_source(name: str, size: int, own: Span | None = None, **changes: Any)
     return Source(name=name, shape=(size,), taken=(taken,), target=(Span(0, taken.size),), **changes)
 
 
+def whole_source(name: str, shape: Sequence[int], **changes: Any) -> Source:
+    """Return the source of a parameter that is all of the tensor ``name``, of the same ``shape``."""
+    return Source(name=name, shape=tuple(shape), taken=whole(shape), target=whole(shape), **changes)
+
+
 def set_sources(parameter: nn.Parameter, *alternatives: Sequence[Source]) -> None:
     """Attach the sources of ``parameter``: the ``alternatives`` are the ways in which checkpoints store it."""
     parameter._sources = tuple(tuple(one) for one in alternatives)  # type: ignore[attr-defined]

@@ -45,6 +45,8 @@ def activation_bytes(model: ModelSpec, world_size: int, *, dtype: str, num_token
         per_token = max(per_token, inner + waiting, 2 * heads)
     logits = num_sequences * local_vocab_size(model, world_size) * ITEMSIZES["float32"] * _LOGITS_COPIES
     streams = 3 if model.mtp is None else 4  # a head reads the model's outputs of the whole step
+    if model.streams is not None:  # all of them, and in float32 what is read and what is written
+        streams += model.streams.count * (1 + 2 * ITEMSIZES["float32"] // ITEMSIZES[dtype])
     own = model.layer_embedding
     per_token += 0 if own is None else 3 * model.num_layers * own.size  # rows, what is projected, and its norm
     return num_tokens * (streams * model.hidden_size + per_token) * ITEMSIZES[dtype] + logits
