@@ -165,12 +165,14 @@ def other_servers() -> str:
     for row in (row for row in rows if "becomes" in row):
         text += wrapped(f"{shown_flags(map(flag_of, names_of(row)))}: `{flag_of(row['becomes'])}`")
     for value in (value for value in foreign_table()["value"] if value.get("means")):
-        given = ", ".join(f"`{flag_of(value['of'])} {pattern}`" for pattern in value["patterns"])
-        text += wrapped(f"{given}: `{value['means']}`")
+        first, *others = value["patterns"]
+        given = [f"{flag_of(value['of'])} {first}", *others]
+        text += wrapped(f"{shown_flags(given)}: `{value['means']}`")
     for title, key in (("Refused, with the remedy", "refused"), ("Accepted without effect", "accepted")):
         text += ["", f"## {title}", ""]
-        for row in (row for row in rows if key in row):
-            text += wrapped(f"{marked(row[key])}: {shown_flags(map(flag_of, names_of(row)))}")
+        for told in dict.fromkeys(row[key] for row in rows if key in row):
+            names = (flag_of(name) for row in rows if row.get(key) == told for name in names_of(row))
+            text += wrapped(f"{marked(told)}: {shown_flags(names)}")
     return "\n".join(text) + "\n"
 
 
