@@ -47,6 +47,8 @@ MORE = {
     "Chats": "[Chats](chats.md), [Tools and reasoning](tools.md)",
     "Batch job": "[Batch jobs](batch.md)",
 }
+# Options whose names a table of the documents has, with what each is for.
+TABLES = {"--tool-call-parser": "tools.md#tools", "--reasoning-parser": "tools.md#reasoning"}
 
 
 OTHER_SERVERS = """# Coming from vLLM or SGLang
@@ -201,7 +203,10 @@ def item(action: argparse.Action) -> list[str]:
         value = "NAME"  # the meaning names the choices
     if value:
         spellings[0] += f" {value}" + (" ..." if action.nargs == "+" else "")
-    return wrapped(f"{shown_flags(spellings)}: {marked(str(action.help).replace('%%', '%'))}")
+    told = marked(str(action.help).replace("%%", "%"))
+    if table := TABLES.get(action.option_strings[0]):
+        told = re.sub(r"none, .*(?= \(default)", f"none, or [one of these]({table})", told)
+    return wrapped(f"{shown_flags(spellings)}: {told}")
 
 
 def marked(told: str) -> str:
