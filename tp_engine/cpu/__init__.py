@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tp_engine.cpu.paged_attention import PagedAttention
     from tp_engine.cpu.quantised import QuantisedPanels
     from tp_engine.cpu.tape import Tape, call, is_recording, naming_calls, recording
+    from tp_engine.cpu.waiting import watched_waiting
 
 __all__ = [
     "DTYPE_CODES",
@@ -43,6 +44,7 @@ __all__ = [
     "recording",
     "simd_width_of",
     "takes_experts",
+    "watched_waiting",
 ]
 
 _PLACES = {
@@ -57,6 +59,7 @@ _PLACES = {
     "paged_attention": ("PagedAttention",),
     "quantised": ("QuantisedPanels",),
     "tape": ("Tape", "call", "is_recording", "naming_calls", "recording"),
+    "waiting": ("watched_waiting",),
 }
 _LAZY = {name: place for place, names in _PLACES.items() for name in names}
 

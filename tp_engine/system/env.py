@@ -34,6 +34,8 @@ REASONING_KEY = Variable("TP_ENGINE_REASONING_KEY")  # what seals reasoning if -
 KV_EVENTS_KEY = Variable("TP_ENGINE_KV_EVENTS_KEY")  # what subscribers of KV events must send
 FAULT = Variable("TP_ENGINE_FAULT")  # what tests inject (faults.py)
 OMP_NUM_THREADS = Variable("OMP_NUM_THREADS")  # threads of each rank
+OMP_WAIT_POLICY = Variable("OMP_WAIT_POLICY")  # how OpenMP's threads wait, where the user has said it
+GOMP_SPINCOUNT = Variable("GOMP_SPINCOUNT")  # how long they spin, likewise
 NATIVE_KERNELS = Variable("TP_ENGINE_NATIVE", "1")  # compiled CPU kernels: 0 none, else for which level of processors
 NOTIFY_SOCKET = Variable("NOTIFY_SOCKET")  # where systemd wants to hear of a service's state (Type=notify)
 OTLP_PROTOCOL = Variable("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")

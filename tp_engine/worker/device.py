@@ -4,12 +4,13 @@ import ctypes
 import functools
 import os
 import platform
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tp_engine.cpu import kernel_level
+from tp_engine.cpu import kernel_level, watched_waiting
 from tp_engine.distributed.device_threads import use_device
 from tp_engine.distributed.rank import Agreeing
 from tp_engine.errors import ConfigError
@@ -81,6 +82,10 @@ class Device:
 
     def enter_thread(self) -> None:
         """Make this the device of the calling thread unless it is already."""
+
+    def shared_cores(self) -> AbstractContextManager[None]:
+        """While it is open, the threads of this process give way where other programs need their cores."""
+        return nullcontext()
 
 
 class CudaDevice(Device):
@@ -182,6 +187,9 @@ class CpuDevice(Device):
     def empty_cache(self) -> None:
         """Give freed memory back to the system: glibc keeps some, which would count as resident."""
         trim_heap()
+
+    def shared_cores(self) -> AbstractContextManager[None]:
+        return watched_waiting()
 
 
 def make_device(

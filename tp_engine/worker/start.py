@@ -166,6 +166,7 @@ def _open_device(effective: EffectiveConfig, groups: RankGroups, start_up: Start
         )
         closing.callback(torch.set_num_threads, torch.get_num_threads())
         device.set_current()
+        closing.enter_context(device.shared_cores())
         groups.device = device.torch_device
         groups.note_device(device.description)
         if info.is_first:
