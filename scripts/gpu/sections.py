@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 _PYTEST = "-m pytest -q -p no:cacheprovider"
 _WORKERS = 8  # the most: the kernels' tests mainly compile, and engines share the GPU's memory
 _ENGINE_TESTS = "tests/gpu/test_engine_gpu.py"
+_CANDIDATE_TESTS = "tests/gpu/test_candidates_gpu.py"
 _CODEC_TESTS = "tests/gpu/test_codecs_gpu.py"
 _CORE = ("torch", "transformers", "safetensors", "msgspec", "zmq", "xxhash")
 _TESTS = (*_CORE, "pytest", "psutil", "triton")
@@ -145,7 +146,7 @@ _SLICES = "scripts/gpu/slices.py"
 _COMPILE = f"{_SLICES} --compile"
 _MEMCHECK = ("compute-sanitizer", "--tool", "memcheck", "--print-limit", "5", "--error-exitcode", "9")
 # All of tests/gpu but for whole engines, backends of attention, and codecs: a new file is among them.
-_ELSEWHERE = ("engine", "speculation", "attention", "codecs")
+_ELSEWHERE = ("engine", "candidates", "speculation", "attention", "codecs")
 _NEW_KERNELS = " ".join(["tests/gpu", *(f"--ignore=tests/gpu/test_{name}_gpu.py" for name in _ELSEWHERE)])
 _DECODES = "decode and (paged_attention or cuda_graph) and not flash_attn"
 # Further arguments of plan 1's sections in a rehearsal on a fake GPU.  Engines of these sizes take hours in Triton's
@@ -154,7 +155,7 @@ _DECODES = "decode and (paged_attention or cuda_graph) and not flash_attn"
 # minutes.
 _REHEARSALS = {
     "new_kernels": "-k 'not (scaled_product or gpu_is_busy or sampling-noise)'",
-    "each_kind": "--collect-only",
+    "each_kind": "-k 'other_kernels or sum_with_a_norm'",
     "memory": "-k 'decode and paged_attention'",
 }
 _RECORDED = " --cudagraph-prefill-capture-sizes auto --served-model-name prompts-recorded"
@@ -168,8 +169,8 @@ _SECTIONS = (
         _pytest(f"--maxfail=12 {_NEW_KERNELS}", 11),
     ),
     (
-        "each_kind", 1, 125, "an engine of each kind: recorded = eager, 2 ranks on one GPU",
-        _pytest(f"{_ENGINE_TESTS} -m 'not later'", _WORKERS // 2),
+        "each_kind", 1, 125, "an engine of each kind: recorded = eager, other kernels, 2 ranks on one GPU",
+        _pytest(f"{_ENGINE_TESTS} {_CANDIDATE_TESTS} -m 'not later'", _WORKERS // 2),
     ),
     (
         "memory", 1, 45, "memory accesses of decode attention",
@@ -210,7 +211,7 @@ _SECTIONS = (
     ),
     (
         "kernels", 0, 420, "tests/gpu without the engine: kernels and backends against their twins, captured too",
-        _pytest(f"tests/gpu --ignore={_ENGINE_TESTS} --ignore={_CODEC_TESTS}"),
+        _pytest(f"tests/gpu --ignore={_ENGINE_TESTS} --ignore={_CANDIDATE_TESTS} --ignore={_CODEC_TESTS}"),
     ),
     ("nccl", 0, 40, "one rank: replayed 10,000 times, aborted while a graph runs", "scripts/gpu/probes.py nccl"),
     ("codecs", 0, 240, "blocks through the host tier's codecs, on a stream and back", _pytest(_CODEC_TESTS)),

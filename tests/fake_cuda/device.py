@@ -324,9 +324,38 @@ def _convolution(
     return torch.ops.aten.convolution(values, weight, None, stride, padding, dilation, False, none, groups)
 
 
+def _attention(query: Any, key: Any, value: Any, mask: Any, is_causal: bool, scale: float | None) -> Any:
+    """Attention as all devices have it; the second result is the weights."""
+    attend = torch.ops.aten._scaled_dot_product_attention_math
+    return attend(query, key, value, mask, 0.0, is_causal, scale=scale)
+
+
+def _efficient(
+    query: Any, key: Any, value: Any, mask: Any, _sums: bool, _dropout: float = 0.0, is_causal: bool = False,
+    scale: float | None = None,
+) -> Any:  # fmt: skip
+    """Attention as CUTLASS has it; no training needs the other results."""
+    found, weights = _attention(query, key, value, mask, is_causal, scale)
+    none = query.new_empty((), dtype=torch.int64)
+    return found, weights.new_empty(0, dtype=torch.float32), none, none
+
+
+def _flash(
+    query: Any, key: Any, value: Any, _dropout: float = 0.0, is_causal: bool = False, _mask: bool = False,
+    scale: float | None = None,
+) -> Any:  # fmt: skip
+    """Attention as flash-attn has it."""
+    found, weights = _attention(query, key, value, None, is_causal, scale)
+    none = query.new_empty((), dtype=torch.int64)
+    sums, debug = weights.new_empty(0, dtype=torch.float32), query.new_empty(0)
+    return found, sums, none, none, query.shape[-2], key.shape[-2], none, none, debug
+
+
 # Operations that only CUDA has.
 _SUBSTITUTES: dict[str, Any] = {
     "aten._conv_depthwise2d.default": _depthwise, "aten.cudnn_convolution.default": _convolution,
+    "aten._scaled_dot_product_efficient_attention.default": _efficient,
+    "aten._scaled_dot_product_flash_attention.default": _flash,
 }  # fmt: skip
 _libraries: list[Any] = []
 
@@ -374,7 +403,7 @@ def use_triton() -> None:
 
     def exchange(self: Any, place: Any, wanted: Any, value: Any, order: Any, scope: Any) -> Any:
         found = exchange_words(self, place, wanted, value, order, scope)
-        late_rank.exchanged(wanted.data, found.data, order == tl_ir.MEM_SEMANTIC.ACQUIRE)
+        late_rank.exchanged(place.data, wanted.data, found.data, order == tl_ir.MEM_SEMANTIC.ACQUIRE)
         return found
 
     def set_any_place(self: Any, *place: int) -> None:

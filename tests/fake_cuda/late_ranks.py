@@ -25,18 +25,21 @@ class Launch:
     """One launch; ``arguments`` are its kernel's, by name."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        self._pad: np.ndarray | None = None
-        if "signals" in arguments and arguments["rank"] % 2:
-            address = int(arguments["signals"][arguments["rank"]])
-            words = ctypes.c_int32 * (2 * arguments["WORLD_SIZE"])  # of the first program, which any may be
-            self._pad = np.ctypeslib.as_array(words.from_address(address))
+        self._is_late = "signals" in arguments and bool(arguments["rank"] % 2)
+        if self._is_late:
+            self._signals, self._num_words = int(arguments["signals"][arguments["rank"]]), 2 * arguments["WORLD_SIZE"]
 
-    def exchanged(self, wanted: np.ndarray, found: np.ndarray, is_acquire: bool) -> None:
-        """Note an exchange of words, of which those that were as ``wanted`` have been changed."""
-        if self._pad is None or not is_acquire or not bool(((found == wanted) | (wanted == _NEVER)).all()):
+    def exchanged(self, places: np.ndarray, wanted: np.ndarray, found: np.ndarray, is_acquire: bool) -> None:
+        """Note an exchange of the words at ``places``, of which those that were as ``wanted`` have been changed."""
+        if not self._is_late or not is_acquire or not bool(((found == wanted) | (wanted == _NEVER)).all()):
             return
-        pad, self._pad = self._pad, None
-        end_s = time.monotonic() + _LIMIT_S
+        self._is_late = False
+        num_bytes = (
+            4 * self._num_words
+        )  # of the two meetings of a program, which is the last one in every second launch
+        first = (int(places.min()) - self._signals) // num_bytes * num_bytes
+        words = (ctypes.c_int32 * self._num_words).from_address(self._signals + first)
+        pad, end_s = np.ctypeslib.as_array(words), time.monotonic() + _LIMIT_S
         while not pad.any() and not _others_sum() and time.monotonic() < end_s:
             time.sleep(_NAP_S)
 

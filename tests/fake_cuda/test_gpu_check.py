@@ -55,13 +55,14 @@ def check(library: Path, tmp_path: Path) -> Check:
 
 @pytest.mark.timeout(3300)
 def test_first_plan(check: Check) -> None:
-    """Oracle: every section of plan 1 ends well; the kernels' tests give the twins' values, captured and replayed; each
-    slice reports its steps, and why their kernels have no times: a profiler finds none here.  What was compiled comes
-    back as a file."""
+    """Oracle: every section of plan 1 ends well; the kernels' tests give the twins' values, captured and replayed, and
+    engines with other kernels a CPU's tokens; each slice reports its steps, and why their kernels have no times: a
+    profiler finds none here.  What was compiled comes back as a file."""
     code, output, outcomes = check("--plan", "1", results="plan_1")
     assert code == 0, output
     assert {one["status"] for one in outcomes.values()} == {"passed"}
     assert int(outcomes["new_kernels"]["note"].partition(" passed")[0]) >= 700
+    assert int(outcomes["each_kind"]["note"].partition(" passed")[0]) >= 5
     assert int(outcomes["memory"]["note"].partition(" passed")[0]) >= 20
     assert "1 of 1 slices" in outcomes["compile"]["verdict"]
     for name in _SLICES:
