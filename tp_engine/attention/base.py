@@ -58,12 +58,13 @@ class LatentMaps(Protocol):
     def values(self, attended: torch.Tensor) -> torch.Tensor:
         """Means of latents (n, heads, rank) as means of values (n, heads, value_dim)."""
 
-    def expand(self, rows: torch.Tensor, heads: slice) -> KeyValue:
-        """Cached ``rows`` (n, 1, row_dim) as keys (n, heads, query_dim) and values (n, heads, value_dim)."""
+    def expand(self, latents: torch.Tensor, heads: slice) -> torch.Tensor:
+        """Latents (n, rank) as [ key without rotation | value ] of ``heads``: (n, heads, nope_dim + value_dim),
+        contiguous."""
 
     def up_project(self, latents: torch.Tensor, first_head: int) -> torch.Tensor:
-        """Latents (n, rank) as [ key without rotation | value ] of up to ``HEADS_TOGETHER`` heads, from ``first_head``
-        on, which is a multiple of it: (n, heads, nope_dim + value_dim), contiguous.  CPUs only."""
+        """``expand`` of up to ``HEADS_TOGETHER`` heads, from ``first_head`` on, which is a multiple of it.  CPUs
+        only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,20 +21,17 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
 from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
+from tp_engine.attention.expanded import MIN_EXPANDED_QUERIES, attend_by_torch, attend_expanded
 from tp_engine.attention.selection import attend_chosen
-from tp_engine.attention.tiles import attend_last, slots_of
+from tp_engine.attention.tiles import slots_of
 from tp_engine.kernels.attention.index_keys import ChosenKeys
 from tp_engine.kernels.kv_cache.layer_kv import KeyValue, LayerKv, states_at
 from tp_engine.kernels.ops import op
 
-MIN_EXPANDED_QUERIES = 128
 # Bounds the partial results of the rows of a prompt that attend to chosen keys in one call: one for each _SPLIT keys.
 _MAX_PARTIAL_ELEMENTS, _SPLIT = {"cpu": 1 << 22, "cuda": 1 << 28}, 256
-# Bounds the keys and values of one call, which has as many heads as fit.
-_MAX_EXPANDED_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
 
 TokenSelection: TypeAlias = slice | torch.Tensor
 """Which of the step's tokens: a range, or their indices (tokens,) int64."""
@@ -204,11 +201,11 @@ class MLABackend:
             out[own] = self._attend_expanded(query[own], rows, shape)
 
     def _attend_expanded(self, query: torch.Tensor, rows: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
-        """Queries of one request over keys and values made from its ``rows``; see ``attend_expanded``."""
+        """Queries of one request over keys and values made from its ``rows``."""
         maps, backend = shape.latent, self._of_expanded
         assert maps is not None
         if backend is None or maps.value_dim > maps.query_dim or maps.query_dim % 2:
-            return attend_expanded(query, rows, shape)
+            return attend_expanded(query, rows, shape, attend_by_torch)
         return backend.attend_expanded(query, rows, shape)
 
 
@@ -224,25 +221,6 @@ def _rows_of(
     if positions is None:
         positions = torch.arange(int(metadata.host_seq_lens[request]), device=table.device, dtype=torch.int64)
     return states_at(kv, 0, slots_of(table, positions, kv.cache.shape[2])).squeeze(1).to(dtype)
-
-
-def attend_expanded(query: torch.Tensor, rows: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
-    """Queries (t, heads, query_dim), the last positions of ``rows`` (n, 1, row_dim) -> (t, heads, value_dim)."""
-    maps = shape.latent
-    assert maps is not None
-    out = query.new_empty(len(query), shape.num_heads, maps.value_dim)
-    room = _MAX_EXPANDED_ELEMENTS[query.device.type]
-    step = max(1, room // (len(rows) * (maps.query_dim + maps.value_dim)))
-    for first in range(0, shape.num_heads, step):
-        heads = slice(first, min(first + step, shape.num_heads))
-        count = heads.stop - first
-        own = AttentionShape(num_heads=count, num_kv_heads=count, head_dim=maps.query_dim, scale=shape.scale)
-        keys, values = maps.expand(rows, heads)
-        if values.shape[-1] < keys.shape[-1]:  # PyTorch's fast functions want both of one size
-            values = F.pad(values, (0, keys.shape[-1] - values.shape[-1]))
-        attended = attend_last(query[:, heads], KeyValue(keys, values), own)
-        out[:, heads] = attended[..., : maps.value_dim]
-    return out
 
 
 def part_of_step(metadata: AttentionMetadata, rows: npt.NDArray[np.int_]) -> tuple[AttentionMetadata, TokenSelection]:

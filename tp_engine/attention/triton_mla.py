@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 
 from tp_engine.attention.base import AttentionMetadata, AttentionNeeds, AttentionShape
+from tp_engine.attention.expanded import EXPANDED_PROMPTS, attend_expanded
+from tp_engine.attention.expanded import shape_of as expanded_shape
 from tp_engine.attention.triton_backend import why_no_triton
 from tp_engine.kernels.attention.index_keys import ChosenKeys
 from tp_engine.kernels.attention.latent_candidates import LATENT_DECODES, LATENT_PROMPTS, shape_of
@@ -43,6 +45,7 @@ class TritonMLABackend:
 
         self._store_kv, self._choices = store_kv_triton, choices
         self._runs: dict[tuple[str, _RowKind, torch.device], Run] = {}
+        self._expanded: dict[tuple[torch.dtype, torch.device, AttentionShape], Run] = {}
         self._max_arrivals = MAX_ARRIVALS
         self._arrivals: torch.Tensor | None = None
         self._chunks: PromptStep | None = None
@@ -93,6 +96,13 @@ class TritonMLABackend:
         out = _room(query, shape)
         self._attend_rows(query, kv, chosen, block_table, chosen.counts, out, shape)
         return out
+
+    def attend_expanded(self, query: torch.Tensor, rows: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
+        key = query.dtype, query.device, shape
+        if key not in self._expanded:
+            own = expanded_shape(shape, query.dtype)
+            self._expanded[key] = chosen_run(EXPANDED_PROMPTS, own, query.device, self._choices)
+        return attend_expanded(query, rows, shape, self._expanded[key])
 
     def _attend_rows(
         self,
@@ -155,6 +165,7 @@ def kernels_of_latents(shapes: Iterable[AttentionShape], needs: AttentionNeeds) 
         if shape.chooser is not None:
             found.append((LATENT_DECODES, shape_of_rows(*usual, shape.chooser.top_k)))
         found += [(LATENT_DECODES, shape_of_rows(*usual)), (LATENT_PROMPTS, shape_of_rows(*usual))]
+        found.append((EXPANDED_PROMPTS, expanded_shape(shape, needs.dtype)))
     return found
 
 

@@ -45,6 +45,7 @@ CANDIDATES: dict[str, str] = {
     "project_w_uv": "attention.latent_maps_candidates#PROJECT_OPERATION",
     "latent_decode_attention": "attention.latent_candidates#LATENT_DECODE",
     "latent_prompt_attention": "attention.latent_candidates#LATENT_PROMPT",
+    "expanded_prompt_attention": ":tp_engine.attention.expanded",
     "prompt_attention": "attention.paged_candidates#PROMPT",
     "draw_of_shares": ":tp_engine.sampling.ranked_shares",
 }

@@ -21,7 +21,6 @@ from tp_engine.kernels.attention.heads import Rotation
 from tp_engine.kernels.attention.latent_maps_candidates import ABSORB, PROJECT, shape_of
 from tp_engine.kernels.attention.latents import HEADS_TOGETHER
 from tp_engine.kernels.candidates import Wanted
-from tp_engine.kernels.kv_cache.layer_kv import KeyValue
 from tp_engine.kernels.quantization.row_codes import Rows
 from tp_engine.layers.attention import Attention, current_metadata, only
 from tp_engine.layers.context import Layer, LayerContext
@@ -85,12 +84,8 @@ class LatentUp(LocalLinear):
     def up_project(self, latents: torch.Tensor, first_head: int) -> torch.Tensor:
         return self._products[first_head // HEADS_TOGETHER](latents, None).view(len(latents), -1, self._spec.up_dim)
 
-    def expand(self, rows: torch.Tensor, heads: slice) -> KeyValue:
-        spec = self._spec
-        latents, turned = rows.split_with_sizes((spec.rank, spec.rope_dim), -1)
-        made = F.linear(latents.squeeze(1), self.up[heads].flatten(0, 1)).view(len(rows), -1, spec.up_dim)
-        keys, values = made.split_with_sizes((spec.nope_dim, spec.value_dim), -1)
-        return KeyValue(torch.cat((keys, turned.expand(-1, made.shape[1], -1)), -1), values)
+    def expand(self, latents: torch.Tensor, heads: slice) -> torch.Tensor:
+        return F.linear(latents, self.up[heads].flatten(0, 1)).view(len(latents), -1, self._spec.up_dim)
 
 
 class MLAAttention(Layer):

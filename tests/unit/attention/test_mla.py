@@ -14,7 +14,7 @@ import torch
 from tests.paged_batches import make_batch
 from tests.unit.kernels.kernel_cases_layer_ops import assert_close_enough, error_of
 from tests.unit.model_config.test_quantization_config import BLOCK_FP8
-from tp_engine.attention import mla, native_backend
+from tp_engine.attention import expanded, mla, native_backend
 from tp_engine.attention.base import AttentionBackend, AttentionMetadata, AttentionNeeds, AttentionShape
 from tp_engine.attention.mla import MLABackend, TokenSelection, part_of_step
 from tp_engine.attention.native_backend import NativeBackend
@@ -330,16 +330,16 @@ class Maps:
         assert library is not None
         return PackedWeight(library, up.flatten(0, 1))(latents, None).view(len(latents), -1, up.shape[1])
 
-    def expand(self, rows: torch.Tensor, heads: slice) -> KeyValue:
-        rank = self.up.shape[2]
-        made = torch.einsum("nr,hdr->nhd", rows[:, 0, :rank], self.up[heads])
-        turned = rows[..., rank:].expand(-1, made.shape[1], -1)
-        return KeyValue(torch.cat((made[..., : self.nope_dim], turned), -1), made[..., self.nope_dim :])
+    def expand(self, latents: torch.Tensor, heads: slice) -> torch.Tensor:
+        return torch.einsum("nr,hdr->nhd", latents, self.up[heads]).contiguous()
 
 
 def expected(query: torch.Tensor, rows: torch.Tensor, maps: Maps, scale: float) -> torch.Tensor:
     """Queries, the last of all ``rows``, by the formulas of the paper, in float64."""
-    key, value = maps.expand(rows, slice(None))
+    rank = maps.up.shape[2]
+    made = maps.expand(rows[:, 0, :rank], slice(None))
+    key = torch.cat((made[..., : maps.nope_dim], rows[..., rank:].expand(-1, made.shape[1], -1)), -1)
+    value = made[..., maps.nope_dim :]
     scores = torch.einsum("thd,nhd->htn", query, key) * scale
     position = torch.arange(len(rows))
     hidden = position > position[len(rows) - len(query) :, None]
@@ -442,7 +442,7 @@ def test_absorbed_equals_expanded(
     found = {}
     for form, least in (("absorbed", 1000), ("expanded", 1)):
         monkeypatch.setattr(mla, "MIN_EXPANDED_QUERIES", least)
-        monkeypatch.setitem(mla._MAX_EXPANDED_ELEMENTS, "cpu", 21 * 2 * (nope + rope + value_dim))
+        monkeypatch.setitem(expanded._MAX_EXPANDED_ELEMENTS, "cpu", 21 * 2 * (nope + rope + value_dim))
         backend = select_backend(name, NEEDS)
         backend.prepare(metadata)
         found[form] = backend.forward(query, KeyValue(fresh, fresh[..., :rank]), kv, metadata, shape)

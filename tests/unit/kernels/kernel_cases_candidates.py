@@ -12,6 +12,7 @@ from unittest.mock import patch
 import torch
 
 from tests.unit.kernels.kernel_cases_layer_ops import Case
+from tp_engine.attention import expanded
 from tp_engine.kernels.attention import latent_candidates, paged_candidates, paged_trials
 from tp_engine.kernels.attention.prompt_packages import PACKAGES
 from tp_engine.kernels.candidates import MANY, Shape, Twin, operation, why_no_triton
@@ -44,6 +45,7 @@ _ATTENTION: Shape = {
 _LATENTS: Shape = {
     "heads": 4, "dim": 40, "rank": 32, "type": "bfloat16", "cache": "bfloat16", "block": 16, "chosen": 0,
 }  # fmt: skip
+_EXPANDED: Shape = {"heads": 3, "nope": 22, "rope": 6, "value": 40, "type": "bfloat16"}
 _MAPS: Shape = {"heads": 3, "nope": 22, "rope": 6, "rank": 70, "value": 40, "type": "bfloat16"}
 # tests/unit/kernels/test_prompt_packages.py has these, with stand-ins.
 OF_PACKAGES = {one.name for one in PACKAGES}
@@ -115,6 +117,8 @@ SHAPES: dict[str, tuple[str, Shape, tuple[int, ...] | None]] = {
     "latent decodes, int8": ("latent_decode_attention", {**_LATENTS, "type": "float32", "cache": "int8"}, (3,)),
     "latent prompts": ("latent_prompt_attention", _LATENTS, (17, 130)),
     "latent prompts, int8": ("latent_prompt_attention", {**_LATENTS, "cache": "int8"}, (17,)),
+    "expanded prompts": ("expanded_prompt_attention", _EXPANDED, (128, 150)),
+    "expanded prompts, float32": ("expanded_prompt_attention", {**_EXPANDED, "type": "float32", "value": 16}, (130,)),
     **{
         f"{name}, {dtype}": (name, {**_MAPS, "type": dtype}, rows)
         for name in ("absorb_w_uk", "project_w_uv")
@@ -156,6 +160,7 @@ def check_attention(device: str, name: str) -> None:
         patch.multiple(paged_trials, MOST_KEYS=50, _LEAST_KEYS=50),
         patch.object(paged_candidates, "_BEFORE", 30),
         patch.object(latent_candidates, "_BEFORE", 30),
+        patch.object(expanded, "_BEFORE", 30),
     ):
         check_candidates(device, name)
 

@@ -12,11 +12,15 @@ import torch
 
 from tests.paged_batches import PagedBatch, among_layers, make_batch
 from tests.unit.kernels.kernel_cases_layer_ops import DTYPES, Case, assert_close_enough, both, random
+from tests.unit.kernels.kernel_harness import SHARED_MEMORY
 from tp_engine.attention.base import AttentionShape
+from tp_engine.attention.expanded import Tiles, tile_bytes, tiles_of
+from tp_engine.kernels.attention.expanded_triton import ExpandedSizes, expanded_prefill_triton
 from tp_engine.kernels.attention.heads import Rotation
 from tp_engine.kernels.attention.paged_decode_triton import MAX_ARRIVALS
 from tp_engine.kernels.attention.paged_mla_triton import latent_sizes, mla_chunks_triton, mla_decode_triton
 from tp_engine.kernels.attention.plain_attention import paged_attention
+from tp_engine.kernels.candidates import Shape
 from tp_engine.kernels.kv_cache.layer_kv import LARGEST_VALUE, SCALE_DTYPE, KeyValue, LayerKv, dequantise, store_kv
 from tp_engine.kernels.layer_ops import NormRule
 
@@ -242,13 +246,31 @@ def launch_model(number: int, num_decodes: int, num_tokens: int, num_chunks: int
         mla_chunks_triton(absorbed, kv, table, seq_lens, starts, out, **call)
 
 
+def launch_expanded(capability: int, number: int, most: int = 1, num_tokens: int = 640) -> list[Tiles]:
+    """Launch a long chunk's attention of ``MODELS[number]`` in the first ``most`` sizes that fit; returns these."""
+    heads, _, rope, nope, dtype, _ = MODELS[number]
+    value = max(nope, 128)
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    shape: Shape = {"nope": nope, "rope": rope, "value": value, "type": str(dtype).removeprefix("torch.")}
+    fitting = [one for one in tiles_of(shape) if tile_bytes(one, shape) <= SHARED_MEMORY[capability]][:most]
+    inputs = (empty(num_tokens, heads, nope + rope), empty(num_tokens, heads, value))
+    keys = empty(2 * num_tokens, heads, nope + value), empty(2 * num_tokens, rope + 512)[:, 512:]
+    for tiles in fitting:
+        expanded_prefill_triton(*inputs, *keys, scale=0.1, sizes=ExpandedSizes(*tiles))
+    return fitting
+
+
 def launch_all(capability: int) -> None:
-    """Decodes with and without splits; chunks."""
+    """Decodes with and without splits; chunks, short and long."""
     from tp_engine.kernels.kv_cache.store_kv_triton import store_kv_triton
 
     launch_model(0, 1024, 1024)
     for number in MODELS_OF[capability]:
         launch_model(number, 2, 66 if number == 0 else 2)
+        launch_expanded(capability, number)
         # What a pair of backends stores: rows of a cache with one part.
         _, rank, rope, _, dtype, cache_dtype = MODELS[number]
         rows = torch.empty(7, 1, rank + rope, dtype=dtype, device="meta")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.kernels.kernel_harness import SHARED_MEMORY, compiled_for, needs_triton, quiet, spilled_bytes
+from tp_engine.kernels.candidates import Shape
+
+UNITS = {80: "mma.sync", 90: "wgmma", 100: "tcgen05", 120: "mma.sync"}
 
 
 @needs_triton
@@ -65,6 +68,37 @@ def test_wide_chunks_meet_the_large_units(capability: int, unit: str) -> None:
     assert unit in wide.asm["ptx"] and unit not in own.asm["ptx"]
     assert wide.metadata.shared <= SHARED_MEMORY[capability]
     assert [spilled_bytes(kernel) for kernel in kernels] == [0, 0]
+
+
+@needs_triton
+@quiet
+@pytest.mark.parametrize(
+    ("capability", "unit", "most"),
+    [
+        (90, "wgmma", 1),
+        (100, "tcgen05", 1),
+        *(pytest.param(one, unit, 5, marks=pytest.mark.slow) for one, unit in UNITS.items()),
+    ],
+)
+def test_long_chunks_meet_the_large_units(capability: int, unit: str, most: int) -> None:
+    """Oracle: the compiled code of DeepSeek-V3's widths, 192 and 128: each candidate that fits multiplies by the units
+    of its GPU and needs as much shared memory as its rule says, or less; none spills where units are for groups of
+    warps, one does not elsewhere; another length compiles nothing anew."""
+    from tests.unit.kernels.kernel_cases_latents import MODELS, launch_expanded
+    from tp_engine.attention.expanded import tile_bytes
+
+    _, _, rope, nope, dtype, _ = MODELS[1]
+    shape: Shape = {"nope": nope, "rope": rope, "value": 128, "type": str(dtype).removeprefix("torch.")}
+    with compiled_for(capability) as kernels:
+        fitting = launch_expanded(capability, 1, most)
+        known = {id(kernel) for kernel in kernels}
+        launch_expanded(capability, 1, 1, num_tokens=1001)
+    assert len(known) == len(fitting) and {id(kernel) for kernel in kernels} == known
+    spilled = [spilled_bytes(kernel) for kernel in kernels]
+    assert max(spilled) == 0 if capability in (90, 100) else min(spilled) == 0, spilled
+    for kernel, tiles in zip(kernels, fitting, strict=False):
+        assert unit in kernel.asm["ptx"], tiles
+        assert kernel.metadata.shared <= tile_bytes(tiles, shape) <= SHARED_MEMORY[capability], tiles
 
 
 @needs_triton

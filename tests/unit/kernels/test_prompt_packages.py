@@ -86,7 +86,7 @@ def test_packages_with_blocks(name: str, window: int, monkeypatch: pytest.Monkey
 def test_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the twin, for prompts that are padded; a step with a prompt behind a prefix is left to the own kernel."""
     monkeypatch.setattr(prompt_packages, "sdpa_kernel", lambda backend: nullcontext())
-    monkeypatch.setattr(prompt_packages, "_LEAST_TOKENS", 16)
+    monkeypatch.setattr(prompt_packages, "LEAST_TOKENS", 16)
     monkeypatch.setattr(paged_candidates, "_LEAST_ROWS_OF_ONE", 30)
     inputs = PROMPT.inputs(SHAPE, 37, CPU, torch.Generator().manual_seed(0))
     query, _, kv, step, scale, _ = inputs

@@ -22,7 +22,7 @@ from tp_engine.kernels.kv_cache.layer_kv import LayerKv, states_at
 from tp_engine.plan import IntArray
 from tp_engine.system.units import round_up
 
-_LEAST_TOKENS = 1024
+LEAST_TOKENS = 1024
 _BLOCK_MULTIPLE = 256  # of flash-attn 2
 
 
@@ -165,7 +165,7 @@ def attend_by_cudnn(
     query: torch.Tensor, kv: LayerKv, step: PromptStep, scale: float, window: int | None
 ) -> torch.Tensor | None:
     """Prompt by prompt, if all of them are long and begin in this step."""
-    if (step.query_lens < _LEAST_TOKENS).any() or (step.query_lens != step.key_lens).any():
+    if (step.query_lens < LEAST_TOKENS).any() or (step.query_lens != step.key_lens).any():
         return None
     found, start = [], 0
     for place, count in enumerate(step.query_lens.tolist()):
@@ -179,14 +179,18 @@ def attend_by_cudnn(
 
 def _slots(blocks: torch.Tensor, num_tokens: int, block_size: int) -> torch.Tensor:
     """Where a prompt's keys lie in the cache, padded with the first one's place."""
-    padded = round_up(num_tokens, 1 << (num_tokens.bit_length() - 3))
-    position = torch.arange(padded, dtype=torch.int64, device=blocks.device)
+    position = torch.arange(padded_length(num_tokens), dtype=torch.int64, device=blocks.device)
     position = torch.where(position < num_tokens, position, 0)
     return blocks[position // block_size].long() * block_size + position % block_size
 
 
+def padded_length(num_tokens: int) -> int:
+    """One of four lengths from each power of two to the next."""
+    return round_up(num_tokens, 1 << (num_tokens.bit_length() - 3))
+
+
 def causal_by_cudnn(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
-    """``query`` (n, heads, head_dim), ``keys`` and ``values`` (n, KV heads, head_dim) -> (n, heads, head_dim)."""
+    """``query`` (n, heads, d), ``keys`` (n, KV heads, d) and ``values`` (n, KV heads, v) -> (n, heads, v)."""
     q, k, v = (one.transpose(0, 1).unsqueeze(0) for one in (query, keys, values))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         found = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
@@ -196,5 +200,5 @@ def causal_by_cudnn(query: torch.Tensor, keys: torch.Tensor, values: torch.Tenso
 PACKAGES = (
     Package("flash_attn", attend_by_flash_attn, _why_no_flash_attn),
     Package("varlen", attend_by_varlen, _why_no_varlen),
-    Package("cudnn", attend_by_cudnn, _why_no_cudnn, _LEAST_TOKENS),
+    Package("cudnn", attend_by_cudnn, _why_no_cudnn, LEAST_TOKENS),
 )
