@@ -40,7 +40,7 @@ class CoreTime(NamedTuple):
     waited: float
 
 
-class Team(Protocol):
+class Closeable(Protocol):
     """What switches spinning off from when it is made until it is closed."""
 
     def close(self) -> None: ...
@@ -50,9 +50,9 @@ class Waiting:
     """How the threads wait: ``note`` what each has had so far (by thread, cumulative) and it changes between spinning
     and sleeping, which ``make_team`` makes them do."""
 
-    def __init__(self, make_team: Callable[[], Team]) -> None:
+    def __init__(self, make_team: Callable[[], Closeable]) -> None:
         self._make_team = make_team
-        self._team: Team | None = None
+        self._team: Closeable | None = None
         self._last: dict[int, CoreTime] = {}
         self._num_quiet, self._has_told = 0, False
 
