@@ -21,14 +21,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import msgspec
 
 from tp_engine.errors import shown
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import take_dtype
-from tp_engine.model_config.mlp import MlpSpec
+from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
 from tp_engine.model_config.names import CheckpointNames
 from tp_engine.model_config.quant_methods import read_quantization
 from tp_engine.model_config.rope import RopeSpec
@@ -50,7 +50,8 @@ class AskedLayer:
     """A ``LayerSpec`` of the kinds that are recognised."""
 
     attention: AttentionSpec
-    mlp: MlpSpec
+    mlp: MlpSpec | None
+    experts: ExpertsSpec | None
     input_norm: NormSpec | None
     attention_out_norm: NormSpec | None
     mlp_norm: NormSpec | None
@@ -61,12 +62,14 @@ class AskedLayer:
     @classmethod
     def of(cls, spec: LayerSpec) -> Self:
         """Return the same layer."""
-        return cls(**{name: getattr(spec, name) for name in cls.__dataclass_fields__})
+        own = {name: getattr(spec, name) for name in cls.__dataclass_fields__}
+        return cls(**own) if spec.experts is None else cls(**{**own, "mlp": None})
 
     @property
     def spec(self) -> LayerSpec:
         """The same layer."""
-        return LayerSpec(**{name: getattr(self, name) for name in self.__dataclass_fields__})
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "experts"}
+        return LayerSpec(**{**own, "mlp": self.mlp or self.experts})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +115,11 @@ class ClassAnswer:
 
     decoder: AskedDecoder | None = None
     problem: str = ""
+
+    @property
+    def way(self) -> Literal["recognised", "refused"]:
+        """How the class is served."""
+        return "refused" if self.decoder is None else "recognised"
 
 
 def transformers_version() -> str:

@@ -22,7 +22,7 @@ from tp_engine.errors import ConfigError
 from tp_engine.layers.rotary import inverse_frequencies
 from tp_engine.model_config import asked_decoder, families, load_model_config, read_model
 from tp_engine.model_config.asked_decoder import AskedDecoder, ClassAnswer
-from tp_engine.model_config.mlp import Activation, MlpSpec
+from tp_engine.model_config.mlp import Activation, ExpertsSpec, MlpSpec
 from tp_engine.model_config.rope import RopeSpec
 from tp_engine.model_config.spec import AttentionSpec, ModelSpec
 from tp_engine.models.recognition import child
@@ -34,7 +34,8 @@ from tp_engine.models.recognition.whole import Recognised, describe
 # Families of the engine that consist of what is recognised.
 DENSE = (
     "llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "olmo2", "olmo3", "granite", "hyperclovax", "glm",
-    "glm4", "smollm3", "seed-oss", "exaone4", "cohere2",
+    "glm4", "smollm3", "seed-oss", "exaone4", "cohere2", "qwen2-moe", "qwen3-moe", "mixtral", "granite-moe", "glm4-moe",
+    "minimax-m2", "ernie4.5-moe",
 )  # fmt: skip
 _SIZES: dict[str, Any] = {
     "num_hidden_layers": 3,
@@ -50,9 +51,30 @@ _SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_EXPERTS = {
+    "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+}  # fmt: skip
 _WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 # Classes that no family of the engine has: the configuration's name and its changes.
 SERVED: dict[str, tuple[str, dict[str, Any]]] = {
+    "AfmoeForCausalLM": ("AfmoeConfig", {**_WINDOWS, "num_dense_layers": 1, "num_shared_experts": 2}),
+    "Cohere2MoeForCausalLM": ("Cohere2MoeConfig", {**_WINDOWS, "expert_selection_fn": "sigmoid"}),
+    "Dots1ForCausalLM": (
+        "Dots1Config",
+        {
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+        },
+    ),
+    "FlintForCausalLM": ("FlintConfig", {}),
+    "GraniteMoeSWAForCausalLM": ("GraniteMoeSWAConfig", {**_WINDOWS, "shared_intermediate_size": 56}),
+    "MellumForCausalLM": ("MellumConfig", _WINDOWS),
+    "OlmoeForCausalLM": ("OlmoeConfig", {}),
     "ArceeForCausalLM": ("ArceeConfig", {}),
     "CohereForCausalLM": ("CohereConfig", {"logit_scale": 0.25}),
     "CwmForCausalLM": ("CwmConfig", _WINDOWS),
@@ -74,7 +96,7 @@ def served_values(architecture: str) -> dict[str, Any]:
     name, changes = SERVED[architecture]
     kind = getattr(transformers, name)
     known = kind().to_dict()
-    sizes = {key: value for key, value in _SIZES.items() if key in known or key.endswith("token_id")}
+    sizes = {key: one for key, one in (_SIZES | _EXPERTS).items() if key in known or key.endswith("token_id")}
     return values_of(kind(**{**sizes, **changes}), architecture)
 
 
@@ -104,11 +126,21 @@ def plain(spec: ModelSpec) -> tuple[Any, ...]:
         attention = layer.attention
         assert isinstance(attention, AttentionSpec)
         turn = None if attention.rope is None else rope(spec.ropes[attention.rope])
-        layers.append((replace(layer, attention=replace(attention, rope=None)), turn))
+        layers.append((replace(layer, attention=replace(attention, rope=None), mlp=plain_mlp(layer.mlp)), turn))
     return (
         layers, spec.final_norm, spec.embedding_scale, spec.logit_scale, spec.logit_softcap, spec.vocab_size,
         spec.hidden_size, spec.tie_word_embeddings, spec.max_position, spec.eos_token_ids, spec.names, spec.dtype,
     )  # fmt: skip
+
+
+def plain_mlp(mlp: Any) -> Any:
+    """Of two rules that choose and weigh alike one, and without the ways in which checkpoints keep experts."""
+    if not isinstance(mlp, ExpertsSpec):
+        return mlp
+    rule = replace(mlp.rule, sum_eps=0.0)
+    if rule.scores == "softmax_of_chosen":
+        rule = replace(rule, scores="softmax", renormalises=True)
+    return replace(mlp, rule=rule, stored=mlp.stored[:1])
 
 
 @pytest.fixture
@@ -197,6 +229,33 @@ def test_sinks_and_names_count(gemma: tuple[ModelClass, Recognised]) -> None:
     names = replace(found.narrow.names, renamed=(("mlp.up_proj", "mlp.w3"),))
     with pytest.raises(RefusalError, match=r"missing: .*w3"):
         verify(model_class, changed(found, names=names))
+
+
+EXPERT_LIES: dict[str, Callable[[ExpertsSpec], ExpertsSpec]] = {
+    "weights twice as large": lambda one: replace(one, rule=replace(one.rule, factor=2 * one.rule.factor)),
+    "weights that do not sum to 1": lambda one: replace(one, rule=replace(one.rule, renormalises=False)),
+    "an expert less": lambda one: replace(one, rule=replace(one.rule, top_k=one.rule.top_k - 1)),
+    "no groups": lambda one: replace(one, rule=replace(one.rule, num_groups=1, top_groups=1)),
+    "no correction": lambda one: replace(one, correction=None),
+    "no shared MLP": lambda one: replace(one, shared=None),
+}
+
+
+@pytest.fixture(scope="module")
+def dots() -> tuple[ModelClass, Recognised]:
+    """A class with groups of experts, a correction of their scores, and a shared MLP."""
+    return asked("Dots1ForCausalLM")
+
+
+@pytest.mark.parametrize("lie", EXPERT_LIES)
+def test_a_wrong_description_of_experts_is_refused(lie: str, dots: tuple[ModelClass, Recognised]) -> None:
+    """Oracle: the class's own logits and tensors, which the true description gives."""
+    kinds = tuple(
+        one if one.experts is None else replace(one, experts=EXPERT_LIES[lie](one.experts))
+        for one in dots[1].narrow.kinds
+    )
+    with pytest.raises(RefusalError):
+        verify(dots[0], replace(dots[1], narrow=replace(dots[1].narrow, kinds=kinds)))
 
 
 @contextmanager

@@ -6,14 +6,16 @@ a layer that does anything else between two modules is refused.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import permutations
 from typing import Any
 
 import torch
 from torch import nn
 
-from tp_engine.model_config.mlp import Activation, MlpSpec
+from tp_engine.model_config.mlp import Activation, ExpertsSpec, MlpSpec
 from tp_engine.model_config.spec import AttentionSpec, LayerSpec, NormSpec, QkNormSpec
+from tp_engine.models.recognition.experts import read_experts
 from tp_engine.models.recognition.leaves import (
     HeadTurn,
     Rotations,
@@ -25,46 +27,87 @@ from tp_engine.models.recognition.leaves import (
 )
 from tp_engine.models.recognition.record import LayerRun, ModuleCall
 from tp_engine.models.recognition.refusal import RefusalError
+from tp_engine.models.recognition.stored_names import ExpertLayout, StoredNames
+
+_GATE = "gate_proj"
 
 
 @dataclass(slots=True)
 class RecognisedLayer:
-    """A layer's description; ``turn`` is how it turns, ``names`` what each usual module name below it stands for."""
+    """A layer's description; ``turn`` is how it turns, ``names`` what each usual module name below it stands for.
+
+    ``down`` is the path, below the layer, of the module with an MLP's inner size, and ``routed`` what its experts are.
+    """
 
     spec: LayerSpec
     turn: HeadTurn | None
-    names: dict[str, str] = field(default_factory=dict)
+    names: dict[str, str]
+    down: str | None
+    routed: tuple[str, ExpertLayout] | None
+
+    def mlp(self, module: nn.Module) -> MlpSpec | ExpertsSpec:
+        """The layer's MLP with the sizes of ``module``, a layer of the same class."""
+        mlp = self.spec.mlp
+        inner = 0 if self.down is None else _inner_size(module.get_submodule(self.down))
+        if self.routed is None:
+            assert isinstance(mlp, MlpSpec)
+            return replace(mlp, inner_size=inner)
+        assert isinstance(mlp, ExpertsSpec)
+        path, layout = self.routed
+        count, size = layout.sizes(module.get_submodule(path))
+        shared = None if mlp.shared is None else replace(mlp.shared, inner_size=inner)
+        return replace(mlp, num_experts=count, inner_size=size, shared=shared)
 
 
-def recognise(run: LayerRun, module: nn.Module, rotations: Rotations, positions: torch.Tensor) -> RecognisedLayer:
+def _inner_size(module: nn.Module) -> int:
+    assert isinstance(module, nn.Linear)
+    return module.in_features
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelContext:
+    """What the layers of a model have in common."""
+
+    rotations: Rotations
+    positions: torch.Tensor
+    stored: StoredNames
+    config: Any
+
+
+def recognise(run: LayerRun, module: nn.Module, context: ModelContext) -> RecognisedLayer:
     """Raises ``RefusalError``."""
     if len(run.asked) != 1:
         raise RefusalError(f"a layer attends {len(run.asked)} times in a step; native layers attend once")
-    return _LayerReader(run, module, rotations, positions).read()
+    return _LayerReader(run, module, context).read()
 
 
 class _LayerReader:
-    def __init__(self, run: LayerRun, module: nn.Module, rotations: Rotations, positions: torch.Tensor) -> None:
+    def __init__(self, run: LayerRun, module: nn.Module, context: ModelContext) -> None:
         assert run.read is not None and run.made is not None
         self._asked, self._read, self._made = run.asked[0], run.read[0], run.made[0]
-        self._prefix, self._module = f"{run.path}.", module
-        self._rotations, self._positions = rotations, positions
+        self._run, self._path, self._module = run, run.path, module
+        self._context, self._positions = context, context.positions
         self._linears = [call for call in run.calls if isinstance(call.module, nn.Linear)]
         others = [call for call in run.calls if not isinstance(call.module, nn.Linear)]
         self._norms = [call for call in others if any(True for _ in call.module.parameters())]
         self._used: list[ModuleCall] = []
+        self._known: set[int] = set()
+        self._down: ModuleCall | None = None
+        self._routed: tuple[str, ExpertLayout] | None = None
         self._names: dict[str, str] = {}
 
     def read(self) -> RecognisedLayer:
         attention, turn, x = self._read_attention()
-        o = self._take_linear("self_attn.o_proj", self._asked.out[0].flatten(1))
+        o, gate_name = self._read_output(x)
         input_norm = self._norm_before(x, self._read)
-        mlp, y, down = self._read_mlp()
-        attention = replace(attention, out_bias=o.module.bias is not None)
+        mlp, y, out = self._read_experts() if self._run.experts else self._read_mlp(self._rest(), "mlp")
+        attention = replace(
+            attention, out_bias=o.module.bias is not None, has_gate=gate_name is not None, gate_name=gate_name
+        )
         if are_close(y, x):
-            return self._parallel(attention, turn, mlp, input_norm, o, down)
-        attention_out_norm, added = self._norm_after(o)
-        mlp_out_norm, last = self._norm_after(down)
+            return self._parallel(attention, turn, mlp, input_norm, o.made[0] + out)
+        attention_out_norm, added = self._norm_after(o.made[0])
+        mlp_out_norm, last = self._norm_after(out)
         before = next((call for call in self._norms if are_close(call.made, y)), None)
         middle = y if before is None else before.read[0]
         mlp_norm = None if before is None else self._norm(before)
@@ -77,10 +120,8 @@ class _LayerReader:
         )  # fmt: skip
         return self._finished(spec, turn)
 
-    def _parallel(
-        self, attention: Any, turn: Any, mlp: Any, norm: Any, o: ModuleCall, down: ModuleCall
-    ) -> RecognisedLayer:
-        scale = constant_ratio(self._made - self._read, o.made[0] + down.made[0])
+    def _parallel(self, attention: Any, turn: Any, mlp: Any, norm: Any, added: torch.Tensor) -> RecognisedLayer:
+        scale = constant_ratio(self._made - self._read, added)
         if scale is None:
             raise RefusalError("the outputs of attention and MLP, which read the same, are not simply added")
         spec = LayerSpec(
@@ -94,13 +135,14 @@ class _LayerReader:
         if unused:
             raise RefusalError(f"{unused[0]} has no role that is known")
         parameters = {id(one) for one in self._module.parameters()}
-        known = {id(one) for call in self._used for one in call.module.parameters()}
+        known = self._known | {id(one) for call in self._used for one in call.module.parameters()}
         known |= {id(self._asked.sinks)} if self._asked.sinks is not None else set()
         left = parameters - known
         if left:
             name = next(name for name, one in self._module.named_parameters() if id(one) in left)
-            raise RefusalError(f"{self._prefix}{name} has no role that is known")
-        return RecognisedLayer(spec, turn, self._names)
+            raise RefusalError(f"{self._path}.{name} has no role that is known")
+        down = None if self._down is None else self._own(self._down)
+        return RecognisedLayer(spec, turn, self._names, down, self._routed)
 
     def _read_attention(self) -> tuple[AttentionSpec, HeadTurn | None, torch.Tensor]:
         asked = self._asked
@@ -135,7 +177,8 @@ class _LayerReader:
             bias = biases[0]
         qk_norm = self._qk_norm(norms, dim)
         turns = [
-            self._rotations.find(one, turned, self._positions) for one, turned in zip(plain, (query, key), strict=True)
+            self._context.rotations.find(one, turned, self._positions)
+            for one, turned in zip(plain, (query, key), strict=True)
         ]
         if turns[0] != turns[1]:
             raise RefusalError("its queries turn otherwise than its keys")
@@ -153,7 +196,7 @@ class _LayerReader:
         found = [name for name, one in self._module.named_parameters() if one is sinks]
         if not found:
             raise RefusalError("its sinks are no parameter of the layer")
-        self._names["self_attn.sinks"] = found[0]
+        self._names["self_attn.sinks"] = self._context.stored.below(self._path, f"{self._path}.{found[0]}", "")
         return True
 
     def _projection(self, turned: torch.Tensor, x: torch.Tensor) -> tuple[ModuleCall, ModuleCall | None]:
@@ -187,11 +230,14 @@ class _LayerReader:
         if (specs[0].eps, specs[0].offset) != (specs[1].eps, specs[1].offset):
             raise RefusalError("its queries and keys have norms that differ")
         for name, (_, norm) in zip(("q_norm", "k_norm"), norms, strict=True):
-            self._names[f"self_attn.{name}"] = norm.path.removeprefix(self._prefix)
+            self._names[f"self_attn.{name}"] = self._stored(norm)
         return QkNormSpec(eps=specs[0].eps, offset=specs[0].offset, spans_heads=spans[0])
 
-    def _read_mlp(self) -> tuple[MlpSpec, torch.Tensor, ModuleCall]:
-        rest = [call for call in self._linears if call not in self._used]
+    def _rest(self) -> list[ModuleCall]:
+        return [call for call in self._linears if call not in self._used]
+
+    def _read_mlp(self, rest: list[ModuleCall], name: str) -> tuple[MlpSpec, torch.Tensor, torch.Tensor]:
+        """The MLP of the linear layers that are left, what it reads, and what it makes."""
         hidden = self._read.shape[-1]
         if len(rest) not in (2, 3) or rest[-1].made.shape[-1] != hidden:
             raise RefusalError(f"it has {len(rest)} linear layers beside those of attention; an MLP has 2 or 3")
@@ -202,26 +248,60 @@ class _LayerReader:
             raise RefusalError("some linear layers of its MLP have a bias, and others none")
         fused_name = None
         if len(wide) == 1 and wide[0].made.shape[-1] == 2 * inner:
-            parts, fused_name = list(wide[0].made[0].chunk(2, -1)), "gate_up_proj"
-            activation = activation_of(parts, down.read[0])
-            self._use(wide[0], "mlp.gate_up_proj")
+            parts, fused_name = list(_rows(wide[0].made).chunk(2, -1)), "gate_up_proj"
+            activation = activation_of(parts, down.read)
+            self._use(wide[0], f"{name}.gate_up_proj")
         else:
-            activation = self._activation(wide, down)
+            activation = self._activation(wide, down, name)
         if activation is None:
             raise RefusalError("the activation of its MLP is none of SiLU and GELU (tanh) with a gate, or ReLU squared")
         if any(not are_close(call.read, wide[0].read) for call in wide):
             raise RefusalError("the linear layers of its MLP read different inputs")
-        self._use(down, "mlp.down_proj")
+        self._use(down, f"{name}.down_proj")
+        self._down = down
         spec = MlpSpec(inner_size=inner, activation=activation, bias=biases.pop(), fused_name=fused_name)
-        return spec, wide[0].read[0], down
+        return spec, _rows(wide[0].read), _rows(down.made)
 
-    def _activation(self, wide: list[ModuleCall], down: ModuleCall) -> Activation | None:
+    def _read_experts(self) -> tuple[ExpertsSpec, torch.Tensor, torch.Tensor]:
+        """The block of experts with its shared MLP, what it reads, and what it makes."""
+        if len(self._run.experts) != 1 or len(self._run.blocks) != 1:
+            raise RefusalError("a layer has experts at several places")
+        call, block = self._run.experts[0], self._run.blocks[0]
+        x, made = _rows(block.read), _rows(block.made)
+        if not are_close(call.read, x):
+            raise RefusalError("its experts read something else than their block")
+        routed = read_experts(call, block.module, self._path, self._context.stored, self._context.config)
+        self._known |= {id(one) for one in routed.known}
+        self._used += [one for one in self._linears if one.path == routed.router]
+        self._used += [one for one in self._norms if {id(own) for own in one.module.parameters()} <= self._known]
+        gate = next((one for one in self._rest() if one.made.shape[-1] == 1), None)
+        rest = [one for one in self._rest() if one is not gate]
+        inside, beside = torch.zeros_like(made), torch.zeros_like(made)
+        if rest:
+            name = self._stored(rest[-1]).rpartition(".")[0]
+            mlp, read, shared = self._read_mlp(rest, name)
+            if not are_close(read, x):
+                raise RefusalError("its shared MLP reads something else than its experts")
+            routed = replace(routed, spec=replace(routed.spec, shared=replace(mlp, name=name)))
+            if gate is not None:
+                self._used.append(gate)
+                shared = shared * _rows(gate.made).sigmoid()
+                routed = replace(routed, spec=replace(routed.spec, shared_gate=self._stored(gate)))
+            inside, beside = (shared, beside) if rest[-1].path.startswith(f"{block.path}.") else (inside, shared)
+        factor = constant_ratio(made - inside, _rows(call.made))
+        if factor is None:
+            raise RefusalError("the outputs of its experts and of its shared MLP are not simply added")
+        rule = replace(routed.spec.rule, factor=snapped(routed.spec.rule.factor * factor, self._context.config))
+        self._routed = self._own(call), routed.layout
+        return replace(routed, spec=replace(routed.spec, rule=rule)).named(), x, made + beside
+
+    def _activation(self, wide: list[ModuleCall], down: ModuleCall, name: str) -> Activation | None:
         """Also says which of two is the gate."""
         for order in (wide, wide[::-1]):
-            found = activation_of([call.made[0] for call in order], down.read[0])
+            found = activation_of([call.made for call in order], down.read)
             if found is not None:
-                for call, name in zip(order, ("gate_proj", "up_proj")[-len(order) :], strict=True):
-                    self._use(call, f"mlp.{name}")
+                for call, role in zip(order, ("gate_proj", "up_proj")[-len(order) :], strict=True):
+                    self._use(call, f"{name}.{role}")
                 return found
         return None
 
@@ -234,14 +314,13 @@ class _LayerReader:
             raise RefusalError("attention reads something else than what the layer reads, normalised or not")
         return self._norm(found)
 
-    def _norm_after(self, linear: ModuleCall) -> tuple[NormSpec | None, torch.Tensor]:
-        """The norm that reads what ``linear`` makes, and what comes of both."""
-        found = next((call for call in self._norms if are_close(call.read, linear.made)), None)
-        return (None, linear.made[0]) if found is None else (self._norm(found), found.made[0])
+    def _norm_after(self, made: torch.Tensor) -> tuple[NormSpec | None, torch.Tensor]:
+        """The norm that reads what a block has ``made``, and what comes of both."""
+        found = next((call for call in self._norms if are_close(call.read, made)), None)
+        return (None, made) if found is None else (self._norm(found), found.made[0])
 
     def _norm(self, call: ModuleCall) -> NormSpec:
-        name = call.path.removeprefix(self._prefix)
-        spec = norm_of(call.module, name)
+        spec = norm_of(call.module, self._stored(call))
         if spec is None:
             raise RefusalError(
                 f"{call.path} ({type(call.module).__name__}) is neither an RMS norm nor a layer norm without bias"
@@ -249,18 +328,40 @@ class _LayerReader:
         self._used.append(call)
         return spec
 
-    def _take_linear(self, name: str, read: torch.Tensor) -> ModuleCall:
-        found = next((call for call in self._linears if are_close(call.read[0], read)), None)
-        if found is None:
-            raise RefusalError("no linear layer reads what attention makes: something is done to it before")
-        self._use(found, name)
-        return found
+    def _read_output(self, x: torch.Tensor) -> tuple[ModuleCall, str | None]:
+        """The linear layer that reads what attention makes, and the name of the one whose gates are between both."""
+        out = self._asked.out[0].flatten(1)
+        for linear in self._rest():
+            if are_close(linear.read[0], out):
+                self._use(linear, "self_attn.o_proj")
+                return linear, None
+        for linear, gate in permutations(self._rest(), 2):
+            is_gate = are_close(gate.read[0], x) and gate.made[0].shape == out.shape
+            if is_gate and are_close(linear.read[0], out * gate.made[0].sigmoid()):
+                self._use(linear, "self_attn.o_proj")
+                self._use(gate, f"self_attn.{_GATE}")
+                return linear, _GATE
+        raise RefusalError("no linear layer reads what attention makes: something is done to it before")
 
     def _use(self, call: ModuleCall, usual: str) -> None:
         if type(call.module) is not nn.Linear:
             raise RefusalError(f"{call.path} is a {type(call.module).__name__}")
         self._used.append(call)
-        self._names[usual] = call.path.removeprefix(self._prefix)
+        self._names[usual] = self._stored(call)
+
+    def _own(self, call: ModuleCall) -> str:
+        """The path of a module below its layer."""
+        return call.path.removeprefix(f"{self._path}.")
+
+    def _stored(self, call: ModuleCall) -> str:
+        """The name of a module below its layer in a checkpoint."""
+        tensor = next((name for name, _ in call.module.named_parameters(recurse=False)), "weight")
+        return self._context.stored.below(self._path, call.path, tensor)
+
+
+def _rows(one: torch.Tensor) -> torch.Tensor:
+    """``one`` (1, n, width) or (n, width) as (n, width)."""
+    return one.reshape(-1, one.shape[-1])
 
 
 def _by_token(one: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:

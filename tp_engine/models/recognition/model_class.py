@@ -26,7 +26,9 @@ NARROW_VOCAB, NARROW_INNER, NARROW_WINDOW = 128, 96, 7
 _MOST_LAYERS, _MOST_NUMBERS = 512, 1 << 28
 _GAIN = 0.6  # small: with many layers, rounding errors grow as the model's own numbers do
 # Names of the sizes that a narrow model changes, in any class.
-_INNER = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+_INNER = re.compile(r".*intermediate_size.*|ffn_dim|n_inner|ffn_hidden_size")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k")
 
 
 class ModelClass:
@@ -98,9 +100,10 @@ class ModelClass:
         if has_dim:
             config.head_dim = head_dim
         _set(config, "hidden_size", 64 if has_dim and is_free else 4 * head_dim)
-        for name in _INNER:
-            if isinstance(getattr(config, name, None), int):
+        for name, value in list(config.to_dict().items()):
+            if _INNER.fullmatch(name) and type(value) is int and value:
                 setattr(config, name, NARROW_INNER)
+        _few_experts(config)
         if isinstance(getattr(config, "sliding_window", None), int):
             config.sliding_window = NARROW_WINDOW
         _low_tokens(config)
@@ -136,6 +139,10 @@ def filled(model: Any) -> Any:
             is_norm = "norm" in path or "norm" in name
             own = drawn * 0.3 + is_norm if value.dim() == 1 else drawn * (_GAIN / value.shape[-1] ** 0.5)
             setattr(module, name, nn.Parameter(own, requires_grad=False))
+    stored = model.state_dict()
+    for name, buffer in sorted(model.named_buffers()):
+        if name in stored and buffer.is_floating_point():
+            buffer.copy_(torch.randn(buffer.shape, generator=generator, **FLOATS) * 0.3)
     model.tie_weights()
     return model
 
@@ -153,6 +160,16 @@ def _set(config: Any, name: str, value: int) -> None:
     if not hasattr(config, name):
         raise RefusalError(f"its configuration has no {name}")
     setattr(config, name, value)
+
+
+def _few_experts(config: Any) -> None:
+    """So many that choices and groups still matter."""
+    sizes = {name: one for name in (*_EXPERTS, *_CHOSEN, "n_group") if type(one := getattr(config, name, None)) is int}
+    chosen, groups = max([1, *(sizes.get(name, 1) for name in _CHOSEN)]), max(1, sizes.get("n_group", 1))
+    few = groups * max(3, -(-2 * chosen // groups))
+    for name in _EXPERTS:
+        if name in sizes:
+            setattr(config, name, min(sizes[name], few))
 
 
 def _low_tokens(config: Any) -> None:

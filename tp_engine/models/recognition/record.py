@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,14 @@ class ModuleCall:
     made: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertsCall(ModuleCall):
+    """One call of a module that holds experts, with the chosen ``ids`` and their ``weights`` (n, k)."""
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """One call of attention: ``query`` (1, heads, n, dim), ``key`` and ``value`` (1, KV heads, n, dim), ``out``."""
@@ -50,12 +59,14 @@ class Asked:
 
 @dataclass(slots=True)
 class LayerRun:
-    """What happened within one layer, in order."""
+    """What happened within one layer, in order; ``blocks`` have both experts and their router."""
 
     path: str
     read: torch.Tensor | None = None
     made: torch.Tensor | None = None
     calls: list[ModuleCall] = field(default_factory=list)
+    experts: list[ExpertsCall] = field(default_factory=list)
+    blocks: list[ModuleCall] = field(default_factory=list)
     asked: list[Asked] = field(default_factory=list)
 
 
@@ -116,6 +127,16 @@ class _CallRecorder:
             calls = self._current[-1].calls if self._current else self._found.outside
             calls.append(ModuleCall(path, module, read, made))
 
+    def note_experts(self, path: str, module: nn.Module, arguments: Any, named: Any, output: Any) -> None:
+        if not self._current:
+            raise RefusalError("it has experts outside of its layers")
+        self._current[-1].experts.append(_experts_call(path, module, arguments, named, output))
+
+    def note_block(self, path: str, module: nn.Module, arguments: Any, named: Any, output: Any) -> None:
+        read, made = _first(arguments, named), _output(output)
+        if self._current and read is not None and made is not None:
+            self._current[-1].blocks.append(ModuleCall(path, module, read, made))
+
     def attend(self, query: Any, key: Any, value: Any, mask: Any, named: dict[str, Any]) -> torch.Tensor:
         if not self._current:
             raise RefusalError("it attends outside of its layers")
@@ -148,14 +169,17 @@ def register() -> None:
 def _recording(model: nn.Module, layers: nn.ModuleList, found: ModelRun) -> Iterator[None]:
     recorder = _CallRecorder(found)
     hooks = []
+    without_numbers = next(model.parameters()).is_meta
+    with_experts = [path for path, module in model.named_modules() if has_experts(module)]
+    blocks = {path.rpartition(".")[0] for path in with_experts}
     for path, module in model.named_modules():
-        if not any(True for _ in module.children()):
-            hooks.append(
-                module.register_forward_hook(
-                    lambda one, read, named, made, path=path: recorder.note(path, one, read, named, made),
-                    with_kwargs=True,
-                )
-            )
+        notes = [recorder.note] if not any(True for _ in module.children()) and path not in with_experts else []
+        notes += [recorder.note_experts] if path in with_experts else []
+        notes += [recorder.note_block] if path in blocks else []
+        hooks += [module.register_forward_hook(partial(_noted, note, path), with_kwargs=True) for note in notes]
+    if without_numbers:
+        for path in with_experts:  # what they compute depends on values
+            model.get_submodule(path).forward = _empty_rows
     for layer, own in zip(layers, found.layers, strict=True):
         hooks.append(
             layer.register_forward_pre_hook(
@@ -170,6 +194,56 @@ def _recording(model: nn.Module, layers: nn.ModuleList, found: ModelRun) -> Iter
         _recorders.pop()
         for hook in hooks:
             hook.remove()
+
+
+def _noted(note: Any, path: str, module: nn.Module, arguments: Any, named: Any, made: Any) -> None:
+    note(path, module, arguments, named, made)
+
+
+def _empty_rows(x: torch.Tensor, *_given: Any, **_named: Any) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def has_experts(module: nn.Module) -> bool:
+    """Whether a module holds experts itself: tensors of three dimensions."""
+    return any(one.dim() == 3 for one in module.parameters(recurse=False))
+
+
+@contextlib.contextmanager
+def expert_calls(block: nn.Module) -> Iterator[list[ExpertsCall]]:
+    """Within, the calls of experts in ``block`` are noted."""
+    found: list[ExpertsCall] = []
+    hooks = [
+        module.register_forward_hook(
+            lambda one, read, named, made, path=path: found.append(_experts_call(path, one, read, named, made)),
+            with_kwargs=True,
+        )
+        for path, module in block.named_modules()
+        if has_experts(module)
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _experts_call(path: str, module: nn.Module, arguments: Any, named: Any, output: Any) -> ExpertsCall:
+    """Raises ``RefusalError`` unless the experts are given rows, and for each row experts and weights."""
+    given = [one for one in (*arguments, *named.values()) if isinstance(one, torch.Tensor)]
+    made = _output(output)
+    if len(given) != 3 or made is None:
+        raise RefusalError("its experts are given something else than rows, choices and weights")
+    x, (ids, weights) = given[0], sorted(given[1:], key=torch.is_floating_point)
+    if (
+        torch.is_floating_point(ids)
+        or ids.dim() != 2
+        or ids.shape != weights.shape
+        or len(ids) != x.numel() // x.shape[-1]
+    ):
+        raise RefusalError("its experts are given something else than rows, choices and weights")
+    rows = x.detach().clone().reshape(-1, x.shape[-1])
+    return ExpertsCall(path, module, rows, made, ids.detach().clone(), weights.detach().clone())
 
 
 def _output(made: Any) -> torch.Tensor | None:

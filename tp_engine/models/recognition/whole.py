@@ -13,11 +13,12 @@ from tp_engine.model_config.names import USUAL_NAMES, CheckpointNames
 from tp_engine.model_config.rope import RopeSpec
 from tp_engine.model_config.spec import AttentionSpec, LayerSpec, NormSpec
 from tp_engine.models.recognition import record
-from tp_engine.models.recognition.layer import RecognisedLayer, recognise
+from tp_engine.models.recognition.layer import ModelContext, RecognisedLayer, recognise
 from tp_engine.models.recognition.leaves import HeadTurn, Rotations, are_close, constant_ratio, norm_of, number_of
 from tp_engine.models.recognition.model_class import NARROW_VOCAB, ModelClass, layers_path_of
 from tp_engine.models.recognition.record import FLOATS, INTEGERS, Asked, ModelRun
 from tp_engine.models.recognition.refusal import RefusalError
+from tp_engine.models.recognition.stored_names import StoredNames
 
 _IDS = (5, 9, 33, 70, 12, 99, 101, 40)
 
@@ -88,9 +89,11 @@ def describe(model_class: ModelClass) -> Recognised:
     rotations, positions = Rotations(narrow), _positions(model_class)
     run = record.run(narrow, path, _ids(), positions)
     modules = narrow.get_submodule(path)
-    layers = [recognise(one, module, rotations, positions) for one, module in zip(run.layers, modules, strict=True)]
+    stored = StoredNames(narrow, path)
+    context = ModelContext(rotations=rotations, positions=positions, stored=stored, config=narrow.config)
+    layers = [recognise(one, module, context) for one, module in zip(run.layers, modules, strict=True)]
     _check_tables(narrow, rotations)
-    structure = _Structure(layers=layers, rotations=rotations, names=_names(published, path, layers), path=path)
+    structure = _Structure(layers=layers, rotations=rotations, names=_names(narrow, stored, layers), path=path)
     hollow = model_class.hollow(path)
     hollow_run = record.run(hollow, path, _ids(), positions)
     own = [one.asked[0] for one in run.layers]
@@ -198,18 +201,19 @@ def _logits(model: Any, head: nn.Module, path: str) -> tuple[float, float | None
     raise RefusalError("its logits are neither the head's output times a number, nor that with a soft cap")
 
 
-def _names(model: Any, path: str, layers: list[RecognisedLayer]) -> CheckpointNames:
+def _names(model: Any, stored: StoredNames, layers: list[RecognisedLayer]) -> CheckpointNames:
     """How the class names what native modules have other names for."""
-    base, _, tail = path.rpartition(".")
+    base, tail = stored.layers_path.removesuffix(stored.tail), stored.tail
     modules = {id(module): name for name, module in model.named_modules()}
-    head = modules[id(model.get_output_embeddings())]
-    embedding = modules[id(model.get_input_embeddings())].removeprefix(f"{base}.")
-    renamed: dict[str, str] = {"layers": tail, "embed_tokens": embedding}
+    head, embedding = (
+        stored.module(modules[id(one)]) for one in (model.get_output_embeddings(), model.get_input_embeddings())
+    )
+    renamed: dict[str, str] = {"layers": tail, "embed_tokens": embedding.removeprefix(base)}
     for layer in layers:
         for usual, own in layer.names.items():
             if renamed.setdefault(usual, own) != own:
                 raise RefusalError(f"its layers call {usual} by several names")
-    spelling = (f"{base}.", f"{head}.")
+    spelling = (base, f"{head}.")
     if spelling == USUAL_NAMES.spellings[0] and all(usual == own for usual, own in renamed.items()):
         return USUAL_NAMES
     return CheckpointNames(
@@ -236,8 +240,8 @@ def _rope(turn: HeadTurn, rotations: Rotations) -> RopeSpec:
 
 def _sized(layer: RecognisedLayer, asked: Asked, module: nn.Module, rope: int | None) -> LayerSpec:
     """The layer with the sizes of ``module``, and the numbers of heads, the scale and the window that it asked for."""
-    attention, mlp = layer.spec.attention, layer.spec.mlp
-    assert isinstance(attention, AttentionSpec) and mlp is not None
+    attention = layer.spec.attention
+    assert isinstance(attention, AttentionSpec)
     if (attention.window is None) != (asked.window is None) or attention.has_sinks != (asked.sinks is not None):
         raise RefusalError("its narrow twin attends in another way")
     heads, kv_heads, head_dim = asked.sizes
@@ -245,6 +249,4 @@ def _sized(layer: RecognisedLayer, asked: Asked, module: nn.Module, rope: int | 
         attention, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, scale=asked.scale, window=asked.window,
         softcap=asked.softcap, rope=rope,
     )  # fmt: skip
-    down = module.get_submodule(layer.names["mlp.down_proj"])
-    assert isinstance(down, nn.Linear)
-    return replace(layer.spec, attention=sized, mlp=replace(mlp, inner_size=down.in_features))
+    return replace(layer.spec, attention=sized, mlp=layer.mlp(module))
