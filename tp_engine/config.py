@@ -105,6 +105,11 @@ class EngineConfig:
         choices=(*QUANTIZATIONS, *CHECKPOINT_QUANTIZATIONS),
         flags=("-q",),
     )
+    round_activations: bool = option(
+        False,
+        "round the inputs of dense layers to NVFP4, MXFP4 or MXFP8 where the checkpoint says that its makers did: "
+        "faster on GPUs with units for such blocks, the same everywhere, and less exact",
+    )
     load_format: str = option("auto", "safetensors, or dummy for random weights", choices=LOAD_FORMATS)
     tensor_parallel_size: int = option(
         1,

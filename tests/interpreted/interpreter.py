@@ -65,16 +65,16 @@ def round_as_a_device_does() -> None:
             values = np.array(E2M1_VALUES)[np.stack((low, high), -1).reshape(len(low), -1)]
         if scales is None:
             return values
-        powers: np.ndarray = np.exp2(scales.data.astype(np.float64) - 127)
-        scaled: np.ndarray = values * powers.repeat(values.shape[1] // powers.shape[1], 1)
+        is_power = scales.dtype.scalar == tl.uint8
+        factors = np.exp2(scales.data.astype(np.float64) - 127) if is_power else widened(scales)
+        scaled: np.ndarray = values * factors.repeat(values.shape[1] // factors.shape[1], 1)
         return scaled
 
     def dot_of_microscaled(
         self: Any, a: Any, a_scale: Any, a_kind: Any, b: Any, b_scale: Any, b_kind: Any, *rest: Any
     ) -> Any:
-        added = rest[-1]
-        assert b_scale is None and b_kind != tl_ir.ScaleDotElemTypeTY.E2M1, "the right operand is of numbers"
-        products = np.matmul(microscaled(a, a_scale, a_kind), widened(b)) + added.data
+        added, columns = rest[-1], interpreter.TensorHandle(b.data.T, b.dtype)
+        products = np.matmul(microscaled(a, a_scale, a_kind), microscaled(columns, b_scale, b_kind).T) + added.data
         return interpreter.TensorHandle(products.astype(added.data.dtype), added.dtype.scalar)
 
     def cast_by_value(self: Any, source: Any, target: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import torch.nn.functional as F
 
 from tests.covers import covers
 from tests.quantised.checkpoints import SAME_NUMBERS, compress, compress_alike
-from tests.quantised.formats import FORMATS
+from tests.quantised.fake_rows import fake_rows
+from tests.quantised.formats import FORMATS, INPUT_SCALE
 from tests.ranks.test_families import (
     LEAST_MARGIN,
     VOCAB_SIZE,
@@ -120,12 +122,19 @@ def table_settings(folder: Path, world_size: int) -> dict[str, dict[str, Any]]:
     return chunks if world_size == 1 else whole_prompts(folder, world_size)
 
 
-@contextmanager
-def rounded_inputs(model: torch.nn.Module, world_size: int) -> Iterator[None]:
-    """Round the inputs of linear layers, but not of experts, to 8 bits by the largest value of each token.
+def int8_rows(x: torch.Tensor, num_shards: int) -> torch.Tensor:
+    """Rows (..., in) rounded to 8 bits by the largest value of each token and share of the columns."""
+    parts = x.reshape(*x.shape[:-1], num_shards, -1)
+    steps = parts.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
+    return ((parts / steps).round() * steps).reshape(x.shape)
 
-    Where ranks share the columns, each rank has its own largest value.
-    """
+
+RoundRows = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+@contextmanager
+def rounded_inputs(model: torch.nn.Module, world_size: int, round_rows: RoundRows) -> Iterator[None]:
+    """Round the inputs of linear layers, but not of experts.  Where ranks share the columns, each rounds its own."""
     num_shards = {
         values.untyped_storage().data_ptr(): world_size if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
         for name, values in model.named_parameters()
@@ -135,9 +144,7 @@ def rounded_inputs(model: torch.nn.Module, world_size: int) -> Iterator[None]:
 
     def of_rounded(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if shards := num_shards.get(weight.untyped_storage().data_ptr()):
-            parts = x.reshape(*x.shape[:-1], shards, -1)
-            steps = parts.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
-            x = ((parts / steps).round() * steps).reshape(x.shape)
+            x = round_rows(x, shards)
         return linear(x, weight, bias)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -145,11 +152,13 @@ def rounded_inputs(model: torch.nn.Module, world_size: int) -> Iterator[None]:
         yield
 
 
-def problem_of_rounded(architecture: str, twin: Path, result: dict[str, Any], world_size: int) -> str | None:
-    """``problem_of`` for products whose inputs are rounded to 8 bits: tokens may be nearly the best."""
+def problem_of_rounded(
+    architecture: str, twin: Path, result: dict[str, Any], world_size: int, round_rows: RoundRows = int8_rows
+) -> str | None:
+    """``problem_of`` for products whose inputs are rounded: tokens may be nearly the best."""
     model = oracle(twin, architecture)
     for prompt, tokens, logprobs in zip(make_prompts(), result["tokens"], result["logprobs"], strict=True):
-        with torch.inference_mode(), rounded_inputs(model, world_size):
+        with torch.inference_mode(), rounded_inputs(model, world_size, round_rows):
             logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
         expected = logits.log_softmax(-1)
         of_tokens = expected.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
@@ -207,3 +216,30 @@ def test_the_same_numbers_in_four_packings_give_equal_results(
         results = run_cases(world_size, list(targets.values()), folder, whole_prompts)
         assert all(found == results[0] for found in results)
         assert problem_of(architecture, folder / "twin", results[0]["ahead"]) is None
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_rounded_activations_are_those_of_compressed_tensors(
+    world_size: int, quantised: Written, tmp_path: Path
+) -> None:
+    """Oracle: transformers' logits of the twin, whose inputs compressed-tensors rounds as the checkpoint declares;
+    shares of 48 columns end inside of groups of 32.  The order of a sum may move a number past a border."""
+    kinds = {"nvfp4-pack-quantized": "nvfp4", "nvfp4-modelopt": "nvfp4", "quark-mxfp4": "mxfp4", "mxfp8": "mxfp8"}
+    folders = [quantised(name, "qwen3") for name in kinds]
+
+    def rounding(folder: Path, world_size: int) -> dict[str, dict[str, Any]]:
+        return {"rounded": {**whole_prompts(folder, world_size)["ahead"], "round_activations": True}}
+
+    results = run_cases(world_size, [own for own, _ in folders], tmp_path, rounding)
+    for (name, kind), (_, twin), found in zip(kinds.items(), folders, results, strict=True):
+        scale = INPUT_SCALE if kind == "nvfp4" else None
+        round_rows = partial(fake_rows, kind=kind, scale=scale)
+        problem = problem_of_rounded(
+            "qwen3",
+            twin,
+            found["rounded"],
+            world_size,
+            lambda x, shards: round_rows(x, num_shards=shards),  # noqa: B023
+        )
+        assert problem is None, f"{name}: {problem}"
+        assert problem_of("qwen3", twin, found["rounded"]) is not None, "whole inputs give other results"

@@ -21,6 +21,7 @@ class EngineOptions(TypedDict, total=False):
     convert: str
     dtype: str
     quantization: str | None
+    round_activations: bool
     load_format: str
     tensor_parallel_size: int
     device: str

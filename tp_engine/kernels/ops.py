@@ -17,7 +17,7 @@ from tp_engine.kernels.attention import heads, index_keys, latents
 from tp_engine.kernels.experts import experts, routing
 from tp_engine.kernels.kv_cache import block_codes, layer_kv
 from tp_engine.kernels.linear import adapters
-from tp_engine.kernels.quantization import row_codes
+from tp_engine.kernels.quantization import block_rows, row_codes
 from tp_engine.kernels.quantization.int8_rows import Int8Rows, TorchInt8Rows
 from tp_engine.kernels.steps import decode_inputs, draft_inputs, padded_steps
 
@@ -79,6 +79,8 @@ OPS: dict[str, Op] = {
     "prepare_steps": Op(padded_steps.prepare_steps, "steps.padded_steps_triton"),
     "advance_steps": Op(padded_steps.advance_steps, "steps.padded_steps_triton"),
     "quantise_rows": Op(row_codes.quantise_rows, "quantization.row_codes_triton"),
+    "encode_rows": Op(block_rows.encode_rows, "quantization.block_rows_triton"),
+    "round_rows": Op(block_rows.round_rows, "quantization.block_rows_triton"),
     "encode_blocks": Op(block_codes.encode_blocks, "kv_cache.block_codes_triton", "block_codes"),
     "decode_blocks": Op(block_codes.decode_blocks, "kv_cache.block_codes_triton", "block_codes"),
     "norm_codes": Op(row_codes.norm_codes, "quantization.norm_codes_triton"),

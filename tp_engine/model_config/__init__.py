@@ -168,6 +168,17 @@ def check_quantization_options(model: ModelSpec, quantization: str | None, kv_ca
         )
 
 
+def with_rounded_inputs(model: ModelSpec) -> ModelSpec:
+    """Return the model, whose linear layers round their inputs to the blocks that the checkpoint declares.
+
+    Raises ``ConfigError`` if it declares none.
+    """
+    own = model.quantization
+    if own is None:
+        raise ConfigError("round_activations is set, but the checkpoint is not quantised; leave round_activations out")
+    return dataclasses.replace(model, quantization=own.with_rounded_inputs())
+
+
 def check_tensor_parallel(model: ModelSpec, world_size: int) -> None:
     """Raise ``ConfigError``, with the legal sizes, if the model cannot be split over ``world_size`` ranks."""
     problem = split_problem(model, world_size)

@@ -21,6 +21,7 @@ Packing: TypeAlias = Literal[
 ]  # fmt: skip
 CodeKind: TypeAlias = Literal["int4", "int8", "e4m3", "e2m1"]
 Activations: TypeAlias = Literal["token", "tensor", "group"]
+Blocks: TypeAlias = Literal["nvfp4", "mxfp4", "mxfp8"]
 
 # Of weights of 8 bits: the makers', and transformers' (Devstral 2 and Ministral 3 in FP8, DeepSeek).
 _SCALE_NAMES = ("weight_scale", "weight_scale_inv")
@@ -36,8 +37,9 @@ class WeightScheme:
     ``layers/quantization/packings.py`` has the tensors of each ``packing``.  A scale covers ``group`` columns (None:
     all) of ``row_block`` rows (None: all).  ``has_zeros``: codes have zero points.  ``activations``: how the
     checkpoint's makers quantised the inputs: ``token`` a scale per token, found while running; ``group`` the same for
-    each ``group`` columns of a token; ``tensor`` one stored scale; None: not to 8 bits.  ``scale_name`` is the suffix
-    of the scales' tensor; ``order_name`` that of the groups of the columns, if these are not in order.
+    each ``group`` columns of a token; ``tensor`` one stored scale; None: not to 8 bits.  ``input_blocks``: the format
+    in blocks to which they rounded the inputs; None: to none.  ``scale_name`` is the suffix of the scales' tensor;
+    ``order_name`` that of the groups of the columns, if these are not in order.
     """
 
     packing: Packing
@@ -46,6 +48,7 @@ class WeightScheme:
     row_block: int | None = 1
     has_zeros: bool = False
     activations: Activations | None = None
+    input_blocks: Blocks | None = None
     scale_name: str = "weight_scale"
     order_name: str = ""
 
@@ -82,6 +85,8 @@ class QuantizationSpec:
         with * ? [     a pattern of the shell for the name or for the first of its parts: a.*.b matches a.0.b.c
         any other      consecutive parts of the name: b.c and b.c. match a.b.c.d, not a.b.cd
 
+    With ``rounds_inputs``, schemes have their ``input_blocks``; otherwise inputs stay as they are.
+
     ``skipped`` are the last parts of names of tensors that may be left unread.  ``has_kv_scales``: the checkpoint has
     scales for an fp8 KV cache.  ``is_found_by_tensors``: the rules may name too many modules; a module whose tensors
     are those of an unquantised one is not quantised.
@@ -92,11 +97,27 @@ class QuantizationSpec:
     skipped: tuple[str, ...] = ()
     has_kv_scales: bool = False
     is_found_by_tensors: bool = False
+    rounds_inputs: bool = False
 
     def scheme_of(self, *names: str) -> WeightScheme | None:
         """Return the scheme of a module, by any of its ``names`` (usual spelling, checkpoint's spelling)."""
         index = min(self._matcher.first(name) for name in names)
-        return self.rules[index][1] if index < len(self.rules) else None
+        scheme = self.rules[index][1] if index < len(self.rules) else None
+        if scheme is None or scheme.input_blocks is None or self.rounds_inputs:
+            return scheme
+        return replace(scheme, input_blocks=None)
+
+    def with_rounded_inputs(self) -> QuantizationSpec:
+        """Return the same, whose inputs are rounded to the blocks that it declares.
+
+        Raises ``ConfigError`` if it declares none.
+        """
+        if all(scheme is None or scheme.input_blocks is None for _, scheme in self.rules):
+            raise ConfigError(
+                f"round_activations is set, but the checkpoint ({self.method}) does not say that activations are "
+                "NVFP4, MXFP4 or MXFP8; leave round_activations out"
+            )
+        return replace(self, rounds_inputs=True)
 
     def scheme_of_parts(self, parts: Sequence[Sequence[str]]) -> WeightScheme | None:
         """Return the scheme that the ``parts`` of one product share, each given by its names.

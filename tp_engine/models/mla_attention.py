@@ -12,6 +12,7 @@ With an indexer (``indexer.py``), queries attend to the keys that it chooses, al
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +47,7 @@ class LatentUp(LocalLinear):
     def __init__(self, spec: MLASpec, num_heads: int, *, context: LayerContext) -> None:
         own = equal_share(num_heads, context.rank, context.world_size)
         shape = _shape(spec.rank, (context.path, num_heads * spec.up_dim, times(own, spec.up_dim)))
-        super().__init__(shape, bias=False, context=context.unadapted)
+        super().__init__(replace(shape, rounds_rows=False), bias=False, context=context.unadapted)
         self.query_dim, self.value_dim = spec.query_dim, spec.value_dim
         self._spec, self._num_heads = spec, own.size
         self.up = torch.empty(0, dtype=torch.float32, device="cpu")

@@ -26,6 +26,7 @@ from tp_engine.model_config import (
     load_model_config,
     resolve_dtype,
     resolve_max_model_len,
+    with_rounded_inputs,
 )
 from tp_engine.model_config.drafting import LocalHead, check_drafting, find_head, with_own_head
 from tp_engine.model_config.kv_layout import KvCapacity, KvLayout, default_snapshots
@@ -168,6 +169,8 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
     device, config = _resolve_device(config, local_world_size)
     check_quantization(config.quantization, device)
     check_quantization_options(model, config.quantization, config.kv_cache_dtype)
+    if config.round_activations:
+        model = with_rounded_inputs(model)
     capability = _capability(device, parse_devices(config.device_ids, local_world_size))
     has_bfloat16 = capability is None or capability >= _MIN_BFLOAT16_CAPABILITY
     dtype = resolve_dtype(model, config.dtype, is_gpu=device == "cuda", has_bfloat16=has_bfloat16)

@@ -70,6 +70,11 @@ SHAPES: dict[str, tuple[str, Shape, tuple[int, ...] | None]] = {
         None,
     ),
     "nvfp4": ("quantised_linear", {**_WHOLE, "codes": "e2m1", "scales": "float8_e4m3fn", "group": 16}, None),
+    "nvfp4, rows as well": (
+        "quantised_linear",
+        {**_WHOLE, "codes": "e2m1", "scales": "float8_e4m3fn", "group": 16, "parts": 2, "rows": "nvfp4"},
+        None,
+    ),
     "experts": ("experts", _EXPERTS, (17,)),
     "experts, e4m3, rows as well": (
         "experts",

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+
+from tp_engine.model_config.quant_methods import input_blocks
 
 Round: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Values -> the nearest ones of a format, in the same type."""
@@ -53,6 +56,29 @@ def e4m3_rows(values: torch.Tensor) -> torch.Tensor:
     """Round to 8-bit floats with a scale for each row."""
     step = values.float().abs().amax(-1, keepdim=True).clamp_min(_TINY) / _E4M3_LARGEST
     return ((values.float() / step).to(torch.float8_e4m3fn).float() * step).to(values.dtype)
+
+
+def _blocks(values: torch.Tensor, group: int, float_of: _Float, *, has_powers: bool) -> torch.Tensor:
+    """Round to floats of few bits, with a scale of any size, or a power of two, for each ``group`` columns."""
+    columns, (bits, least, largest) = values.shape[-1], float_of
+    groups = torch.nn.functional.pad(values.float(), (0, -columns % group)).unflatten(-1, (-1, group))
+    step = groups.abs().amax(-1, keepdim=True).clamp_min(_TINY) / largest
+    scaled = groups / (step.log2().ceil().exp2() if has_powers else step)
+    unit = (scaled.abs().clamp_min(_TINY).log2().floor().clamp_min(least) - bits).exp2()
+    rounded: torch.Tensor = (scaled / unit).round() * unit * (groups / scaled).nan_to_num(1.0)
+    return rounded.flatten(-2)[..., :columns].to(values.dtype)
+
+
+# Bits of the mantissa, the least exponent, the largest number.
+_Float: TypeAlias = tuple[int, int, float]
+_E2M1: _Float = (1, 0, 6.0)
+_E4M3: _Float = (3, -6, _E4M3_LARGEST)
+BLOCKS: Mapping[str, Round] = {
+    "nvfp4": partial(_blocks, group=16, float_of=_E2M1, has_powers=False),
+    "mxfp4": partial(_blocks, group=32, float_of=_E2M1, has_powers=True),
+    "mxfp8": partial(_blocks, group=32, float_of=_E4M3, has_powers=True),
+}
+"""The blocks of rows; NVFP4's scales of 8 bits change a row's error little, so they are not rounded."""
 
 
 def bfloat16(values: torch.Tensor) -> torch.Tensor:
@@ -104,13 +130,15 @@ def rounding_of(configuration: Mapping[str, Any], quantization: Mapping[str, Any
     """What an engine with this effective configuration rounds, and a checkpoint with this
     ``quantization_config``."""
     chosen = configuration.get("quantization") if quantization is None else None
-    rows = keep
+    rows: Round = keep
     on_gpu, found = device.startswith("cuda"), quantization or {}
     is_fp8 = found.get("quant_method") == "fp8" or found.get("quant_algo") == "FP8" or _rounds_rows_to(found, "float")
     if chosen == "int8" or _rounds_rows_to(quantization, "int"):
         rows = int8_rows
     elif on_gpu and (chosen == "fp8" or is_fp8):
         rows = e4m3_rows
+    elif configuration.get("round_activations"):
+        rows = BLOCKS[input_blocks(found)]
     cache = configuration.get("kv_cache_dtype", "auto")
     return Rounding(
         dtype=_DTYPES[configuration["dtype"]],

@@ -8,10 +8,12 @@
     codes-MxFxN    rows become 8-bit floats, which meet the weight's in units of      linear_triton
     library-codes  their own: Triton's tiles, or PyTorch's library                    scaled_products
     mx-MxFxN       Triton's dot_scaled widens MXFP4                                   linear_triton
+    blocks-MxFxN   rows in blocks meet weights in blocks, in units for both           block_linear_triton
 
 The code's own choice has one table of tiles for all models and GPUs, so tuning gains most here.  Rows become codes only
 if the checkpoint's makers rounded them so (``rows`` of a shape); results differ by that rounding, so such a candidate
-has a twin of its own, which rounds as it does.
+has a twin of its own, which rounds as it does.  Rows in blocks (``weight.rows``) are asked for: all candidates round
+them, and so does their one twin.
 """
 
 from collections.abc import Callable
@@ -35,6 +37,8 @@ from tp_engine.kernels.candidates import (
 )
 from tp_engine.kernels.layer_ops import gate
 from tp_engine.kernels.ops import has_triton, op
+from tp_engine.kernels.quantization.block_rows import BLOCK_FORMATS, has_blocks
+from tp_engine.kernels.quantization.block_rows import rounded_rows as rows_in_blocks
 from tp_engine.kernels.quantization.row_codes import (
     PRODUCT_DTYPE,
     Rows,
@@ -51,6 +55,7 @@ from tp_engine.kernels.quantization.scaled_products import (
 from tp_engine.kernels.quantization.weights import (
     Codes,
     QuantisedWeight,
+    RowBlocks,
     dequantise,
     values_per_byte,
 )
@@ -78,6 +83,8 @@ _MORE_TILES = (
 _OWN_ROWS = (16, 32, 64, FEW_ROWS)
 _MX_TILES = (((16, 64, 64, 4, 4), 1), ((64, 128, 128, 8, 3), 17))
 _CODE_TILES = (((16, 64, 64, 4, 4), 1), ((64, 128, 128, 8, 4), 17), ((128, 64, 64, 8, 3), 65))
+BLOCK_TILES = (((16, 128, 128, 4, 3), 1), ((64, 128, 128, 4, 3), 17), ((128, 128, 128, 8, 3), 65))
+_BLOCK_CAPABILITIES = (10, 12)  # major ones, whose units multiply blocks
 # The most rows whose codes are widened in registers where the library has a product of codes, by the code's own choice.
 FEW_ROWS_BESIDE_CODES = 64
 _SMALL = 256  # of a weight that stands for others of its format
@@ -93,7 +100,8 @@ def shape_of(
     num_outputs, size = weight.shape
     return {
         "in": size, "out": num_outputs, "type": name_of(dtype), **format_of(weight),
-        "parts": 0 if activation is None else activation.num_parts, "rows": rows_of(dtype, rounds_rows=rounds_rows),
+        "parts": 0 if activation is None else activation.num_parts,
+        "rows": rows_of(dtype, rounds_rows=rounds_rows) if weight.rows is None else weight.rows.kind,
     }  # fmt: skip
 
 
@@ -149,8 +157,17 @@ def random_quantised(
         factors = torch.full((*outer, out), factor, dtype=torch.float32, device=device)
     return QuantisedWeight(
         kind=kind, codes=codes, scales=scales, group=int(shape["group"]), row_block=int(shape["row_block"]),
-        zeros=zeros, factors=factors,
+        zeros=zeros, factors=factors, rows=_rows(shape, device),
     )  # fmt: skip
+
+
+def _rows(shape: Shape, device: torch.device) -> RowBlocks | None:
+    """The blocks of normally distributed rows."""
+    for kind, form in BLOCK_FORMATS.items():
+        if shape["rows"] == kind:
+            largest = torch.full((), 4 / (6 * 448), dtype=torch.float32, device=device)
+            return RowBlocks(kind, largest if form.scales == "e4m3" else None)
+    return None
 
 
 def _scales(
@@ -181,8 +198,11 @@ def _inputs(shape: Shape, num_rows: int, device: torch.device, generator: torch.
 def _twin(weight: QuantisedWeight, shape: Shape, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """The twin rounds values to the type of rows, as the library's product takes them; so may candidates."""
     x, bias, activation = inputs
-    twin = F.linear(x, dequantise(weight).to(x.dtype), bias)
-    return _exact(weight, *inputs), twin if activation is None else gate(twin, activation)
+    if weight.rows is not None:
+        x = rows_in_blocks(x, weight.rows.kind, weight.rows.scale)
+    exact = _exact(weight, x, bias, activation)
+    twin = F.linear(x.to(bias.dtype), dequantise(weight).to(bias.dtype), bias)
+    return exact, twin if activation is None else gate(twin, activation)
 
 
 def _exact(weight: QuantisedWeight, x: torch.Tensor, bias: torch.Tensor, activation: Activation | None) -> torch.Tensor:
@@ -226,6 +246,32 @@ def _in_library_codes(weight: QuantisedWeight, shape: Shape) -> Run:
     scaled = scaled_product(weight)
     assert scaled is not None, "why_not says so"
     return CodesProduct(scaled, weight.codes.device.type)
+
+
+def _in_blocks(tiles: TileSizes, weight: QuantisedWeight, shape: Shape) -> Run:
+    from tp_engine.kernels.quantization.block_linear_triton import BlockScaledProduct
+    from tp_engine.kernels.quantization.linear_triton import RowTiles
+
+    multiply, activate = BlockScaledProduct(weight, RowTiles(*tiles)), op("gate", weight.codes.device.type)
+
+    def run(x: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None) -> torch.Tensor:
+        out = multiply(x, bias)
+        return out if activation is None else activate(out, activation)
+
+    return run
+
+
+def _rounding(build: Callable[[QuantisedWeight, Shape], Run]) -> Callable[[QuantisedWeight, Shape], Run]:
+    """``build`` for weights whose rows may be rounded in blocks: the product then gets their values."""
+
+    def built(weight: QuantisedWeight, shape: Shape) -> Run:
+        run, rows = build(weight, shape), weight.rows
+        if rows is None:
+            return run
+        round_rows = op("round_rows", weight.codes.device.type)
+        return lambda x, *others: run(round_rows(x, rows.kind, rows.scale), *others)
+
+    return built
 
 
 def _tiled(tiles: TileSizes, weight: QuantisedWeight, shape: Shape, *, by_compiler: bool = False) -> Run:
@@ -286,6 +332,20 @@ def why_no_codes(shape: Shape, device: torch.device) -> str | None:
     return None if has_fp8_units(device) else "the GPU has no units for 8-bit floats"
 
 
+def why_no_blocks(shape: Shape, device: torch.device) -> str | None:
+    """Why a product of ``shape`` cannot be one of rows in blocks and weights in blocks."""
+    kind = next((kind for kind in BLOCK_FORMATS if kind == shape["rows"]), None)
+    if kind is None:
+        return "rows are not rounded in blocks"
+    weight = random_quantised(shape, (_SMALL, _SMALL), torch.device("meta"), torch.Generator())
+    if not has_blocks(weight, kind) or shape["type"] != name_of(PRODUCT_DTYPE):
+        return "it multiplies rows of bfloat16 with weights in the same whole blocks"
+    if (reason := why_no_triton(shape, device)) is not None:
+        return reason
+    has_units = torch.cuda.get_device_capability(device)[0] in _BLOCK_CAPABILITIES
+    return None if has_units else "the GPU has no units for blocks with scales"
+
+
 def why_no_mx(shape: Shape, device: torch.device) -> str | None:
     """Why a product of ``shape`` cannot be one by ``dot_scaled``, which refuses NVFP4's scales."""
     is_mxfp4 = (shape["codes"], shape["scales"], shape["group"]) == ("e2m1", "float8_e8m0fnu", 32)
@@ -315,16 +375,16 @@ def _default(shape: Shape, device: torch.device) -> Choice:
 
 OPERATION = Operation(
     candidates=(
-        Candidate(name="row", build=_of_row, why_not=_why_no_row, most_rows=1),
+        Candidate(name="row", build=_rounding(_of_row), why_not=_why_no_row, most_rows=1),
         *(
             Candidate(
-                name=_tiles_name(tiles), build=partial(_tiled, tiles), why_not=why_no_triton, least_rows=least,
-                most_rows=most, is_quick=is_quick,
+                name=_tiles_name(tiles), build=_rounding(partial(_tiled, tiles)), why_not=why_no_triton,
+                least_rows=least, most_rows=most, is_quick=is_quick,
             )
             for some, is_quick in ((_TILES, True), (_MORE_TILES, False))
             for tiles, least, most in some
         ),
-        Candidate(name="dequantise", build=_dequantised, why_not=why_no_triton),
+        Candidate(name="dequantise", build=_rounding(_dequantised), why_not=why_no_triton),
         *(
             Candidate(
                 name=_tiles_name(tiles, "codes"), build=partial(_in_codes, tiles), why_not=why_no_codes,
@@ -334,10 +394,17 @@ OPERATION = Operation(
         ),
         *(
             Candidate(
-                name=_tiles_name(tiles, "mx"), build=partial(_tiled, tiles, by_compiler=True), why_not=why_no_mx,
-                least_rows=least, is_quick=False,
+                name=_tiles_name(tiles, "mx"), build=_rounding(partial(_tiled, tiles, by_compiler=True)),
+                why_not=why_no_mx, least_rows=least, is_quick=False,
             )
             for tiles, least in _MX_TILES
+        ),
+        *(
+            Candidate(
+                name=_tiles_name(tiles, "blocks"), build=partial(_in_blocks, tiles), why_not=why_no_blocks,
+                least_rows=least,
+            )
+            for tiles, least in BLOCK_TILES
         ),
         Candidate(
             name="library-codes", build=_in_library_codes, why_not=_why_no_library_codes, twin=_twin_of_codes

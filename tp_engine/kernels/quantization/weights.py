@@ -29,12 +29,21 @@ import torch.nn.functional as F
 
 from tp_engine.kernels.layer_ops import gate, widened
 from tp_engine.model_config.mlp import Activation
+from tp_engine.model_config.quantization import Blocks
 
 Codes: TypeAlias = Literal["int4", "int8", "e4m3", "e2m1"]
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 INT4_OFFSET = 8
 INT4_ZERO_PARTS = 16  # of a step
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowBlocks:
+    """The blocks in which a weight's rows are rounded (``block_rows``); ``scale`` is NVFP4's, a float32 scalar."""
+
+    kind: Blocks
+    scale: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,7 +58,7 @@ class QuantisedWeight:
         zeros     int8 (out, ceil(in / group)), for int4 and int8 with scales and row_block 1; None: all are 0
         factors   float32 (out,); None: all are 1
 
-    ``in`` is even for codes of 4 bits.
+    ``in`` is even for codes of 4 bits.  ``rows``: products round their rows in blocks first; None: they do not.
     """
 
     kind: Codes
@@ -59,6 +68,7 @@ class QuantisedWeight:
     row_block: int = 1
     zeros: torch.Tensor | None = None
     factors: torch.Tensor | None = None
+    rows: RowBlocks | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -76,7 +86,7 @@ class QuantisedWeight:
         return self.map(lambda one: one[index])
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantisedWeight:
-        """This weight with ``change`` applied to each tensor."""
+        """This weight with ``change`` applied to each of its tensors; ``rows`` stay."""
         return replace(
             self,
             codes=change(self.codes),
@@ -119,7 +129,8 @@ def dequantise(weight: QuantisedWeight) -> torch.Tensor:
 def multiply_quantised(
     x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None, activation: Activation | None = None
 ) -> torch.Tensor:
-    """``x @ weight.T + bias``: ``x`` (N, in), ``bias`` (out,) -> (N, out), in the type of ``x``, rounded once.
+    """``x @ weight.T + bias``: ``x`` (N, in), ``bias`` (out,) -> (N, out), in the type of ``x``, rounded once.  Rows
+    are as they are given.
 
     With an ``activation``, the weight is gate rows, then up rows, and the result is ``layer_ops.gate`` of the product.
     """

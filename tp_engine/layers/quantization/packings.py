@@ -14,6 +14,8 @@
     nvfp4                weight_packed uint8 (N, K/2)         weight_scale fp8 (N, K/16), 1 / weight_global_scale
     modelopt-nvfp4       weight uint8 (N, K/2)                weight_scale fp8 (N, K/16), weight_scale_2
 
+NVFP4's inputs have a scale for all of them: 1 / input_global_scale, or modelopt's input_scale.
+
 ``/8`` is for 4 bits, ``/4`` for 8.  Words hold their first value in the lowest bits; AWQ's order is ``AWQ_ORDER``.
 GPTQ's first version stores zero points minus one; the zero points of symmetric codes are the middle, and not read.
 A packing is a line of ``PACKINGS``.
@@ -45,7 +47,8 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensors:
-    """A module's tensors on disk.  Each row has a factor (``factors``), or the module has one (``factor``).
+    """A module's tensors on disk.  Each row has a factor (``factors``), or the module has one (``factor``).  Inputs
+    that are rounded in blocks may have one, too (``input_factor``).
 
     ``others`` are other shapes in which its scales, or its factors, may be stored.
     """
@@ -55,6 +58,7 @@ class Tensors:
     zeros: StoredTensor | None = None
     factors: StoredTensor | None = None
     factor: Scalar | None = None
+    input_factor: Scalar | None = None
     others: tuple[StoredTensor, ...] = ()
     scale_type: torch.dtype | None = None
     """The type of 8-bit scales, which are read as bytes."""
@@ -159,12 +163,14 @@ def _mxfp4(scheme: WeightScheme, group: int) -> Tensors:
     return Tensors(codes=codes, scales=_powers("_scales"), scale_type=torch.float8_e8m0fnu)
 
 
-def _nvfp4(scheme: WeightScheme, group: int, *, codes: str, factor: Scalar) -> Tensors:
+def _nvfp4(scheme: WeightScheme, group: int, *, codes: str, factor: Scalar, input_factor: Scalar) -> Tensors:
     block = Unit(1, group)
     scales = StoredTensor(
         suffix=".weight_scale", unit=block, unpacked=block, unpack=_as_bytes, dtype=torch.float8_e4m3fn, init=1.0
     )
-    return Tensors(codes=_bytes(codes), scales=scales, factor=factor, scale_type=torch.float8_e4m3fn)
+    return Tensors(
+        codes=_bytes(codes), scales=scales, factor=factor, scale_type=torch.float8_e4m3fn, input_factor=input_factor
+    )
 
 
 PACKINGS: dict[str, Callable[[WeightScheme, int], Tensors]] = {
@@ -178,9 +184,14 @@ PACKINGS: dict[str, Callable[[WeightScheme, int], Tensors]] = {
     "mxfp4-weight": partial(_mxfp4_packed, codes=".weight"),
     "mxfp8": _mxfp8,
     "nvfp4": partial(
-        _nvfp4, codes=".weight_packed", factor=Scalar(suffix=".weight_global_scale", decode=torch.reciprocal)
+        _nvfp4,
+        codes=".weight_packed",
+        factor=Scalar(suffix=".weight_global_scale", decode=torch.reciprocal),
+        input_factor=Scalar(suffix=".input_global_scale", decode=torch.reciprocal),
     ),
-    "modelopt-nvfp4": partial(_nvfp4, codes=".weight", factor=Scalar(suffix=".weight_scale_2")),
+    "modelopt-nvfp4": partial(
+        _nvfp4, codes=".weight", factor=Scalar(suffix=".weight_scale_2"), input_factor=Scalar(suffix=".input_scale")
+    ),
 }
 
 

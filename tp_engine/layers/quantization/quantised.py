@@ -7,6 +7,8 @@
     zeros      int8 (out, in / group)
     factors    float32 (out, 1)                           of rows, or of a whole stored module
     input_scale float32 (out, 1)                          of each part's inputs, if the checkpoint has fixed ones
+
+Dense layers round their inputs in blocks where the scheme says so; routed experts do not.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +26,7 @@ from tp_engine.kernels.experts.experts_candidates import NAME as EXPERTS
 from tp_engine.kernels.quantization.int8_products import make_int8_linear, takes_int8_products
 from tp_engine.kernels.quantization.linear_candidates import NAME as QUANTISED
 from tp_engine.kernels.quantization.linear_candidates import shape_of as quantised_shape
-from tp_engine.kernels.quantization.weights import Codes, QuantisedWeight
+from tp_engine.kernels.quantization.weights import Codes, QuantisedWeight, RowBlocks
 from tp_engine.layers.quantization.base import ExpertsProduct, ParameterFactory, Product
 from tp_engine.layers.quantization.dense import ThenGate, choose_experts, expert_biases, experts_shape
 from tp_engine.layers.quantization.experts import ExpertsShape
@@ -63,27 +65,34 @@ class Quantised:
 
     def create(self, context: ParameterFactory, shape: LinearShape) -> Mapping[str, nn.Parameter]:
         found = self._create(context, [WeightLayout(shape)])
-        if self.scheme.activations == "tensor":
-            alternatives = WeightLayout(shape).scalar_sources(Scalar(suffix=f".{self.scheme.input_scale_name}"))
+        if (scale := self._input_scale(shape)) is not None:
+            alternatives = WeightLayout(shape).scalar_sources(scale)
             found["input_scale"] = context.parameter((shape.num_rows, 1), *alternatives, dtype=torch.float32)
         return found
+
+    def _input_scale(self, shape: LinearShape) -> Scalar | None:
+        """The stored scale of all inputs, if there is one."""
+        if self.scheme.activations == "tensor":
+            return Scalar(suffix=f".{self.scheme.input_scale_name}")
+        is_rounded = self.scheme.input_blocks is not None and shape.rounds_rows
+        return self._tensors([WeightLayout(shape)]).input_factor if is_rounded else None
 
     def kept_bytes(self, name: str, weight: torch.Tensor) -> int:
         return weight.nbytes
 
     def finish(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype) -> Product:
-        weight, activation = self.weight(parameters, shape), shape.activation
+        weight, activation, input_scale = self.weight(parameters, shape), shape.activation, None
         if self._is_of_integers(weight, weight.codes.device.type):
             assert weight.factors is not None
             product = make_int8_linear(weight.codes.view(torch.int8), weight.factors)
             return product if activation is None else ThenGate(product, activation, "cpu")
-        input_scale = parameters.get("input_scale")
+        if self.scheme.activations == "tensor":
+            input_scale = parameters["input_scale"].max()
         return choose_quantised_product(
             weight,
             dtype=dtype,
             activation=activation,
-            # The parts are one product of one input, so the largest scale holds for all of them.
-            input_scale=None if input_scale is None else input_scale.max(),
+            input_scale=input_scale,
             quantises_activations=self._rounds_rows,
             choices=self.choices,
         )
@@ -131,8 +140,16 @@ class Quantised:
         return self.scheme.activations is not None
 
     def weight(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape) -> QuantisedWeight:
-        """The loaded ``parameters`` as one weight."""
-        return self._weight(parameters, [WeightLayout(shape)])
+        """The loaded ``parameters`` as one weight.
+
+        Its parts are one product of one input, so the largest scale of inputs holds for all of them.
+        """
+        found, kind, scale = self._weight(parameters, [WeightLayout(shape)]), self.scheme.input_blocks, None
+        if kind is None or not shape.rounds_rows:
+            return found
+        if "input_scale" in parameters:
+            scale = parameters["input_scale"].detach().max()
+        return replace(found, rows=RowBlocks(kind, scale))
 
     def experts(self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape) -> ExpertWeights[QuantisedWeight]:
         """The loaded ``parameters`` as the weights of experts."""

@@ -23,7 +23,8 @@ pass, too (``wanted_codes``).  Experts on a GPU are Triton's grouped products, a
 (``kernels/experts/grouped.py``).
 
 Weights stay packed: no copy of the values is kept.  Activations are rounded to 8 bits only if the format quantises
-them, and only where that makes the product faster; elsewhere they stay as they are, which is more exact.
+them, and only where that makes the product faster; elsewhere they stay as they are, which is more exact.  Where
+they are rounded in blocks (``--round-activations``), they are on every device.
 """
 
 from collections.abc import Sequence
@@ -34,10 +35,11 @@ import torch
 from tp_engine.cpu import QuantisedPanels, native_library
 from tp_engine.kernels.candidates import DEFAULTS, MANY, Choices, build, pick
 from tp_engine.kernels.ops import has_triton, op
+from tp_engine.kernels.quantization.block_rows import round_rows
 from tp_engine.kernels.quantization.linear_candidates import FEW_ROWS_BESIDE_CODES, NAME, CodesProduct, shape_of
 from tp_engine.kernels.quantization.row_codes import PRODUCT_DTYPE, CodeRule, Rows
 from tp_engine.kernels.quantization.scaled_products import ScaledProduct, has_fp8_units, scaled_product
-from tp_engine.kernels.quantization.weights import QuantisedWeight, multiply_quantised
+from tp_engine.kernels.quantization.weights import QuantisedWeight, RowBlocks, multiply_quantised
 from tp_engine.layers.quantization.base import Product
 from tp_engine.layers.quantization.dense import runs_triton
 from tp_engine.model_config.mlp import Activation
@@ -57,6 +59,21 @@ class PlainQuantised:
 
     def before_activation(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return multiply_quantised(x, self._weight, bias)
+
+
+class RoundedRows:
+    """A ``product`` of rows that are rounded in blocks first."""
+
+    is_recordable = False
+
+    def __init__(self, product: PlainQuantised | QuantisedPanels, rows: RowBlocks) -> None:
+        self._product, self._rows, self.made_by = product, rows, product.made_by
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return self._product(round_rows(x, self._rows.kind, self._rows.scale), bias)
+
+    def before_activation(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return self._product.before_activation(round_rows(x, self._rows.kind, self._rows.scale), bias)
 
 
 class TritonQuantised:
@@ -144,10 +161,11 @@ def choose_quantised_product(
     """
     device = weight.codes.device
     library = native_library() if device.type == "cpu" else None
-    if library is not None:
-        return QuantisedPanels(library, weight, dtype, activation)
-    if not (runs_triton(device.type) and has_triton()):
-        return PlainQuantised(weight, activation)
+    if library is not None or not (runs_triton(device.type) and has_triton()):
+        product: PlainQuantised | QuantisedPanels = PlainQuantised(weight, activation)
+        if library is not None:
+            product = QuantisedPanels(library, weight, dtype, activation)
+        return product if weight.rows is None else RoundedRows(product, weight.rows)
     scaled = None
     if input_scale is not None and quantises_activations and dtype == PRODUCT_DTYPE and has_fp8_units(device):
         scaled = scaled_product(weight, input_scale)

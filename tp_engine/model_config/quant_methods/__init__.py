@@ -6,12 +6,13 @@ A file lists the ``METHODS`` of ``quantization_config`` that it describes, and i
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
+from typing import Any
 
 from tp_engine.errors import ConfigError, shown
 from tp_engine.model_config.config_json import ConfigJson
-from tp_engine.model_config.quantization import QuantizationSpec
+from tp_engine.model_config.quantization import Blocks, QuantizationSpec
 
 _REMEDY = (
     "take another upload of the same model: one whose name ends in FP8, AWQ, GPTQ-Int4, NVFP4, MXFP4, w4a16 or w8a8, "
@@ -69,6 +70,15 @@ def read_quantization(config: ConfigJson) -> QuantizationSpec | None:
     found = reader(own)
     own.finish_strictly()
     return found
+
+
+def input_blocks(quantization_config: Mapping[str, Any]) -> Blocks:
+    """Return the blocks that a ``quantization_config`` declares for inputs; of several, those of the fewest bits."""
+    found = read_quantization(ConfigJson({"quantization_config": quantization_config}))
+    assert found is not None, "with_rounded_inputs has looked for it"
+    kinds = {scheme.input_blocks for _, scheme in found.rules if scheme is not None}
+    ranked: tuple[Blocks, ...] = ("mxfp4", "nvfp4", "mxfp8")
+    return next(kind for kind in ranked if kind in kinds)
 
 
 def _method(config: ConfigJson) -> str:

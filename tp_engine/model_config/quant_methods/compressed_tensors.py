@@ -1,9 +1,10 @@
 """``compressed-tensors``: groups of modules, each with its arguments and its format (llm-compressor, RedHatAI).
 
-Inputs of 4 bits, and of 8 bits before packed weights, are left as they are, which is more exact.
+Inputs in the blocks of NVFP4, MXFP4 and MXFP8 are kept as a part of the scheme, if weights are in the same; others
+before packed weights are left as they are, which is more exact.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tp_engine.model_config.config_json import ConfigJson
@@ -11,6 +12,7 @@ from tp_engine.model_config.quantization import (
     EVERY_MODULE,
     REGEX,
     Activations,
+    Blocks,
     CodeKind,
     Packing,
     QuantizationSpec,
@@ -31,12 +33,13 @@ _KINDS: dict[tuple[str, int], CodeKind] = {
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """What a format may hold: kinds of codes, and what a scale covers."""
+    """What a format may hold: kinds of codes, what a scale covers, and the blocks in which inputs may be."""
 
     packing: Packing
     kinds: tuple[CodeKind, ...]
     strategies: tuple[str, ...]
     group: int | None = None
+    input_blocks: Blocks | None = None
 
 
 _PACKED: Packing = "pack-quantized"
@@ -45,9 +48,9 @@ _FORMATS = {
     "float-quantized": _Format("plain", ("e4m3",), ("channel", "tensor", "block")),
     "int-quantized": _Format("plain", ("int8",), ("channel", "tensor")),
     "naive-quantized": _Format("plain", ("e4m3", "int8"), ("channel", "tensor")),
-    "nvfp4-pack-quantized": _Format("nvfp4", ("e2m1",), ("tensor_group",), group=16),
-    "mxfp4-pack-quantized": _Format("mxfp4-packed", ("e2m1",), ("group",), group=32),
-    "mxfp8-quantized": _Format("mxfp8", ("e4m3",), ("group",), group=32),
+    "nvfp4-pack-quantized": _Format("nvfp4", ("e2m1",), ("tensor_group",), 16, "nvfp4"),
+    "mxfp4-pack-quantized": _Format("mxfp4-packed", ("e2m1",), ("group",), 32, "mxfp4"),
+    "mxfp8-quantized": _Format("mxfp8", ("e4m3",), ("group",), 32, "mxfp8"),
 }
 _MIXED = "mixed-precision"
 
@@ -141,10 +144,13 @@ def _read_group(group: ConfigJson, usual: str | None) -> WeightScheme:
     weights = group.take_object("weights")
     if weights is None:
         raise group.refusal("weights", None, "a group must quantise weights", "look for another checkpoint")
-    return _read_weights(weights, form, _read_inputs(group, form))
+    scheme = _read_weights(weights, form)
+    if form.packing == "plain":
+        return replace(scheme, activations=_read_inputs(group))
+    return replace(scheme, input_blocks=_read_input_blocks(group, form))
 
 
-def _read_weights(weights: ConfigJson, form: _Format, activations: Activations | None) -> WeightScheme:
+def _read_weights(weights: ConfigJson, form: _Format) -> WeightScheme:
     kind = _kind(weights, form)
     if weights.peek("dynamic"):
         raise weights.refusal(
@@ -168,7 +174,6 @@ def _read_weights(weights: ConfigJson, form: _Format, activations: Activations |
         group=group,
         row_block=row_block,
         has_zeros=not symmetric,
-        activations=activations,
         order_name="weight_g_idx" if order == "group" and group is not None else "",
     )
 
@@ -207,10 +212,23 @@ def _grid(weights: ConfigJson, form: _Format) -> tuple[int | None, int | None]:
     return size, 1
 
 
-def _read_inputs(group: ConfigJson, form: _Format) -> Activations | None:
+def _read_input_blocks(group: ConfigJson, form: _Format) -> Blocks | None:
+    """The blocks in which inputs were rounded: those of the weights, with scales that are found while running."""
+    inputs = group.take_object("input_activations")
+    if inputs is None or form.input_blocks is None:
+        return None
+    strategy, size = str(inputs.peek("strategy")).lower(), inputs.peek("group_size")
+    code = _KINDS.get((str(inputs.peek("type") or "int").lower(), inputs.peek("num_bits") or 8))
+    # NVFP4 has one stored scale beside those of the blocks, which are local then.
+    dynamic = "local" if form.input_blocks == "nvfp4" else True
+    is_same = code in form.kinds and strategy in form.strategies and size == form.group
+    return form.input_blocks if is_same and inputs.peek("dynamic") == dynamic else None
+
+
+def _read_inputs(group: ConfigJson) -> Activations | None:
     """How 8-bit weights' inputs were quantised."""
     inputs = group.take_object("input_activations")
-    if inputs is None or form.packing != "plain":
+    if inputs is None:
         return None
     kind, bits = inputs.take("type", str, "int"), inputs.take("num_bits", int, 8)
     strategy, dynamic = inputs.take("strategy", str, "tensor"), inputs.peek("dynamic")

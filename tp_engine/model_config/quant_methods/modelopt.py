@@ -1,5 +1,9 @@
 """``modelopt``: NVIDIA's FP8 with a scale per tensor, row or block, MXFP8 and NVFP4, alone or mixed, in config.json or
-in hf_quant_config.json."""
+in hf_quant_config.json.
+
+Inputs of NVFP4 and MXFP8 were rounded to the same blocks, those of ``W4A16_NVFP4`` were not."""
+
+from dataclasses import replace
 
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.quant_methods.compressed_tensors import KV_SCALES, has_kv_scales
@@ -12,9 +16,9 @@ _SCHEMES = {
     "FP8": WeightScheme(packing="plain", kind="e4m3", row_block=None, activations="tensor"),
     "FP8_PER_CHANNEL_PER_TOKEN": WeightScheme(packing="plain", kind="e4m3", activations="token"),
     "FP8_PB_WO": WeightScheme(packing="plain", kind="e4m3", group=128, row_block=128),
-    "MXFP8": WeightScheme(packing="mxfp8", kind="e4m3", group=32),
+    "MXFP8": WeightScheme(packing="mxfp8", kind="e4m3", group=32, input_blocks="mxfp8"),
     "W4A8_MXFP4_FP8": WeightScheme(packing="mxfp4-weight", kind="e2m1", group=32),
-    "NVFP4": _NVFP4,
+    "NVFP4": replace(_NVFP4, input_blocks="nvfp4"),
     "W4A16_NVFP4": _NVFP4,
 }
 

@@ -1,4 +1,9 @@
-"""``mxfp8``: weights in float8_e4m3fn with a power of two for each 32 columns (OCP microscaling formats)."""
+"""``mxfp8``: weights in float8_e4m3fn with a power of two for each 32 columns (OCP microscaling formats).
+
+``activation_scheme`` dynamic: inputs were rounded to the same blocks.
+"""
+
+from dataclasses import replace
 
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.quantization import EVERY_MODULE, QuantizationSpec, WeightScheme
@@ -14,6 +19,7 @@ _CHOICES = {
 
 def read(config: ConfigJson) -> QuantizationSpec:
     """Without a list of modules, all but the output head are quantised."""
+    scheme = replace(_SCHEME, input_blocks="mxfp8") if config.has("activation_scheme") else _SCHEME
     for name, choices in _CHOICES.items():
         config.take_one_of(name, *choices, remedy="use another checkpoint")
     block = config.take_block("weight_block_size") or (1, 32)
@@ -25,6 +31,6 @@ def read(config: ConfigJson) -> QuantizationSpec:
     ignored = config.take_names("modules_to_not_convert", "ignored_layers", "ignore")
     return QuantizationSpec(
         method="mxfp8",
-        rules=(*((name, None) for name in (*ignored, "lm_head")), (EVERY_MODULE, _SCHEME)),
+        rules=(*((name, None) for name in (*ignored, "lm_head")), (EVERY_MODULE, scheme)),
         skipped=("input_scale",),
     )

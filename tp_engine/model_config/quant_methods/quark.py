@@ -1,7 +1,9 @@
 """``quark``: AMD's FP8, with a scale per tensor or row, and MXFP4, by layer, type of layer or for all.
 
-Inputs of 4 bits are left as they are, which is more exact.
+MXFP4 says whether inputs were rounded to the same blocks.
 """
+
+from dataclasses import replace
 
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.quant_methods.compressed_tensors import KV_SCALES
@@ -59,7 +61,8 @@ def _scheme(config: ConfigJson) -> WeightScheme | None:
     if is_dynamic:
         raise config.refusal("is_dynamic", True, "weights must have stored scales", _REMEDY)
     if kind == "fp4" and scheme == "per_group":
-        return _MXFP4
+        is_rounded = inputs == ("fp4", "per_group", True)
+        return replace(_MXFP4, input_blocks="mxfp4") if is_rounded else _MXFP4
     if kind == "fp8_e4m3" and scheme in ("per_tensor", "per_channel"):
         return WeightScheme(
             packing="plain",

@@ -1,0 +1,123 @@
+"""Rows in blocks and their products with weights in blocks by Triton against their twins: interpreted and on CUDA
+(``CASES``), and the launches of real models (``launch_all``).
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tests.unit.kernels.kernel_cases_layer_ops import Case, assert_close_enough, both, random
+from tests.unit.kernels.kernel_cases_quantised import BFLOAT16, FLOAT16, FLOAT32, make_weight
+from tp_engine.kernels.quantization.block_rows import BLOCK_FORMATS, rounded_rows
+from tp_engine.kernels.quantization.linear_candidates import BLOCK_TILES
+from tp_engine.kernels.quantization.weights import QuantisedWeight, RowBlocks, dequantise
+from tp_engine.model_config.quantization import Blocks
+
+# The instructions with scales of each generation of GPUs; MXFP4's has its own name on 10.x.
+UNITS = {100: r"tcgen05\.mma\.\S*block_scale", 120: r"mma\.sync\.\S*block_scale"}
+
+
+def scale_of(kind: Blocks, device: str) -> torch.Tensor | None:
+    """The scale of all rows, which NVFP4 has: numbers above 2 are beyond the largest scale of a group."""
+    return torch.tensor(2 / (6 * 448), device=device) if kind == "nvfp4" else None
+
+
+def weight_in_blocks(kind: Blocks, size: tuple[int, int], device: str) -> QuantisedWeight:
+    """Random codes; NVFP4's rows have factors."""
+    form = BLOCK_FORMATS[kind]
+    weight = make_weight(
+        form.codes, size, device, group=form.group, scales=form.scale_type, factors=form.scales == "e4m3"
+    )
+    return QuantisedWeight(
+        kind=weight.kind, codes=weight.codes, scales=weight.scales, group=weight.group, factors=weight.factors,
+        rows=RowBlocks(kind, scale_of(kind, device)),
+    )  # fmt: skip
+
+
+def tiles_for(num_rows: int) -> list[Any]:
+    """The candidates' tiles for so many rows."""
+    from tp_engine.kernels.quantization.linear_triton import RowTiles
+
+    return [RowTiles(*tiles) for tiles, least in BLOCK_TILES if num_rows >= least]
+
+
+def check_rows(device: str, kind: Blocks, dtype: torch.dtype, size: int) -> None:
+    """Bit by bit: numbers of all sizes, ties between two codes, zeros, numbers too small for a scale, NaN, infinities;
+    rows of wider rows."""
+    (encode, encode_twin), (round_rows, twin) = both("encode_rows"), both("round_rows")
+    x = random((9, size + 16), FLOAT32, device)[:, :size]
+    x = x * (random((9, size), FLOAT32, device, 1) * 3).exp()
+    halves = torch.arange(-32, size - 32, device=device) / 8  # between codes, if the largest makes the scale 1
+    x[1], x[2], x[3], x[4, 5], x[5, 20], x[6] = halves, 0, x[3] * 1e-7, torch.nan, -torch.inf, halves * 2**-20
+    x = x.to(dtype)
+    given = scale_of(kind, device)
+    (codes, scales), (expected, expected_scales) = encode(x, kind, given), encode_twin(x, kind, given)
+    assert torch.equal(scales, expected_scales) and torch.equal(codes, expected)
+    torch.testing.assert_close(round_rows(x, kind, given), twin(x, kind, given), rtol=0, atol=0, equal_nan=True)
+    group = BLOCK_FORMATS[kind].group
+    assert twin(x, kind, given)[4:6].isnan().sum() == 2 * group and not twin(x, kind, given)[[0, 1, 2, 3]].isnan().any()
+
+
+def check_product(device: str, kind: Blocks, num_rows: int, size: tuple[int, int]) -> None:
+    """Against float64 of the same rounded rows: no further from it than plain PyTorch in bfloat16."""
+    from tp_engine.kernels.quantization.block_linear_triton import BlockScaledProduct
+
+    weight, x = weight_in_blocks(kind, size, device), random((num_rows, size[1]), BFLOAT16, device)
+    bias, rows = random(size[:1], BFLOAT16, device, 2), weight.rows
+    assert rows is not None
+    rounded = rounded_rows(x, kind, rows.scale)
+    exact = F.linear(rounded.double(), dequantise(weight).double(), bias.double())
+    twin = F.linear(rounded.to(BFLOAT16), dequantise(weight).to(BFLOAT16), bias)
+    for tiles in tiles_for(num_rows):
+        assert_close_enough(BlockScaledProduct(weight, tiles)(x, bias), twin, exact)
+
+
+def make_cases() -> dict[str, Case]:
+    """Name -> check on a device; products only where the GPU has units, or in the interpreter."""
+    cases: dict[str, Case] = {}
+    for kind in BLOCK_FORMATS:
+        for dtype, size in ((FLOAT32, 90), (BFLOAT16, 352), (FLOAT16, 64)):
+            cases[f"rows-{kind}-{dtype}-{size}"] = partial(check_rows, kind=kind, dtype=dtype, size=size)
+        for num_rows, shape in ((3, (40, 352)), (19, (130, 90))):
+            cases[f"product-{kind}-{num_rows}-{shape}"] = partial(
+                _where_units_are, partial(check_product, kind=kind, num_rows=num_rows, size=shape)
+            )
+    return cases
+
+
+def _where_units_are(check: Case, device: str) -> None:
+    if device == "cpu" or torch.cuda.get_device_capability()[0] in (10, 12):
+        check(device)
+
+
+CASES = make_cases()
+
+
+def launch_all(capability: int) -> None:
+    """Rows and products of Qwen3-8B; units other than those with scales widen MXFP4 alone, which nothing uses."""
+    from tp_engine.kernels.quantization.block_linear_triton import BlockScaledProduct
+
+    x = torch.empty(128, 4096, dtype=BFLOAT16, device="meta")
+    encode, round_rows = both("encode_rows")[0], both("round_rows")[0]
+    for kind in BLOCK_FORMATS:
+        scale = scale_of(kind, "meta")
+        encode(x, kind, scale)
+        round_rows(x, kind, scale)
+        if capability >= 100 or kind == "mxfp4":
+            weight = weight_in_blocks(kind, (4096, 4096), "meta")
+            for num_rows in (8, 64, 128) if capability >= 100 else (8,):
+                for tiles in tiles_for(num_rows)[-1:]:
+                    BlockScaledProduct(weight, tiles)(x[:num_rows], None)
+
+
+def check_compiled(kernel: Any, capability: int) -> None:
+    """Products meet units that take scales; numbers too small for a float32's exponent survive."""
+    ptx = kernel.asm["ptx"]
+    assert ".ftz" not in ptx
+    if kernel.name == "block_linear_kernel" and capability >= 100:
+        assert re.search(UNITS[capability], ptx), f"{kernel.name} widens its codes on sm_{capability}"

@@ -1,0 +1,99 @@
+"""Dense layers that round their inputs in blocks, as checkpoints declare it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.quantised.checkpoints import compress
+from tests.quantised.fake_rows import fake_rows
+from tests.quantised.formats import INPUT_SCALE
+from tests.unit.layers import test_quantised_formats
+from tests.unit.layers.test_quantised_formats import EXPERTS, SHAPE, load
+from tp_engine.kernels.quantization.weights import dequantise
+from tp_engine.layers.linear import LocalLinear
+from tp_engine.layers.quantization.quantised import Quantised
+from tp_engine.model_config import load_model_config, with_rounded_inputs
+from tp_engine.models.causal_lm import CausalLM
+from tp_engine.models.mla_attention import LatentUp
+
+KINDS = {
+    "nvfp4-pack-quantized": "nvfp4", "nvfp4-modelopt": "nvfp4", "quark-mxfp4": "mxfp4", "mxfp8": "mxfp8",
+    "mxfp8-quantized": "mxfp8",
+}  # fmt: skip
+
+
+def load_rounding(folder: Path, rank: int, world_size: int) -> CausalLM:
+    """``load``, with the option."""
+
+    def rounding(*arguments: Any) -> Any:
+        spec, path = load_model_config(*arguments)
+        return with_rounded_inputs(spec), path
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(test_quantised_formats, "load_model_config", rounding)
+        return load(folder, rank, world_size)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_products_round_their_rows(name: str, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Oracle: compressed-tensors' rows times the weight; on 2 ranks, too, where shards cut no group.  NVFP4's scale of
+    all inputs comes from the checkpoint."""
+    compress(checkpoint("qwen3", **SHAPE), tmp_path / "target", tmp_path / "twin", name)
+    kind = KINDS[name]
+    scale = INPUT_SCALE if kind == "nvfp4" else None
+    for rank, world_size in ((0, 1), (1, 2)):
+        model = load_rounding(tmp_path / "target", rank, world_size)
+        for module in ("layers.0.self_attn.o_proj", "layers.1.mlp.down_proj"):
+            layer = model.get_submodule(module)
+            assert isinstance(layer, LocalLinear) and isinstance(layer.format, Quantised)
+            weight = layer.format.weight(dict(layer.named_parameters(recurse=False)), layer.shape)
+            values, x = dequantise(weight), torch.randn(3, weight.shape[1])
+            rounded = fake_rows(x, kind, scale)
+            layer.finish_loading()
+            found = layer.product(x, None)
+            torch.testing.assert_close(found, F.linear(rounded, values), rtol=1e-5, atol=1e-5)
+            assert (found - F.linear(x, values)).abs().max() > 1e-3, "the rows are rounded"
+
+
+def test_routed_experts_do_not_round(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Oracle: the model without the option: the same parameters of experts, and attention's with an input scale."""
+    compress(checkpoint("qwen3-moe", **(SHAPE | EXPERTS)), tmp_path / "target", tmp_path / "twin", "nvfp4-modelopt")
+    whole, rounding = (
+        {name: one.shape for name, one in each(tmp_path / "target", 0, 1).named_parameters()}
+        for each in (load, load_rounding)
+    )
+    added = set(rounding) - set(whole)
+    assert added and all(name.endswith("_proj.input_scale") and "experts" not in name for name in added)
+
+
+def test_parts_of_a_product_must_agree(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Oracle: queries whose inputs are whole beside keys whose inputs are rounded are refused with the option alone."""
+    compress(checkpoint("qwen3", **SHAPE), tmp_path / "target", tmp_path / "twin", "nvfp4-modelopt")
+    spec = load_model_config(str(tmp_path / "target"))[0]
+    assert spec.quantization is not None
+    (pattern, scheme), names = spec.quantization.rules[-1], ("layers.0.q", "layers.0.k")
+    assert scheme is not None
+    mixed = replace(spec.quantization, rules=(("layers.0.q", replace(scheme, input_blocks=None)), (pattern, scheme)))
+    assert mixed.scheme_of_parts([[name] for name in names]) == replace(scheme, input_blocks=None)
+    with pytest.raises(ValueError, match="parts of one product"):
+        mixed.with_rounded_inputs().scheme_of_parts([[name] for name in names])
+
+
+@pytest.mark.parametrize("name", ["nvfp4-modelopt", "mxfp8"])
+def test_maps_of_latents_are_whole(name: str, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Oracle: the maps without the option: they are read by rows with a single 1, which nothing may round."""
+    compress(checkpoint("deepseek-v2"), tmp_path / "target", tmp_path / "twin", name)
+    found = []
+    for each in (load, load_rounding):
+        maps = each(tmp_path / "target", 0, 1).get_submodule("layers.0.self_attn.kv_b_proj")
+        assert isinstance(maps, LatentUp) and "input_scale" not in dict(maps.named_parameters())
+        maps.finish_loading()
+        found.append(maps.up)
+    assert torch.equal(*found) and found[0].std() > 0
