@@ -441,6 +441,27 @@ FAMILIES: dict[str, Family] = {
         "Lfm2MoeForCausalLM",
         {**_SHORT_CONV, **_EXPERTS, "num_experts": 8, "num_dense_layers": 1, "routed_scaling_factor": 1.5},
     ),
+    "laguna": Family(
+        "LagunaConfig",
+        "LagunaForCausalLM",
+        {
+            **_SHARED,
+            **_SLIDING_3_TO_1,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "num_attention_heads": 12,
+            "num_attention_heads_per_layer": [12, 24, 12],
+            "num_key_value_heads": 12,
+            "num_experts": 8,
+            "shared_expert_intermediate_size": 48,
+            "moe_routed_scaling_factor": 2.5,
+            "moe_router_logit_softcapping": 3.0,
+            "rope_parameters": {
+                "full_attention": {**_YARN, "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            },
+        },
+    ),
 }
 
 

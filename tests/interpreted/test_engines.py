@@ -89,7 +89,7 @@ def test_tp_invariant(checkpoint: Callable[..., Path]) -> None:
             "qwen3.5",
             {"layer_types": ["linear_attention", "full_attention"]}
             | {"linear_num_key_heads": 2, "linear_num_value_heads": 6},
-            {"gated_delta_net_decode", "sigmoid_gate"},
+            {"gated_delta_net_decode", "gate_heads"},
         ),
         ("nemotron-h", {"hybrid_override_pattern": "M*"}, {"mamba2_decode", "mamba2_prefill", "norm_groups"}),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, {"short_conv_decode", "short_conv_prefill"}),

@@ -203,19 +203,36 @@ TAPED int gated_delta_net(const float *conv, const float *decay, const float *dt
     return failed;
 }
 
-/* x (rows, width) times the sigmoid of gate (rows, width), whose rows are `stride` elements apart, in place. */
-TAPED int sigmoid_gate(char *x, const char *gate, int64_t stride, int64_t rows, int64_t width, int64_t dtype,
-                       int64_t num_threads)
+/* The first `lanes` of the sigmoids of gates, or of their softplus. */
+INLINE vf factors_of(vf gates, int64_t lanes, int64_t is_softplus)
 {
-    const int64_t size = item_bytes((int)dtype);
-#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && rows > 1 && rows * width >= MIN_PARALLEL)
+    if (!is_softplus)
+        return 1.0f / (1.0f + exp2_vector(gates * -LOG2_E));
+    for (int64_t lane = 0; lane < lanes; lane++)
+        gates[lane] = softplus(gates[lane]);
+    return gates;
+}
+
+/* x (rows, count * dim) times what gate (rows, count) says of each `dim` elements, in place; rows of gate are `stride`
+   elements apart. */
+TAPED int gate_heads(char *x, const char *gate, int64_t stride, int64_t rows, int64_t count, int64_t dim,
+                     int64_t is_softplus, int64_t dtype, int64_t num_threads)
+{
+    const int64_t item = item_bytes((int)dtype), lanes = dim == 1 ? VW : 1;
+#pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && rows > 1 &&                              \
+                                                               rows * count * dim >= MIN_PARALLEL)
     for (int64_t row = 0; row < rows; row++) {
-        char *const to = x + row * width * size;
-        const char *const from = gate + row * stride * size;
-        for (int64_t i = 0; i < width; i += VW)
-            FOR_DTYPE(store_some(
-                to, i, width,
-                load_some(to, i, width, TYPE) / (1.0f + exp2_vector(load_some(from, i, width, TYPE) * -LOG2_E)), TYPE))
+        char *const to = x + row * count * dim * item;
+        const char *const from = gate + row * stride * item;
+        for (int64_t first = 0; first < count; first += lanes) {
+            vf factor;
+            FOR_DTYPE(factor = factors_of(load_some(from, first, count, TYPE), lanes, is_softplus))
+            const int64_t end = dim == 1 ? smaller(count, first + VW) : (first + 1) * dim;
+            if (dim > 1)
+                factor = splat(factor[0]);
+            for (int64_t i = first * dim; i < end; i += VW)
+                FOR_DTYPE(store_some(to, i, end, load_some(to, i, end, TYPE) * factor, TYPE))
+        }
     }
     return 0;
 }

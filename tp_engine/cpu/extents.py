@@ -60,7 +60,7 @@ EXTENTS: dict[str, dict[str, str]] = {
         "chunks": "4 * num_runs", "mixed": f"{_DECODES}(num_runs - 1) * stride + 3 * channels",
         "out": f"{_DECODES}num_runs * channels",
     },
-    "sigmoid_gate": {"x": "rows * width", "gate": "(rows - 1) * stride + width"},
+    "gate_heads": {"x": "rows * count * dim", "gate": "(rows - 1) * stride + count"},
     "mix_experts": {"x": "rows", "ids": "rows", "weights": "rows", "out": "rows", "memory": "0"},
     "add_gated": {"total": "rows * width", "x": "rows * width", "gates": "(rows - 1) * stride + 1"},
     "qk_norm_rope_store": {

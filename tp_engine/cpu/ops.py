@@ -18,6 +18,7 @@ from tp_engine.kernels.linear import adapters as adapter_twins
 from tp_engine.kernels.linear.adapters import AdapterRows, AdapterWeights
 from tp_engine.kernels.steps.decode_inputs import DecodeInputs, RowTables
 from tp_engine.kernels.steps.draft_inputs import DraftInputs
+from tp_engine.model_config.head_gate import GateFunction
 from tp_engine.model_config.mlp import Activation
 
 MAX_HEAD_DIM = 512
@@ -98,13 +99,14 @@ def gate(library: ctypes.CDLL, gate_up: torch.Tensor, rule: Activation) -> torch
     return out
 
 
-def sigmoid_gate(library: ctypes.CDLL, x: torch.Tensor, gate: torch.Tensor) -> None:
-    """Compute ``layer_ops.sigmoid_gate`` in C."""
+def gate_heads(library: ctypes.CDLL, x: torch.Tensor, gate: torch.Tensor, function: GateFunction = "sigmoid") -> None:
+    """Compute ``layer_ops.gate_heads`` in C."""
     is_taken = x.dtype in DTYPE_CODES and gate.dtype is x.dtype
     if not (is_taken and x.is_contiguous() and gate.stride(1) == 1):
-        twins.sigmoid_gate(x, gate)
+        twins.gate_heads(x, gate, function)
         return
-    library.sigmoid_gate(x, gate, gate.stride(0), *x.shape, x.dtype)
+    rows, count = gate.shape
+    library.gate_heads(x, gate, gate.stride(0), rows, count, x.shape[1] // count, function == "softplus", x.dtype)
 
 
 def qk_norm_rope_store(

@@ -1,4 +1,4 @@
-"""Elementwise operations, in one pass and with one rounding: gate, sigmoid_gate, embed, cap_logits.
+"""Elementwise operations, in one pass and with one rounding: gate, gate_heads, embed, cap_logits.
 
 The Triton twins of ``layer_ops``.  Program (i, j) makes elements [j * BLOCK, (j + 1) * BLOCK) of row i.
 """
@@ -10,6 +10,7 @@ import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import begin_row_block, launch_row_blocks
 from tp_engine.kernels.jit import jit
+from tp_engine.model_config.head_gate import GateFunction
 from tp_engine.model_config.mlp import Activation
 
 # Values of ``Activation.code``; 2 is "swiglu_clamped".
@@ -83,20 +84,29 @@ def activation_constants(activation: Activation | None) -> dict[str, Any]:
 
 
 @jit
-def sigmoid_gate_kernel(x, gate, x_stride, gate_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """One program: up to BLOCK elements of one token."""
+def gate_heads_kernel(
+    x, gate, x_stride, gate_stride,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, IS_SOFTPLUS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: up to BLOCK elements of one token; DIM elements share one of the gate's."""
     token, column, inside = begin_row_block(SIZE, BLOCK, PDL)
     place = x + token * x_stride + column
     values = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    weights = tl.load(gate + token * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(place, (values / (1.0 + tl.exp(-weights))).to(x.dtype.element_ty), mask=inside)
+    weights = tl.load(gate + token * gate_stride + column // DIM, mask=inside, other=0.0).to(tl.float32)
+    if IS_SOFTPLUS:
+        product = values * tl.where(weights > 20.0, weights, tl.log(1.0 + tl.exp(tl.minimum(weights, 20.0))))
+    else:
+        product = values / (1.0 + tl.exp(-weights))
+    tl.store(place, product.to(x.dtype.element_ty), mask=inside)
 
 
-def sigmoid_gate_triton(x: torch.Tensor, gate: torch.Tensor) -> None:
-    """``layer_ops.sigmoid_gate``; the rows of both may be slices of wider ones."""
-    num_tokens, size = x.shape
-    assert gate.shape == x.shape and x.stride(1) == gate.stride(1) == 1, (x.shape, x.stride(), gate.stride())
-    launch_row_blocks(sigmoid_gate_kernel, x, num_tokens, size, x, gate, x.stride(0), gate.stride(0))
+def gate_heads_triton(x: torch.Tensor, gate: torch.Tensor, function: GateFunction = "sigmoid") -> None:
+    """``layer_ops.gate_heads``; the rows of both may be slices of wider ones."""
+    (num_tokens, size), count = x.shape, gate.shape[1]
+    assert size % count == 0 and x.stride(1) == gate.stride(1) == 1, (x.shape, x.stride(), gate.shape, gate.stride())
+    constants = {"DIM": size // count, "IS_SOFTPLUS": function == "softplus"}
+    arguments = x, gate, x.stride(0), gate.stride(0)
+    launch_row_blocks(gate_heads_kernel, x, num_tokens, size, *arguments, **constants)
 
 
 @jit

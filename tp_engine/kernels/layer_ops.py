@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from tp_engine.model_config.head_gate import GateFunction
 from tp_engine.model_config.mlp import Activation
 
 
@@ -48,9 +49,11 @@ def norm(x: torch.Tensor, rule: NormRule) -> torch.Tensor:
     return (scaled * (widened(rule.weight) + rule.offset)).to(x.dtype)
 
 
-def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> None:
-    """Multiply ``x`` (N, size) by the sigmoid of ``gate`` (N, size), in place; rows of ``gate`` may lie apart."""
-    x.copy_(widened(x) * widened(gate).sigmoid())
+def gate_heads(x: torch.Tensor, gate: torch.Tensor, function: GateFunction = "sigmoid") -> None:
+    """Multiply ``x`` (N, size) by ``function`` of ``gate`` (N, count), in place: each element of a gate counts for size
+    / count elements that follow one another.  Rows of ``gate`` may lie apart."""
+    factor = widened(gate).sigmoid() if function == "sigmoid" else F.softplus(widened(gate))
+    x.copy_((widened(x).unflatten(1, (gate.shape[1], -1)) * factor.unsqueeze(2)).flatten(1))
 
 
 def add(x: torch.Tensor, residual: torch.Tensor, scale: float = 1.0, stream_scale: float = 1.0) -> None:

@@ -44,7 +44,7 @@ OPS: dict[str, Op] = {
     "add": Op(layer_ops.add, "norm_triton", "ops"),
     "copy_rows": Op(layer_ops.copy_rows, None, "ops"),
     "gate": Op(layer_ops.gate, "elementwise_triton", "ops"),
-    "sigmoid_gate": Op(layer_ops.sigmoid_gate, "elementwise_triton", "ops"),
+    "gate_heads": Op(layer_ops.gate_heads, "elementwise_triton", "ops"),
     "gated_delta_net_decode": Op(gated_delta_net.gated_delta_net_decode, "gated_delta_net_triton", "recurrent"),
     "gated_delta_net_prefill": Op(
         gated_delta_net.gated_delta_net_prefill, "gated_delta_net_prefill_triton", "recurrent"

@@ -54,14 +54,17 @@ class Router(Layer):
         if spec.router_scale is not None:
             rule = NormSpec(name="", tensor=spec.router_scale, eps=spec.router_eps, factor=hidden_size**-0.5)
             self.norm = Norm(rule, hidden_size, context=context)
-        self._to_float32 = context.op("to_float32")
-        self.is_recordable = context.can_record("to_float32")
+        self._to_float32, self._cap_logits = context.op("to_float32"), context.op("cap_logits")
+        self._cap, self._num_experts = spec.router_cap, spec.num_experts
+        self.is_recordable = context.can_record("to_float32", "cap_logits")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` (N, hidden) -> (N, experts [+ 1]), in the type of ``x`` or float32."""
         if self.norm is not None:
             x = self.norm(x)
         logits: torch.Tensor = self.linear(self._to_float32(x) if self._widens else x)
+        if self._cap is not None:
+            self._cap_logits(logits[:, : self._num_experts], 1.0, self._cap)
         return logits
 
 

@@ -112,9 +112,9 @@ class GatedColumnParallelLinear(LocalLinear):
 
 
 class QKVParallelLinear(LocalLinear):
-    """Query, key and value projections as one product: (N, hidden) -> (N, (heads + 2 KV heads [+ heads]) * head_dim).
+    """Query, key and value projections as one product: (N, hidden) -> (N, (heads + 2 KV heads) * head_dim [+ gates]).
 
-    If the query projection has a gate for each head, the gates come after the values.  Where there are fewer KV heads
+    Gates of heads come after the values.  Where there are fewer KV heads
     than ranks, each KV head is held by several ranks::
 
         8 query heads, 2 KV heads, 4 ranks:   rank 0 [q0 q1 k0 v0]   rank 1 [q2 q3 k0 v0]   rank 2 [q4 q5 k1 v1] ...
@@ -131,9 +131,10 @@ class QKVParallelLinear(LocalLinear):
         sizes = [(spec.num_heads * dim, times(heads, dim)), *[(spec.num_kv_heads * dim, times(kv_heads, dim))] * 2]
         modules = zip(spec.projections, sizes, (order, order, as_stored), strict=False)
         parts = _parts(context, spec.fused_name, [(name, *size, own) for name, size, own in modules])
-        if spec.has_gate and spec.gate_name is not None:
-            parts += _parts(context, None, [(spec.gate_name, *sizes[0], as_stored)])
-        elif spec.has_gate:
+        if spec.gate is not None and spec.gate.name is not None:
+            size = spec.num_heads * spec.gate_dim
+            parts += _parts(context, None, [(spec.gate.name, size, times(heads, spec.gate_dim), as_stored)])
+        elif spec.gate is not None:
             query = replace(parts[0], stored_rows=2 * spec.num_heads * dim, step=2 * dim, count=dim)
             parts = (query, *parts[1:], replace(query, first=dim, order=as_stored))
         shape = LinearShape(stored_columns=hidden_size, columns=Span(0, hidden_size), parts=parts)

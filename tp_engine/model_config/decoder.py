@@ -248,7 +248,8 @@ class DecoderReader:
         }
         config.finish()
         spec = ModelSpec(layers=layers, ropes=ropes, **{**usual, **changes})
-        self._check_heads({self.num_kv_heads, *(one.num_kv_heads for one in spec.attentions)})
+        own = (self.num_heads, self.num_kv_heads)
+        self._check_heads({own, *((one.num_heads, one.num_kv_heads) for one in spec.attentions)})
         return spec
 
     def _size(self, name: str) -> int:
@@ -280,11 +281,11 @@ class DecoderReader:
             raise ConfigError(f"config.json: {key} is {name!r}; this engine supports {', '.join(known)}")
         return Activation(known[name])
 
-    def _check_heads(self, all_num_kv_heads: set[int]) -> None:
-        for num_kv_heads in sorted(all_num_kv_heads):
-            if self.num_heads % num_kv_heads:
+    def _check_heads(self, numbers: set[tuple[int, int]]) -> None:
+        for num_heads, num_kv_heads in sorted(numbers):
+            if num_heads % num_kv_heads:
                 raise ConfigError(
-                    f"config.json: num_attention_heads is {self.num_heads}; it must be a multiple of "
+                    f"config.json: num_attention_heads is {num_heads}; it must be a multiple of "
                     f"num_key_value_heads, {num_kv_heads}"
                 )
 

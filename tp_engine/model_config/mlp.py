@@ -137,7 +137,8 @@ class ExpertsSpec:
     scores for the choice alone; ``correction_rows``: its tensor has one more dimension, of that size.  An expert's
     weight is multiplied by its element of ``expert_scale`` at last.  ``router``, ``correction``, ``expert_scale``,
     ``shared_gate`` and the name of ``shared`` stand below ``name`` in the checkpoint, which may be empty.  ``stored``
-    are the ways in which checkpoints keep the experts; the first one that a checkpoint has is read.
+    are the ways in which checkpoints keep the experts; the first one that a checkpoint has is read.  ``router_cap`` c
+    bounds a router's logit l to ``c tanh(l / c)``.
 
     ``router_scale``: the router does not read what the experts read, but the residual stream, divided by its root mean
     square (with ``router_eps``) and by the root of its width, times this tensor (hidden,).
@@ -150,6 +151,7 @@ class ExpertsSpec:
     bias: bool = False
     router: str = "gate"
     router_bias: bool = False
+    router_cap: float | None = None
     routes_in_float32: bool = False
     router_scale: str | None = None
     router_eps: float = 0.0

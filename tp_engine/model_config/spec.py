@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Literal, Self
 
 from tp_engine.model_config.classifier import ClassifierSpec
+from tp_engine.model_config.head_gate import HeadGateSpec
 from tp_engine.model_config.kv_layout import KvKind, KvLayout, lay_out
 from tp_engine.model_config.mla import MLASpec
 from tp_engine.model_config.mlp import Activation, ExpertsSpec, MlpSpec
@@ -66,11 +67,9 @@ class AttentionSpec:
     into ``ModelSpec.ropes``, None: queries and keys do not turn.  ``fused_name``: the one stored tensor that holds
     query, key and value rows.  ``values_from_keys``: the key projection makes the values too, which are neither turned
     nor normalised as keys are.  ``latent``: keys and values are made of latents; then ``num_kv_heads`` is 1, the cached
-    row, and ``head_dim`` that of queries.  ``has_gate``: a head's output is multiplied by the sigmoid of a gate of the
-    same size, whose rows are those of the module ``gate_name``, or follow the head's in the query projection.
-    ``kv_source``: the layer makes queries alone, and
-    reads the keys and values of that layer before it.  ``sees_whole_images``: a token of an image sees those after it
-    in the image too, within the window.
+    row, and ``head_dim`` that of queries.  ``gate`` multiplies the heads' outputs.  ``kv_source``: the layer makes
+    queries alone, and reads the keys and values of that layer before it.  ``sees_whole_images``: a token of an image
+    sees those after it in the image too, within the window.
     """
 
     num_heads: int
@@ -87,8 +86,7 @@ class AttentionSpec:
     fused_name: str | None = None
     values_from_keys: bool = False
     latent: MLASpec | None = None
-    has_gate: bool = False
-    gate_name: str | None = None
+    gate: HeadGateSpec | None = None
     kv_source: int | None = None
     sees_whole_images: bool = False
 
@@ -121,6 +119,11 @@ class AttentionSpec:
     def out_size(self) -> int:
         """Elements of a token that the output projection reads."""
         return self.num_heads * self.value_dim
+
+    @property
+    def gate_dim(self) -> int:
+        """Elements of a head's gate."""
+        return 0 if self.gate is None else 1 if self.gate.is_per_head else self.value_dim
 
     @property
     def projections(self) -> tuple[str, ...]:

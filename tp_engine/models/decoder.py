@@ -84,9 +84,10 @@ class SelfAttention(Layer):
         self.attention: Attention = Attention(shape, backend, group, None if source is None else source.attention)
         self._num_kv_heads = shape.num_kv_heads if source is None else 0  # of this layer's own
         self._num_all = shape.num_heads + 2 * self._num_kv_heads
-        self._has_gate, self._gate = spec.has_gate, context.op("sigmoid_gate")
+        self._gate_spec, self._gate_heads = spec.gate, context.op("gate_heads")
         self._qk_norm_rope_store = context.op("qk_norm_rope_store")
-        self.is_recordable = context.can_record("qk_norm_rope_store", *(("sigmoid_gate",) if spec.has_gate else ()))
+        gating = () if spec.gate is None else ("gate_heads",)
+        self.is_recordable = context.can_record("qk_norm_rope_store", *gating)
 
     @property
     def readers(self) -> list[LocalLinear]:
@@ -97,8 +98,9 @@ class SelfAttention(Layer):
         """``x`` (N, hidden), normalised -> this rank's part of the block's output, of the tokens ``wanted`` (n,)."""
         projected = self.qkv_proj(x)
         out = only(wanted, self._attend(projected, rotation))
-        if self._has_gate:
-            self._gate(out, only(wanted, projected[:, self._num_all * self.attention.shape.head_dim :]))
+        if self._gate_spec is not None:
+            gate = only(wanted, projected[:, self._num_all * self.attention.shape.head_dim :])
+            self._gate_heads(out, gate, self._gate_spec.function)
         return self.o_proj.part(out)
 
     def store(self, x: Rows, rotation: Rotation | None) -> None:
@@ -108,8 +110,9 @@ class SelfAttention(Layer):
     def _attend(self, projected: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
         """Store the keys and values among what is ``projected`` (N, columns), and attend: (N, heads x head_dim)."""
         attention, shape, head_norm = self.attention, self.attention.shape, None
-        width = self._num_all * shape.head_dim
-        heads = (projected[:, :width] if self._has_gate else projected).unflatten(1, (self._num_all, shape.head_dim))
+        if self._gate_spec is not None:
+            projected = projected[:, : self._num_all * shape.head_dim]
+        heads = projected.unflatten(1, (self._num_all, shape.head_dim))
         if self.qk_norm is not None:
             head_norm = self.qk_norm.head_norm
             if head_norm is None:

@@ -34,6 +34,7 @@ TEMPLATES: dict[str, tuple[str, str | None, str | None]] = {
     "Qwen3.5": (f"{THINKS}<tool_call><function=a><parameter=b></parameter></tool_call>", "qwen3_coder", "qwen3"),
     "Seed-OSS": ("<seed:think></seed:think><seed:tool_call><function=a><parameter=b>", "seed_oss", "seed_oss"),
     "GLM": (f"[gMASK]<sop>{THINKS}<tool_call>a<arg_key>b</arg_key><arg_value>", "glm45", "qwen3"),
+    "Laguna": (f"</assistant>{THINKS}<tool_call>a<arg_key>b</arg_key><arg_value>", "glm45", "qwen3"),
     "MiniMax-M2": ("<minimax:tool_call><invoke name=><think></think>", "minimax_m2", "minimax_m2"),
     "ERNIE": (f"{THINKS}<response></response><tool_call></tool_call>", "ernie45", "ernie45"),
     "Mistral": ("[INST][/INST][TOOL_CALLS]", "mistral", None),

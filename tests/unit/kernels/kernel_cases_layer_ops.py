@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.ops import Kind, implementation
+from tp_engine.model_config.head_gate import GateFunction
 from tp_engine.model_config.mlp import SILU, Activation
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -139,19 +140,22 @@ def check_gate(device: str, size: int, dtype: torch.dtype, activation: Activatio
     assert gate(gate_up, activation).isnan().nonzero().tolist() == [[1, 3], [2, 4]]
 
 
-def check_sigmoid_gate(device: str, size: int, dtype: torch.dtype) -> None:
+def check_gate_heads(device: str, size: int, dtype: torch.dtype, dim: int, function: GateFunction) -> None:
     """Gates that are slices of wider rows, some where an exponential overflows; what lies beside stays, and NaN too."""
-    x, wide = random((4, size + 8), dtype, device), random((4, size + 16), dtype, device, 1)
+    count = size // dim
+    x, wide = random((4, size + 8), dtype, device), random((4, count + 16), dtype, device, 1)
     wide[0] *= 100
-    gate, (sigmoid_gate, twin) = wide[:, 16:], both("sigmoid_gate")
-    found, expected = x.clone(), x.clone()
-    sigmoid_gate(found[:, :size], gate)
-    twin(expected[:, :size], gate)
-    assert_close_enough(found[:, :size], expected[:, :size], x[:, :size].double() * gate.double().sigmoid())
+    gate, (gate_heads, twin) = wide[:, 16:], both("gate_heads")
+    found, expected, exact = x.clone(), x.clone(), gate.double()
+    factor = exact.sigmoid() if function == "sigmoid" else torch.where(exact > 40, exact, (exact.exp() + 1).log())
+    gate_heads(found[:, :size], gate, function)
+    twin(expected[:, :size], gate, function)
+    exact = x[:, :size].double() * factor.repeat_interleave(dim, 1)
+    assert_close_enough(found[:, :size], expected[:, :size], exact)
     assert torch.equal(found[:, size:], x[:, size:])
     gate[1, 3] = float("nan")
-    sigmoid_gate(found[:, :size], gate)
-    assert found.isnan().nonzero().tolist() == [[1, 3]]
+    gate_heads(found[:, :size], gate, function)
+    assert found.isnan().nonzero().tolist() == [[1, 3 * dim + place] for place in range(dim)]
 
 
 def check_embed(device: str, size: int, dtype: torch.dtype, first_id: int | None, scale: float) -> None:
@@ -197,8 +201,14 @@ def make_cases() -> dict[str, Case]:
         for size, activation in product((24, 1500), ACTIVATIONS):
             name = f"gate-{size}-{dtype}-{activation.kind}-{activation.limit}"
             cases[name] = partial(check_gate, size=size, dtype=dtype, activation=activation)
-        for size in (24, 1500):
-            cases[f"sigmoid-gate-{size}-{dtype}"] = partial(check_sigmoid_gate, size=size, dtype=dtype)
+        for size, dim, function in (
+            (24, 1, "sigmoid"),
+            (1500, 1, "sigmoid"),
+            (24, 4, "softplus"),
+            (1500, 1, "softplus"),
+        ):
+            name = f"gate-heads-{size}-{dim}-{function}-{dtype}"
+            cases[name] = partial(check_gate_heads, size=size, dtype=dtype, dim=dim, function=function)
         for size, first_id, scale in ((40, None, 1.0), (1500, 20, 1.0), (1500, None, 38.75), (64, 20, 0.3)):
             name = f"embed-{size}-{dtype}-from-{first_id}-scale-{scale}"
             cases[name] = partial(check_embed, size=size, dtype=dtype, first_id=first_id, scale=scale)
@@ -251,7 +261,7 @@ def launch_model(
     run("add", x, residual, scale)
     run("add_norm", x, residual, rule, scale, 0.7)
     run("gate", empty(7, 2 * inner), activation)
-    run("sigmoid_gate", empty(7, inner), empty(7, 2 * inner)[:, inner:])
+    run("gate_heads", empty(7, inner), empty(7, 2 * inner)[:, inner:])
     run("embed", empty(7, dtype=torch.int64), empty(4000, hidden), 4000, embedding_scale)
     run("cap_logits", empty(7, 4000), logits_scale, cap)
 

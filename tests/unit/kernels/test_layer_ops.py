@@ -17,6 +17,7 @@ from tp_engine.cpu.linear import PackedWeight
 from tp_engine.kernels.attention.heads import HeadNorm, Rotation
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.ops import Kind, implementation
+from tp_engine.model_config.head_gate import GateFunction
 from tp_engine.model_config.mlp import Activation, ActivationKind
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -127,17 +128,22 @@ def test_gate(dtype: torch.dtype, size: tuple[int, int], kind: ActivationKind) -
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
-def test_sigmoid_gate(dtype: torch.dtype, size: tuple[int, int]) -> None:
-    """Oracle: the formula; the gate's rows are parts of longer ones."""
-    x, wide = torch.randn(*size).to(dtype), (torch.randn(size[0], 2 * size[1]) * 4).to(dtype)
+@pytest.mark.parametrize("function", get_args(GateFunction))
+@pytest.mark.parametrize("per_head", [False, True])
+def test_gate_heads(dtype: torch.dtype, size: tuple[int, int], per_head: bool, function: GateFunction) -> None:
+    """Oracle: the formula; the gate's rows are parts of longer ones, and some of its elements are large."""
+    dim = next(one for one in (4, 3, 2, 1) if size[1] % one == 0) if per_head else 1
+    count = size[1] // dim
+    x, wide = torch.randn(*size).to(dtype), (torch.randn(size[0], size[1] + count) * 12).to(dtype)
     gate = wide[:, size[1] :]
 
-    def gated_by(sigmoid_gate: Callable[..., None]) -> torch.Tensor:
+    def gated_by(gate_heads: Callable[..., None]) -> torch.Tensor:
         own: torch.Tensor = x.clone()
-        sigmoid_gate(own, gate)
+        gate_heads(own, gate, function)
         return own
 
-    compare("sigmoid_gate", gated_by, x.double() * gate.double().sigmoid())
+    factor = gate.double().sigmoid() if function == "sigmoid" else (gate.double().exp() + 1).log()
+    compare("gate_heads", gated_by, x.double() * factor.repeat_interleave(dim, 1))
 
 
 @pytest.mark.skipif(native_library() is None, reason="the native kernels cannot be built here")

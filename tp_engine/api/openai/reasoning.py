@@ -174,6 +174,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
             "nemotron_v3",
             "nemotron_3",
             "olmo3",
+            "poolside_v1",
         ),
         template=(TemplateMarks(("</think>",), lacks=(RESPONSE, _GRANITE_ROLE, "<mm:think>", "<minimax:tool_call>")),),
     ),

@@ -82,7 +82,7 @@ def _mixer_elements(attention: AttentionSpec | RecurrentSpec | None, world_size:
     num_heads, num_kv_heads = local_heads(attention, world_size)
     latent = attention.latent
     if latent is None:
-        return (num_heads * (2 if attention.has_gate else 1) + 2 * num_kv_heads) * attention.head_dim
+        return (num_heads + 2 * num_kv_heads) * attention.head_dim + num_heads * attention.gate_dim
     of_index = 0 if latent.index is None else (latent.index.num_heads + 1) * latent.index.dim
     of_index += latent.down_rows(num_heads) + latent.row_dim
     return of_index + num_heads * (2 * latent.query_dim + latent.value_dim)

@@ -35,7 +35,8 @@ class RowChecks(KernelChecks):
         )
         for cap in (None, 2.0):
             yield from self.both(ops, layer_ops, "cap_logits", x * 3, 0.5, cap)
-        yield from self.both(ops, layer_ops, "sigmoid_gate", x[:, :20].contiguous(), x[:, 20:])
+        yield from self.both(ops, layer_ops, "gate_heads", x[:, :20].contiguous(), x[:, 20:])
+        yield from self.both(ops, layer_ops, "gate_heads", x[:, :20].contiguous(), x[:, 20:24], "softplus")
 
     def recurrent(self) -> Iterator[Check]:
         """Layers with a state, with heads and channels that vectors do not divide, and the norm of groups.  Padding is

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from tp_engine.errors import ConfigError, shown
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
+from tp_engine.model_config.head_gate import HeadGateSpec
 from tp_engine.model_config.names import CheckpointNames
 from tp_engine.model_config.rope import RopeSpec
 from tp_engine.model_config.spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec, QkNormSpec
@@ -48,8 +49,7 @@ def read(config: ConfigJson) -> ModelSpec:
                 qk_norm=QkNormSpec(eps=reader.eps, has_weights=False),
                 qkv_bias=bias,
                 out_bias=bias,
-                has_gate=True,
-                gate_name="gate_proj",
+                gate=HeadGateSpec(name="gate_proj"),
             ),
             after,
         )

@@ -5,6 +5,7 @@ from tp_engine.errors import ConfigError
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.families.qwen_moe import take_sparse_layers
+from tp_engine.model_config.head_gate import HeadGateSpec
 from tp_engine.model_config.mlp import EACH, FUSED, ExpertsSpec, MlpSpec, RoutingRule
 from tp_engine.model_config.names import CheckpointNames
 from tp_engine.model_config.recurrent import GatedDeltaNetSpec
@@ -42,7 +43,7 @@ def read(config: ConfigJson) -> ModelSpec:
         is_sparse = take_sparse_layers(reader) if architecture == _NEXT else [True] * reader.num_layers
     bias = reader.flag("attention_bias")
     attention = reader.attention(
-        qkv_bias=bias, out_bias=bias, has_gate=True, qk_norm=QkNormSpec(eps=reader.eps, offset=1.0)
+        qkv_bias=bias, out_bias=bias, gate=HeadGateSpec(), qk_norm=QkNormSpec(eps=reader.eps, offset=1.0)
     )
     delta = _read_delta(reader, is_fused=architecture == _NEXT)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tp_engine.model_config.head_gate import HeadGateSpec
 from tp_engine.model_config.mlp import Activation, ExpertsSpec, MlpSpec
 from tp_engine.model_config.spec import AttentionSpec, LayerSpec, NormSpec, QkNormSpec
 from tp_engine.models.recognition.experts import read_experts
@@ -102,7 +103,9 @@ class _LayerReader:
         input_norm = self._norm_before(x, self._read)
         mlp, y, out = self._read_experts() if self._run.experts else self._read_mlp(self._rest(), "mlp")
         attention = replace(
-            attention, out_bias=o.module.bias is not None, has_gate=gate_name is not None, gate_name=gate_name
+            attention,
+            out_bias=o.module.bias is not None,
+            gate=None if gate_name is None else HeadGateSpec(name=gate_name),
         )
         if are_close(y, x):
             return self._parallel(attention, turn, mlp, input_norm, o.made[0] + out)

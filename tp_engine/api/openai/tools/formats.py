@@ -102,9 +102,12 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         value_end="</arg_value>",
         value_breaks=("</tool_call>",),
     ).format(
-        "GLM-4.5 to 5",
-        aliases=("glm47", "glm"),
-        template=(TemplateMarks(("<tool_call>", "<arg_key>", "[gMASK]")),),
+        "GLM-4.5 to 5, Laguna",
+        aliases=("glm47", "glm", "poolside_v1"),
+        template=(
+            TemplateMarks(("<tool_call>", "<arg_key>", "[gMASK]")),
+            TemplateMarks(("<tool_call>", "<arg_key>", "</assistant>")),
+        ),
         forced=ForcedForm(
             call="<tool_call>NAME\nARGUMENTS</tool_call>",
             between="\n",
