@@ -43,7 +43,7 @@ def container(maker: str) -> dict[str, Any]:
 def dockerfile() -> list[tuple[str, str]]:
     """Instructions and their arguments, with continued lines joined, without comments."""
     text = (DEPLOY / "docker" / "Dockerfile").read_text(encoding="utf-8")
-    text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^[ \t]*#.*\n", "", text, flags=re.MULTILINE)
     text = re.sub(r"\\\n\s*", "", text)
     return [(line.split()[0], line.split(maxsplit=1)[1].strip()) for line in text.splitlines() if line.strip()]
 
