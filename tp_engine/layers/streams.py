@@ -46,7 +46,7 @@ class HyperConnection(StreamReader):
 
     def finish_loading(self) -> None:
         """Repeat the scale of each part for its numbers."""
-        spec, sizes = self._spec, torch.tensor(self._parts, device=self.scale.device)
+        spec, sizes = self._spec, torch.tensor(self._parts, dtype=torch.int64, device=self.scale.device)
         scale = self.scale.repeat_interleave(sizes)
         self._rule = MixtureRule(spec.count, self.fn, scale, self.base, spec.eps, spec.floor, spec.num_steps)
 
