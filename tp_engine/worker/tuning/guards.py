@@ -4,9 +4,12 @@
 
     guard | the tensor, all bits set: NaN | guard         each allocation, while ``Guards`` are active
 
-Only what is allocated by name (``torch.empty`` and its like) is guarded, as the outputs and workspaces of our kernels
-are; a library's own outputs are not.  In a CUDA graph the guards are set anew in each replay.  An input that is a part
-of a wider tensor, such as a layer's blocks of the cache, keeps what lies between its rows, and that may not change.
+What is allocated by name (``torch.empty`` and its like) is guarded, as the outputs and workspaces of our kernels are.
+What PyTorch's products and attention allocate for their output comes, on a GPU, to lie between two guards, too: they
+are called twice, the second time when a piece of just that size between two others has become free.  Where the
+allocator gives other memory, and on a CPU, only values are compared.  In a CUDA graph the guards are set anew in each
+replay.  An input that is a part of a wider tensor, such as a layer's blocks of the cache, keeps what lies between its
+rows, and that may not change.
 """
 
 from collections.abc import Callable
@@ -16,8 +19,16 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tp_engine.system.units import MIB, round_up
+
 _GUARD_BYTES = 4096  # a multiple of what allocators align to
 _PATTERN = 0xA5
+_GRANULE = 512  # of torch's allocator for GPUs
+_MOST_PIECES, _MOST_PIECE_BYTES = 8, 64 * MIB
+_PRODUCTS = {
+    "linear", "mm", "matmul", "bmm", "addmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm",
+    "scaled_dot_product_attention",
+}  # fmt: skip
 _EMPTY = {"empty", "empty_like", "new_empty"}
 _FILLED = {"zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full"}
 
@@ -29,12 +40,15 @@ class Guards(TorchFunctionMode):
         super().__init__()
         self._device_type = device.type
         self._held: list[torch.Tensor] = []
+        self._neighbours: list[torch.Tensor] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
+        made = func(*args, **(kwargs or {}))
+        if name in _PRODUCTS and made.is_cuda and made.numel() and "out" not in (kwargs or {}):
+            return self.between_neighbours(lambda: func(*args, **(kwargs or {})), made)
         if name not in _EMPTY and name not in _FILLED:
             return made
         if made.device.type != self._device_type or not made.is_contiguous() or not made.numel():
@@ -51,6 +65,21 @@ class Guards(TorchFunctionMode):
         found = inside.view(made.dtype).view(made.shape)
         return found.copy_(made) if keeps else found
 
+    def between_neighbours(self, call: Callable[[], torch.Tensor], made: torch.Tensor) -> torch.Tensor:
+        """Return what ``call`` makes, which has made ``made`` before, between guards if the allocator puts it there."""
+        size = round_up(made.untyped_storage().nbytes(), _GRANULE)
+        pieces = _three_in_a_row(size, made.device) if size <= _MOST_PIECE_BYTES else None
+        if pieces is None:
+            return made
+        before, room, after = pieces
+        guards = [guard.fill_(_PATTERN) for guard in (before[-_GUARD_BYTES:], after[:_GUARD_BYTES])]
+        address = room.data_ptr()
+        del pieces, room
+        again = call()
+        if again.untyped_storage().data_ptr() == address:
+            self._neighbours += guards
+        return again
+
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` in guarded memory."""
         return _copied_memory(tensor, lambda memory: self._guarded(memory, keeps=True))
@@ -61,6 +90,22 @@ class Guards(TorchFunctionMode):
             ends = torch.stack((held[:_GUARD_BYTES], held[-_GUARD_BYTES:]))
             if bool((ends != _PATTERN).any()):
                 raise ValueError("it writes outside of its memory")
+        if any(bool((guard != _PATTERN).any()) for guard in self._neighbours):
+            raise ValueError("a library that it calls writes outside of its memory")
+
+
+def _three_in_a_row(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Three pieces of ``size`` bytes, each of which begins where another ends; None if the allocator gives none."""
+    torch.empty(3 * size, dtype=torch.uint8, device=device)  # which the allocator cuts up
+    pieces: dict[int, torch.Tensor] = {}
+    while len(pieces) < _MOST_PIECES:
+        piece = torch.empty(size, dtype=torch.uint8, device=device)
+        pieces[piece.data_ptr()] = piece
+        for address in pieces:
+            found = [pieces.get(address + place * size) for place in range(3)]
+            if found[1] is not None and found[2] is not None:
+                return pieces[address], found[1], found[2]
+    return None
 
 
 def tensors_of(inputs: Any) -> list[torch.Tensor]:
