@@ -387,6 +387,25 @@ def test_ranks_that_can_share_memory_do() -> None:
     assert plans == [plans[0]] * 4 and plans[0].multimem_bytes == 0 and plans[0].one_shot_bytes == 4 * KIB
 
 
+def test_marks_are_read_when_all_have_written() -> None:
+    """Oracle: the ranks' own order: rank 1 writes late, when rank 0 could have read long ago; both share memory."""
+
+    def body(library: Communicator) -> None:
+        is_late = library.info.rank == 1
+
+        class Late(FakeBuffer):
+            def of(self, rank: int) -> torch.Tensor:
+                nonlocal is_late
+                if is_late:
+                    time.sleep(0.2)
+                is_late = False
+                return super().of(rank)
+
+        assert isinstance(set_up(library, lambda _: FakeMemory(Late(library))), SymmetricCommunicator)
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("can_capture", [False, True])
 def test_all_gathers_stay_the_library_s_where_graphs_can_contain_them(can_capture: bool) -> None:
     """Oracle: the rule; what both gather is equal."""

@@ -15,7 +15,7 @@ from tp_engine.plan import Admission, IntArray, RowSampling, StepPlan
 from tp_engine.worker.batch import decode_batch, input_batch
 from tp_engine.worker.batch.decode_batch import DecodeBatch
 from tp_engine.worker.batch.input_batch import InputBatch
-from tp_engine.worker.batch.spare_rows import MirroredTable
+from tp_engine.worker.batch.spare_rows import MirroredTable, SpareRows
 from tp_engine.worker.batch.step_inputs import StepInputs
 
 CPU = torch.device("cpu")
@@ -192,6 +192,20 @@ def test_inputs_of_steps(table: type, kind: Kind, num_groups: int, seed: int, mo
         rows.advance(plan, sampled.tolist())
         assert [int(batch.num_computed[row]) for row in rows.computed] == list(rows.computed.values())
     assert num_mixed > 5 and num_decoding > 10
+
+
+def test_spare_rows_have_whole_tables() -> None:
+    """Oracle: the table of the row that each stands for, on the host and on a device with memory of its own."""
+    table, computed = TwoMemories((2, NUM_ROWS, 5), CPU), TwoMemories((NUM_ROWS,), CPU)
+    table.host[:] = np.arange(table.host.size).reshape(table.host.shape)
+    table.device.copy_(torch.from_numpy(table.host))
+    spare, rows = np.array([4, 5], dtype=np.int32), np.array([1, 1], dtype=np.int32)
+    own = table.host[:, spare, 4].copy()
+    spare_rows = SpareRows(torch.zeros(NUM_ROWS, MAX_LEN, dtype=torch.int32), table, computed)
+    spare_rows.fill(spare, rows, np.array([7, 8], dtype=np.int32), num_blocks=4)
+    assert np.array_equal(table.host[:, spare, :4], table.host[:, rows, :4])
+    assert np.array_equal(table.host[:, spare, 4], own), "more than the row's blocks"
+    assert torch.equal(table.device, torch.from_numpy(table.host)) and computed.device[spare].tolist() == [1, 2]
 
 
 def test_the_device_says_where_decodes_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,8 +164,8 @@ def _profile_cpu(steps: Steps, num_steps: int, period_us: float) -> dict[str, An
 
 def device_figures(events: Sequence[Mapping[str, Any]], num_steps: int, period_us: float) -> dict[str, Any]:
     """Busy and idle time per step, the gap between two steps, and the time per step of each kernel and copy, from a
-    Chrome trace's events; all in microseconds, and nothing without events.  A step's period has at least one gap; the
-    ``num_steps - 1`` longest gaps count as those between the steps."""
+    Chrome trace's events; all in microseconds, and nothing without events.  The ``num_steps - 1``
+    longest gaps count as those between the steps."""
     busy = [event for event in events if event.get("ph") == "X" and event.get("cat") in _DEVICE_EVENTS]
     gaps, ends = list[float](), list[float]()
     times: dict[str, float] = {}
@@ -176,10 +176,10 @@ def device_figures(events: Sequence[Mapping[str, Any]], num_steps: int, period_u
         ends.append(max([begin + length, *ends[-1:]]))
         name = str(event["name"])[:_NAME_LENGTH]
         times[name] = times.get(name, 0.0) + length / num_steps
-    if not gaps:
+    if not ends:
         return {}
     span = ends[-1] - min(float(event["ts"]) for event in busy)
-    between = sorted(gaps)[-(num_steps - 1) :]
+    between = sorted(gaps)[-(num_steps - 1) :] or [0.0]
     return {
         "device_busy_us_per_step": round((span - sum(gaps)) / num_steps, 1),
         "device_idle_us_per_step": round(sum(gaps) / num_steps, 1),

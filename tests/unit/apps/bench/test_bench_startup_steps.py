@@ -63,6 +63,8 @@ def test_figures_of_a_trace() -> None:
     events = [event(begin, length, name=name) for name, begin, length in names]
     found = device_figures(events, 2, 100.0)["kernels_us"]
     assert found == {"attention": 30.0, "product": 5.0, "other": 0.5}
+    alone = device_figures([event(7, 40, name="all")], 2, 100.0)
+    assert alone["gap_us_max"] == 0.0 and alone["device_busy_us_per_step"] == 20.0 and device_figures([], 2, 1.0) == {}
 
 
 def test_figures_of_the_profiler_s_file() -> None:
