@@ -456,6 +456,20 @@ def use_kernels() -> None:
         setattr(candidates, name, own)
 
 
+def use_tiles() -> None:
+    """The same of long chunks of latent attention."""
+    from dataclasses import replace
+
+    from tp_engine.attention import expanded
+    from tp_engine.kernels.candidates import MANY, Choice, Shape
+
+    def fitting(shape: Shape, device: torch.device) -> Choice:
+        tiles = (one for one in expanded.OPERATION.candidates if one.name.startswith("tiles"))
+        return ((MANY, next(one.name for one in tiles if one.why_not(shape, device) is None)),)
+
+    expanded.OPERATION = replace(expanded.OPERATION, default=fitting)
+
+
 def use_draws() -> None:
     """The same of draws with top_k."""
     from dataclasses import replace

@@ -99,6 +99,8 @@ _BLOCK_GIB = 2 * 16 * 2 * 32 * 4 / 2**30  # K and V of 16 tokens, in 2 heads of 
 _TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 _FEW_BLOCKS = {"num_gpu_blocks_override": 8, "block_size": 16}
 _LATENT = {"architecture": "deepseek-v3", "num_layers": 2, "vocab_size": 101}
+_SPARSE = {**_LATENT, "architecture": "deepseek-v3.2", "index_topk": 16, "index_n_heads": 8}
+_LONG = {"max_model_len": 256, "max_num_batched_tokens": 160}
 _EXPERTS = {"architecture": "qwen3-moe", "num_layers": 2, "vocab_size": 101, "hidden_size": 128}
 
 JOBS = (
@@ -123,13 +125,21 @@ JOBS = (
         # A fourhundredth of 45 GiB, and what torch's blocks are larger than their tensors.
         node={"GPUS": "1xL40", "FREE_GIB": "0.1208", **_LAZY}),
     Job("1 rank, long contexts", "`paged_decode_triton.py`: decodes that are split, and joined", program="long",
-        options={"max_model_len": 256, "max_num_batched_tokens": 160}, node=_LAZY),
+        options=_LONG, node=_LAZY),
     Job("8 ranks", "`groups.py`, `layers/attention.py`: KV heads on four ranks each",
         ranks=8, only_gpu={**_NCCL, "enforce_eager": True}, model={**_DENSE, "num_heads": 8}),
     Job("2 ranks, experts", "`kernels/experts/`: whole experts per rank", ranks=2, model=_EXPERTS, node=_LAZY,
         only_gpu={**_NCCL, "enable_expert_parallel": True}),
     Job("2 ranks, latent attention", "`triton_mla.py`, `mla.py`", ranks=2, only_gpu=_NCCL, node=_LAZY,
         model=_LATENT),
+    Job("1 rank, long chunks of latents", "`expanded.py`, `expanded_triton.py`: keys and values made of latents",
+        program="long", model=_LATENT, options=_LONG, node=_LAZY),
+    Job("1 rank, chosen keys", "`index_keys_triton.py`, `selection.py`: an indexer's choice, in decodes and prompts",
+        program="long", model=_SPARSE, options=_LONG, node=_LAZY),
+    Job("1 rank, state spaces", "`mamba2_triton.py`: states of Mamba2, prompts and decodes", node=_LAZY,
+        model={"architecture": "nemotron-h", "num_layers": 2, "vocab_size": 101, "hybrid_override_pattern": "M*"}),
+    Job("1 rank, short convolutions", "`short_conv_triton.py`: kept inputs", node=_LAZY,
+        model={"architecture": "lfm2", "num_layers": 2, "vocab_size": 101, "layer_types": ["conv", "full_attention"]}),
     Job("2 ranks, recurrent states", "`gated_delta_net_triton.py`, `worker/memory/`: states and their snapshots",
         ranks=2, program="sample", only_gpu=_NCCL, node=_LAZY,
         model={**_HYBRID, "linear_num_key_heads": 2, "linear_num_value_heads": 6}),

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 _AFTER = {
     "torch": "use_torch", "triton": "use_triton", "tp_engine.worker.gpu_host": "use_gpu_host",
     "tp_engine.kernels.recurrent_candidates": "use_kernels", "tp_engine.sampling.ranked_shares": "use_draws",
+    "tp_engine.attention.expanded": "use_tiles",
 }  # fmt: skip
 _PATIENCE_S = 240.0
 # Limits of what takes long here, as kernels are interpreted and the machine is busy.  Processes get time to end, since
