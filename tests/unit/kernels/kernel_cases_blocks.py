@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tests.unit.kernels.kernel_cases_layer_ops import Case, assert_close_enough, both, random
+from tests.unit.kernels.kernel_cases_layer_ops import Case, assert_close_enough, both, gate_exactly, random
 from tests.unit.kernels.kernel_cases_quantised import BFLOAT16, FLOAT16, FLOAT32, make_weight
 from tp_engine.kernels.quantization.block_rows import BLOCK_FORMATS, rounded_rows
 from tp_engine.kernels.quantization.linear_candidates import BLOCK_TILES
-from tp_engine.kernels.quantization.weights import QuantisedWeight, RowBlocks, dequantise
+from tp_engine.kernels.quantization.weights import QuantisedWeight, RowBlocks, dequantise, multiply_quantised
+from tp_engine.model_config.mlp import SILU
 from tp_engine.model_config.quantization import Blocks
 
 # The instructions with scales of each generation of GPUs; MXFP4's has its own name on 10.x.
@@ -77,12 +78,29 @@ def check_product(device: str, kind: Blocks, num_rows: int, size: tuple[int, int
         assert_close_enough(BlockScaledProduct(weight, tiles)(x, bias), twin, exact)
 
 
+def check_layer(device: str, kind: Blocks) -> None:
+    """A layer's product rounds rows before it multiplies, by the kernels that its number of rows has."""
+    from tp_engine.layers.quantization.quantised_products import TritonQuantised
+
+    weight = weight_in_blocks(kind, (48, 96), device)
+    product, bias, rows = TritonQuantised(weight, SILU), random((48,), BFLOAT16, device, 2), weight.rows
+    assert rows is not None
+    for num_rows in (1, 5):
+        x = random((num_rows, 96), BFLOAT16, device)
+        rounded = rounded_rows(x, kind, rows.scale)
+        exact = gate_exactly(F.linear(rounded.double(), dequantise(weight).double(), bias.double()), SILU)
+        twin = multiply_quantised(rounded.to(BFLOAT16), weight, bias, SILU)
+        # NVFP4's values are rounded to the type of rows as well, by half a unit each.
+        assert_close_enough(product(x, bias), twin, exact, exact.abs().max().item())
+
+
 def make_cases() -> dict[str, Case]:
     """Name -> check on a device; products only where the GPU has units, or in the interpreter."""
     cases: dict[str, Case] = {}
     for kind in BLOCK_FORMATS:
         for dtype, size in ((FLOAT32, 90), (BFLOAT16, 352), (FLOAT16, 64)):
             cases[f"rows-{kind}-{dtype}-{size}"] = partial(check_rows, kind=kind, dtype=dtype, size=size)
+        cases[f"layer-{kind}"] = partial(check_layer, kind=kind)
         for num_rows, shape in ((3, (40, 352)), (19, (130, 90))):
             cases[f"product-{kind}-{num_rows}-{shape}"] = partial(
                 _where_units_are, partial(check_product, kind=kind, num_rows=num_rows, size=shape)

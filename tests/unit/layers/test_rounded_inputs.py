@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from tests.unit.layers import test_quantised_formats
 from tests.unit.layers.test_quantised_formats import EXPERTS, SHAPE, load
 from tp_engine.kernels.quantization.weights import dequantise
 from tp_engine.layers.linear import LocalLinear
+from tp_engine.layers.quantization import quantised
 from tp_engine.layers.quantization.quantised import Quantised
+from tp_engine.layers.quantization.quantised_products import choose_quantised_product
 from tp_engine.model_config import load_model_config, with_rounded_inputs
 from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.mla_attention import LatentUp
@@ -84,6 +87,21 @@ def test_parts_of_a_product_must_agree(checkpoint: Callable[..., Path], tmp_path
     assert mixed.scheme_of_parts([[name] for name in names]) == replace(scheme, input_blocks=None)
     with pytest.raises(ValueError, match="parts of one product"):
         mixed.with_rounded_inputs().scheme_of_parts([[name] for name in names])
+
+
+def test_maps_of_latents_are_no_product_of_codes(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Oracle: a static scale of inputs brings a 1 between two 8-bit floats, so GPUs multiply its row as it is; other
+    products of the layer round theirs."""
+    compress(checkpoint("deepseek-v2"), tmp_path / "target", tmp_path / "twin", "modelopt-fp8")
+    model, asked = load(tmp_path / "target", 0, 1), {}
+    for name in ("kv_b_proj", "o_proj"):
+        layer = model.get_submodule(f"layers.0.self_attn.{name}")
+        assert isinstance(layer, LocalLinear)
+        with patch.object(quantised, "choose_quantised_product", wraps=choose_quantised_product) as choose:
+            layer.finish_loading()
+        given = choose.call_args.kwargs
+        asked[name] = (given["input_scale"] is not None, given["quantises_activations"])
+    assert asked == {"kv_b_proj": (False, False), "o_proj": (True, True)}
 
 
 @pytest.mark.parametrize("name", ["nvfp4-modelopt", "mxfp8"])

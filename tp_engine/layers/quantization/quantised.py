@@ -86,14 +86,14 @@ class Quantised:
             assert weight.factors is not None
             product = make_int8_linear(weight.codes.view(torch.int8), weight.factors)
             return product if activation is None else ThenGate(product, activation, "cpu")
-        if self.scheme.activations == "tensor":
+        if self.scheme.activations == "tensor" and shape.rounds_rows:
             input_scale = parameters["input_scale"].max()
         return choose_quantised_product(
             weight,
             dtype=dtype,
             activation=activation,
             input_scale=input_scale,
-            quantises_activations=self._rounds_rows,
+            quantises_activations=self._rounds_rows and shape.rounds_rows,
             choices=self.choices,
         )
 

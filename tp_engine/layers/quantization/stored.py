@@ -108,7 +108,7 @@ class LinearShape:
     There is room for ``room`` columns, by default for exactly those; the rest are zero.  With an ``activation``, the
     parts are gate and up, or up alone, and the product ends with the activation.  With ``num_shards`` the product is
     ``tree_sum.tree_linear``, which keeps its sums unless it has all columns.  Only a product that ``rounds_rows`` may
-    round them in blocks.
+    round them as the checkpoint's makers did.
     """
 
     stored_columns: int
