@@ -368,6 +368,14 @@ def test_keys_that_the_class_does_not_read_are_refused(ask_here: None) -> None:
         read_model(values, "native")
 
 
+def test_an_unknown_class_is_told_what_would_help() -> None:
+    """Oracle: what the installed transformers has: nothing of the first name, and the second one."""
+    with pytest.raises(ConfigError, match=r"\(5\.\d+.*\) has no class of this name either; .*pip install --upgrade"):
+        read_model({"architectures": ["DoryForCausalLM"]})
+    with pytest.raises(ConfigError, match="has a class ArceeForCausalLM, which --model-impl auto asks"):
+        read_model(served_values("ArceeForCausalLM"), "native")
+
+
 def test_an_answer_survives_its_file(gemma: tuple[ModelClass, Recognised]) -> None:
     """Oracle: the description before it was written."""
     answer = ClassAnswer(decoder=gemma[1].published)

@@ -74,7 +74,7 @@ def read_spec(config: ConfigJson, model_impl: str = "auto") -> ModelSpec:
     if reader is None and (decoder := decoder_of(config, families())) is not None:
         return with_classifier(families()[decoder](decoder_config(config, decoder)), config)
     if reader is None:
-        raise _refusal(f"architectures is {shown([name])}", name)
+        raise _refusal(f"architectures is {shown([name])}", name, _not_asked(name))
     return reader(config)
 
 
@@ -88,7 +88,19 @@ def _stem(name: str) -> str:
     return name.removesuffix(_OF_TEXT).removesuffix(_OF_WHOLE).lower().replace("_", "")
 
 
-def _refusal(what: str, name: str) -> ConfigError:
+def _not_asked(name: str) -> str:
+    """Why no class of transformers was asked, and what would change that."""
+    if has_class(name):
+        return f"transformers has a class {name}, which --model-impl auto asks what it computes. "
+    if not name.endswith(_OF_TEXT):
+        return ""
+    return (
+        f"The installed transformers ({transformers_version()}) has no class of this name either; where a newer one "
+        "has it, pip install --upgrade transformers helps. "
+    )
+
+
+def _refusal(what: str, name: str, tried: str = "") -> ConfigError:
     """The error for a model that is not run, with those that are its relatives, as far as names tell."""
     relatives = _relatives(name[:_LONGEST_NAME])
     if relatives:
@@ -102,7 +114,7 @@ def _refusal(what: str, name: str) -> ConfigError:
     heads = "" if name.endswith((_OF_TEXT, _OF_WHOLE)) else f". Classifiers on them end in {', '.join(HEADS)}"
     return ConfigError(
         f"config.json: {what}; this engine runs exactly one of {len(families())} architectures, which docs/models.md "
-        f"lists, and causal classes of transformers whose layers are like theirs. {helps}{heads}"
+        f"lists, and causal classes of transformers whose layers are like theirs. {tried}{helps}{heads}"
     )
 
 
