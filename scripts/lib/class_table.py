@@ -1,4 +1,4 @@
-"""The table of all causal classes of transformers in docs/models.md: who describes each, or why none does.
+"""The page of all causal classes of transformers, docs/classes.md: who describes each, or why none does.
 
 Each class is asked as at a start, with the configuration that its own defaults make.  That takes minutes, so the
 answers are kept in docs/classes.json, and a test asks a few again.
@@ -21,7 +21,7 @@ from tp_engine.model_config.asked_decoder import ask, transformers_version
 from tp_engine.model_config.families import families
 
 ROOT = Path(__file__).parents[2]
-PAGE, DATA = ROOT / "docs" / "models.md", ROOT / "docs" / "classes.json"
+PAGE, DATA = ROOT / "docs" / "classes.md", ROOT / "docs" / "classes.json"
 WAYS = {
     "native": "a family of this engine reads its config.json",
     "recognised": "its layers are like native ones, which run it",
@@ -39,15 +39,17 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "MinistralForCausalLM": {"head_dim": 128},
     "NemotronForCausalLM": {"num_key_value_heads": 48},
 }  # fmt: skip
-_HEADING = "## All classes of transformers\n"
 _AT_ONCE = 2
 _LONGEST = 88
-_TEXT = """
-What the causal classes of transformers {version} are served by, each with the configuration that its defaults make:
-another one of the class may ask for more or less. `scripts/generate` writes the table; in `scripts/`, `python -m
-lib.class_table --ask` asks the installed transformers again.
+_TEXT = """# All causal classes of transformers
+
+What serves each causal class of transformers {version}, with the configuration that its defaults make: another one of
+the class may ask for more or less. [Models](models.md#other-classes-of-transformers) tells how a class is asked.
 
 {counts}
+
+`scripts/generate` writes the page. In `scripts/`, `python -m lib.class_table --ask` asks the installed transformers
+again.
 
 | class | way | what is missing |
 | --- | --- | --- |
@@ -101,13 +103,12 @@ def write_data(ways: Mapping[str, tuple[str, str]]) -> None:
     DATA.write_text(f'{{\n"transformers": "{transformers_version()}",\n"classes": [\n{rows}\n]\n}}\n', encoding="utf-8")
 
 
-def page(text: str, version: str, ways: Mapping[str, tuple[str, str]]) -> str:
-    """Return the ``text`` of docs/models.md with the table, which ends it."""
+def page(version: str, ways: Mapping[str, tuple[str, str]]) -> str:
+    """Return the text of docs/classes.md."""
     found = Counter(way for way, _ in ways.values())
     counts = "\n".join(f"* {way}, {found[way]} classes: {meaning}" for way, meaning in WAYS.items() if found[way])
     rows = "\n".join(f"| `{name}` | {way} | {_short(reason)} |" for name, (way, reason) in ways.items())
-    own = _TEXT.format(version=version, counts=counts, rows=rows)
-    return text.partition(_HEADING)[0] + _HEADING + own
+    return _TEXT.format(version=version, counts=counts, rows=rows)
 
 
 def _short(reason: str) -> str:
@@ -118,13 +119,13 @@ def _short(reason: str) -> str:
 
 def main() -> None:
     """Write the page, and before it, if told to, ask."""
-    parser = argparse.ArgumentParser(description="The table of classes in docs/models.md.")
+    parser = argparse.ArgumentParser(description="The table in docs/classes.md.")
     parser.add_argument("--ask", nargs="*", metavar="CLASS", help="ask these classes again; without a name, all")
     names = parser.parse_args().ask
     if names is not None:
         known = dict(read_data()[1]) if names else {}
         write_data({**known, **asked_ways(names or class_names())})
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), *read_data()), encoding="utf-8")
+    PAGE.write_text(page(*read_data()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,9 @@ REFERENCE = re.compile(r"(?<![\w:/])(docs/[a-z_/]+\.(?:md|json|png|svg))(?:, ([A
 MAX_LINES = 250
 # Words of all documents, without examples, and without the pages and tables that scripts write.
 MAX_WORDS = 45_000
-WRITTEN_BY_SCRIPTS = {"flags_engine.md", "flags_server.md", "other_servers.md", "features.md", "which_gpus.md"}
+WRITTEN_BY_SCRIPTS = {
+    *("flags_engine.md", "flags_server.md", "other_servers.md", "features.md", "which_gpus.md", "classes.md"),
+}
 # An example comes within so many lines, but in lists, and where a picture or a table is one.
 FIRST_LINES = 30
 LISTS = {
