@@ -50,6 +50,32 @@ STAND_INS = {
     r"file-\.\.\.(?=/content)": "{results}",
     r"file-\.\.\.": "{file}",
     r"batch_\.\.\.": "{batch}",
+    r"\bFILE$|(?<=steps )record\.json": "{record}",
+    # Sizes, so that what takes minutes takes seconds.
+    r"(bench .*)--cells (?!B-mtp)\S+": r"\1--cells C:float32",
+    r"(bench .*)--threads 2": r"\1--threads 1",
+    r"(bench .*)--rounds \d": r"\1--rounds 1",
+    r"--workloads latency,throughput": "--workloads latency",
+    r"(bench offline (?!.*--workloads).*)": r"\1 --workloads latency",
+    r"(bench startup .*)": r"\1 --cells C:float32 --contenders llm",
+    r"--request-rate 1,2,4,8,inf --input-len 512 --output-len 128":
+        "--request-rate 8,inf --input-len 16 --output-len 4 --num-prompts 4 --vocab-size 64",
+    r"(bench serve) --model \S+ (.*baseline\.json)":
+        r"\1 --base-url {url} \2 --request-rate inf --input-len 16 --output-len 4 --num-prompts 4 --vocab-size 64",
+    r"--tolerance 5%": "--tolerance 99%",
+    r"(bench frontend .*)": r"\1 --num-prompts 64 --output-len 4",
+    r"(tp-engine eval (?!.*--limit).*)": r"\1 --limit 2",
+    r"word_problems=80% facts=90%": "word_problems=0% facts=0%",
+    r"(check \S+ --quick)$": r"\1 --record golden.json",
+    r"(tp-engine check (?!.*--quick).*)": r"\1 --quick",
+    # What would change the machine.
+    r"^pip install (-e )?\.$": r"pip install --dry-run --no-index --no-deps --no-build-isolation \1{tree}",
+    r"^pip install (?='?tp-engine)": "pip install --dry-run --no-index --no-deps --find-links {wheels} ",
+    r"^pip install dist/": "pip install --dry-run --no-index --no-deps {wheels}/",
+    r"^(git tag .*)":
+        r"git init -q --bare origin && git clone -q origin clone && cd clone && git config user.name T "
+        r"&& git config user.email t@example.invalid && git commit -q --allow-empty -m first && \1",
+    r"^\$EDITOR": "ls",
 }  # fmt: skip
 
 # The beginning of a command -> why no test runs it here.  Options of this project's programs are read all the same.
@@ -62,28 +88,23 @@ NOT_RUN = {
     r"scripts/soak": "runs for minutes",
     r"FAKE_GPUS_ENVIRONMENT=|python -m tests\.fake_cuda": "needs torch for CUDA, of 5.5 GB",
     r"\./scripts/serve --model \"\$\(scripts/fetch_smollm2": "downloads a model; tests/real_model has it",
-    r"(OMP_NUM_THREADS=1 )?tp-engine bench ": "is a benchmark of minutes",
+    r"tp-engine bench offline --cells [MQ]:": "is the page's first command with other sizes, which runs",
+    r"tp-engine bench offline .*--mtp": "draws 250 MB; tests/unit/apps/bench/test_bench_offline.py has its like",
+    r"tp-engine eval .*gsm8k": "needs the extra eval and a data set; scripts/test_clients runs lm-eval",
+    r"torchrun .*-m tp_engine check": "is a process per GPU; tests/ranks/test_check_machine.py has its like",
     r"scripts/readme_figures": "is a benchmark of minutes, beside other engines",
     r"docker build": "needs docker; tests/e2e/test_container.py runs the container's commands",
-    r"pip install": "downloads packages; tests/e2e/test_wheel.py installs this one",
-    r"git (clone|log|checkout|worktree|tag)": "needs the repository's history, or changes it",
+    r"pip install (peft|pre-commit|--upgrade torch)": "downloads packages of others",
     r"\.ci/release|TP_ENGINE_BUILD=": "compiles and builds for minutes; tests/e2e/test_wheel.py builds one level",
-    r"\$EDITOR": "is for a person",
-    r"export |claude|codex|open-webui": "is for other programs, of which scripts/test_clients runs some",
+    r"claude|codex|open-webui": "is for other programs, of which scripts/test_clients runs some",
     r"python -m (sglang_router|dynamo)|vllm ": "needs a program of others; scripts/test_routers runs SGLang's router",
     r"pytest": "is a run of a stranger's tests; tests/e2e/test_pytest_plugin.py has their like",
     r"ip netns": "needs root and network namespaces; tests/faults makes them",
     r"tp-engine serve (Qwen/Qwen3\.5|google/gemma-4|Qwen/Qwen3-8B --spec)": "needs a draft model that fits the model",
     r"torchrun .*-m tp_engine run-batch": "runs installed, in tests/e2e/test_wheel.py",
     r"tp-engine check \./(original|broken)": "needs wrong checkpoints; tests/e2e/test_check.py has their like",
-    r"tp-engine check .*(-tp 8|--against|--url)|tp-engine check MODEL|.*-m tp_engine check":
-        "takes long; test_check.py, test_check_url.py and test_check_machine.py try it",
-    r"tp-engine eval (MODEL|Qwen/|.*--url)": "asks hundreds of questions; tests/e2e/test_eval.py has its like",
     r"tp-engine serve --api-key": "would refuse what the other pages ask; tests/unit/server/test_access.py has keys",
-    r"tp-engine tune MODEL$": "takes long; the page's next command has its like",
-    r"tp-engine steps ": "needs a flight record; tests/unit/job/test_flight_steps.py runs the examples of the page",
     r"tp-engine serve MODEL --tuned": "needs a file of the machine; tests/e2e/test_tuning.py makes one",
-    r"tp-engine check Qwen/\S+ --quick( --record golden.json)?$": "is part of another command of the page, which runs",
 }  # fmt: skip
 # What a wheel does not install; the pages that need a checkout; and the commands of other pages that do -> why.
 OF_A_CHECKOUT = re.compile(
@@ -99,8 +120,9 @@ CHECKOUTS = {
 # The kind of a runnable command, by its form.
 KINDS = {
     "serve": r"(tp-engine serve|\./scripts/serve|torchrun .*-m tp_engine serve)\b",
-    "ask": r"curl |until curl |.* --url ",
-    "end": r"tp-engine |torchrun .*-m tp_engine |python -c |(\./)?scripts/gpu_check",
+    "ask": r"curl |until curl |tp-engine bench serve |.* --url ",
+    "end": r"([A-Z_]+=\S+ )*tp-engine |torchrun .*-m tp_engine |python -c |(\./)?scripts/gpu_check"
+    r"|export |pip install |git tag |\$EDITOR ",
 }
 # Names in sentences, which have the form of a command.
 NAMES = re.compile(r"tp-engine (bench )?[a-z-]+|python -m (tp_engine|torch\.distributed\.run)|curl -d|\S+")

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.doc_commands import (
@@ -23,13 +26,17 @@ from tests.doc_commands import (
     own_arguments,
     read_commands,
 )
+from tests.e2e.page_packages import make_packages
+from tests.e2e.page_programs import Programs, programs
 from tests.e2e.page_servers import Asker, page_servers, running, write_batch_files
 from tests.e2e.serving import free_port
+from tests.unit.job.test_flight_steps import LATE
 from tp_engine.config import DEMO_MODEL
 
 COMMANDS = read_commands()
 SERVERS = page_servers(COMMANDS)
 ENDING = {command.runnable({}): command for command in COMMANDS if command.kind == "end"}  # each once
+MOST_NOT_RUN = 62  # of 187 commands: other programs, jobs of CI, GPUs, networks, and models of the hub
 # config.json of models of the hub, of which ``recommend`` reads the sizes.
 QWEN3_32B = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 5_120,
@@ -123,6 +130,21 @@ def test_options_are_read(tmp_path: Path, plain_environment: dict[str, str]) -> 
     assert (done.returncode, done.stdout) == (0, ""), (done.stdout, done.stderr[-3000:])
 
 
+def test_what_does_not_run_is_read() -> None:
+    """Oracle: the shell's reader, torchrun's reader of its own options, and the tests and scripts that reasons name."""
+    from torch.distributed.run import parse_args
+
+    for command in COMMANDS:
+        if command.text.startswith("torchrun "):
+            parse_args(shlex.split(command.text.replace(" N ", " 2 "))[1:])
+    left = [command.text for command in COMMANDS if command.reason is not None]
+    assert len(left) <= MOST_NOT_RUN
+    done = subprocess.run(["bash", "-n"], input="\n".join(left), capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (0, "")
+    named = {path for reason in NOT_RUN.values() for path in re.findall(r"(?:tests|scripts)/[\w/.]+\w", reason)}
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
 @pytest.fixture
 def values(tmp_path: Path) -> dict[str, str]:
     """What stands in for the names of a page."""
@@ -130,7 +152,9 @@ def values(tmp_path: Path) -> dict[str, str]:
     for name, config in (("qwen3", QWEN3_32B), ("llama2", LLAMA_2_13B)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    names = {name: str(tmp_path / name) for name in ("qwen3", "llama2")}
+    (tmp_path / "record.json").write_bytes(msgspec.json.encode(LATE))
+    names = {name: str(tmp_path / name) for name in ("qwen3", "llama2", "record.json")}
+    names["record"] = names.pop("record.json")
     return {"demo": str(DEMO_MODEL), "port": str(free_port()), **names}
 
 
@@ -167,20 +191,35 @@ def test_a_server_is_asked(
             assert asker.ask(command) or command.text.startswith("until"), str(command)
 
 
+@pytest.fixture(scope="module")
+def ending(plain_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    """What runs the commands that end by themselves."""
+    with programs(plain_environment, tmp_path_factory.mktemp("ending")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def packages(plain_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What pip finds."""
+    return make_packages(tmp_path_factory.mktemp("packages"), plain_environment)
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", sorted({command.page for command in ENDING.values()}))
-def test_programs_end(page: str, values: dict[str, str], tmp_path: Path, plain_environment: dict[str, str]) -> None:
-    """Oracle: exit code 0, or 1 where the page shows that a model does not fit; what the page shows is printed."""
+def test_programs_end(
+    page: str, values: dict[str, str], tmp_path: Path, ending: Programs, packages: dict[str, str]
+) -> None:
+    """Oracle: exit code 0, or 1 where the page shows that a model does not fit; what the page shows is printed; pip
+    knows the extras."""
     for text, command in ENDING.items():
         if command.page != page:
             continue
         (tmp_path / "out.jsonl").unlink(missing_ok=True)  # a batch job goes on with the results that it finds
         shown = [line for one in COMMANDS if one.runnable({}) == text for line in one.shown]
-        done = subprocess.run(
-            ["bash", "-c", command.runnable(values)], capture_output=True, text=True, timeout=300,
-            cwd=ROOT if "scripts/" in text else tmp_path, env=plain_environment,
-        )  # fmt: skip
-        assert done.returncode == ("It does not fit:" in shown), (text, done.stdout[-2000:], done.stderr[-3000:])
-        printed = [line.strip() for line in done.stdout.splitlines()]
-        assert [line for line in printed if line in shown] == shown, (text, done.stdout)
+        place = ROOT if re.search(r"scripts/|^ls ", text) else tmp_path
+        done = ending.run(command.runnable({**values, **packages}), place)
+        assert done.code == ("It does not fit:" in shown), (text, done.output[-2000:], done.errors[-3000:])
+        printed = [line.strip() for line in done.output.splitlines()]
+        assert [line for line in printed if line in shown] == shown, (text, done.output)
+        assert "does not provide the extra" not in done.errors, (text, done.errors)
