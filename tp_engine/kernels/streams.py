@@ -48,7 +48,8 @@ def spread_streams(embedded: torch.Tensor, count: int, row_size: int) -> torch.T
 
 def streams_of(rows: torch.Tensor, count: int, hidden_size: int) -> torch.Tensor:
     """The streams (N, count, hidden) of ``rows``, a view."""
-    return rows[:, : count * hidden_size].unflatten(1, (count, hidden_size))
+    streams: torch.Tensor = rows[:, : count * hidden_size].unflatten(1, (count, hidden_size))
+    return streams
 
 
 def read_mixture(rows: torch.Tensor, rule: MixtureRule) -> torch.Tensor:
@@ -88,7 +89,7 @@ def write_streams(output: torch.Tensor, rows: torch.Tensor, count: int, *, is_mi
 
 def norm_streams(rows: torch.Tensor, weight: torch.Tensor, count: int, eps: float) -> torch.Tensor:
     """The streams of ``rows``, each normalised alone and times 1 + its part of ``weight`` (count * hidden,)."""
-    wide = widened(rows[:, : len(weight)]).unflatten(1, (count, -1))
+    wide = streams_of(widened(rows), count, len(weight) // count)
     normed = (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()).flatten(1)
     return (normed * (1 + widened(weight))).to(rows.dtype)
 
@@ -107,4 +108,4 @@ def read_gated(
     """
     if made is not None:
         rows[:, normed.shape[1] : normed.shape[1] + count] = 2 * (made / count).sigmoid()
-    return (gates.sigmoid() * normed).unflatten(1, (count, -1)).mean(1)
+    return streams_of(gates.sigmoid() * normed, count, normed.shape[1] // count).mean(1)
