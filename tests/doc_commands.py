@@ -92,6 +92,7 @@ NOT_RUN = {
     r"tp-engine bench offline .*--mtp": "draws 250 MB; tests/unit/apps/bench/test_bench_offline.py has its like",
     r"tp-engine eval .*gsm8k": "needs the extra eval and a data set; scripts/test_clients runs lm-eval",
     r"torchrun .*-m tp_engine check": "is a process per GPU; tests/ranks/test_check_machine.py has its like",
+    r"python -m lib\.class_table": "writes a file of the repository; tests/unit/scripts/test_class_table.py asks some",
     r"scripts/readme_figures": "is a benchmark of minutes, beside other engines",
     r"docker build": "needs docker; tests/e2e/test_container.py runs the container's commands",
     r"pip install (peft|pre-commit|--upgrade torch)": "downloads packages of others",

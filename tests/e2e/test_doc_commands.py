@@ -36,7 +36,7 @@ from tp_engine.config import DEMO_MODEL
 COMMANDS = read_commands()
 SERVERS = page_servers(COMMANDS)
 ENDING = {command.runnable({}): command for command in COMMANDS if command.kind == "end"}  # each once
-MOST_NOT_RUN = 62  # of 187 commands: other programs, jobs of CI, GPUs, networks, and models of the hub
+MOST_NOT_RUN = 63  # of 188 commands: other programs, jobs of CI, GPUs, networks, and models of the hub
 # config.json of models of the hub, of which ``recommend`` reads the sizes.
 QWEN3_32B = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 5_120,
