@@ -111,7 +111,7 @@ class VocabParallelEmbedding(Layer):
 class ParallelLMHead(LocalLinear):
     """(n, hidden) -> (n, width), this rank's slice of the logits.  ``tied`` shares its weight, even if it is in panels.
 
-    Logits are multiplied by ``scale``, then bounded by ``softcap``.
+    With a ``bias``, each token's logit has one.  Logits are multiplied by ``scale``, then bounded by ``softcap``.
     """
 
     def __init__(
@@ -123,12 +123,13 @@ class ParallelLMHead(LocalLinear):
         tied: VocabParallelEmbedding | None = None,
         scale: float = 1.0,
         softcap: float | None = None,
+        bias: bool = False,
     ) -> None:
         num_rows = padded_vocab_size(vocab_size, context.world_size) // context.world_size
         shape = _vocab_shape(vocab_size, hidden_size, num_rows, context)
         own = context.format_of([context.path])
         chosen = own if tied is None else _Tied(own, tied)
-        super().__init__(shape, bias=False, context=context.unadapted, format=chosen)
+        super().__init__(shape, bias=bias, context=context.unadapted, format=chosen)
         self._share_rows = None if tied is None else tied.read_from
         self._communicator = context.communicator
         self.slice = VocabSlice.of_rank(vocab_size, context.communicator.info)
@@ -144,7 +145,7 @@ class ParallelLMHead(LocalLinear):
             self._share_rows(self._product.rows)
 
     def forward(self, hidden: Rows) -> torch.Tensor:
-        logits = self.product(hidden, None)[:, : self.slice.width]
+        logits = self.product(hidden, self.bias)[:, : self.slice.width]
         if self._is_bounded:
             self._cap_logits(logits, *self._bounds)
         return logits

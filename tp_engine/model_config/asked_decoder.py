@@ -26,6 +26,7 @@ from typing import Any, Literal, Self
 import msgspec
 
 from tp_engine.errors import shown
+from tp_engine.model_config.class_modules import ClassModules
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import take_dtype
 from tp_engine.model_config.mlp import ExpertsSpec, MlpSpec
@@ -101,6 +102,14 @@ class AskedDecoder:
         kinds = tuple(dict.fromkeys(map(AskedLayer.of, layers)))
         return cls(kinds=kinds, order=tuple(kinds.index(AskedLayer.of(one)) for one in layers), **fields)
 
+    @property
+    def note(self) -> str:
+        """How it is run."""
+        return (
+            f"transformers {transformers_version()} describes this model: its class {self.architecture} was asked what "
+            "it computes, and native layers gave the logits of a small model of the class"
+        )
+
     def model(self, **changes: Any) -> ModelSpec:
         """Return the decoder as a ``ModelSpec``; ``changes`` are what only the files tell."""
         own = {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -110,16 +119,65 @@ class AskedDecoder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AskedModules:
+    """The answer of a class whose own modules run: fields of ``ModelSpec``, each kind of attention once, and the
+    ``order`` of the calls.
+
+    ``reason`` says why native layers do not run it.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    kinds: tuple[AttentionSpec, ...]
+    order: tuple[int, ...]
+    tie_word_embeddings: bool
+    max_position: int
+    max_position_key: str
+    eos_token_ids: tuple[int, ...]
+    embedding_scale: float
+    logit_scale: float
+    logit_softcap: float | None
+    names: CheckpointNames
+    known_keys: tuple[str, ...]
+    modules: ClassModules
+    reason: str = ""
+
+    @property
+    def note(self) -> str:
+        """How it is run."""
+        return (
+            f"{self.architecture} is run by transformers' own modules, with this engine's attention, cache and linear "
+            f"layers: slower than native layers, which do not run it, because {self.reason}"
+        )
+
+    def model(self, **changes: Any) -> ModelSpec:
+        """Return the decoder as a ``ModelSpec``; ``changes`` are what only the files tell."""
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        for name in ("kinds", "order", "known_keys", "reason"):
+            del own[name]
+        layers = tuple(LayerSpec(attention=self.kinds[index], mlp=None) for index in self.order)
+        return ModelSpec(layers=layers, ropes=(), final_norm=None, **{**own, **changes})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClassAnswer:
-    """What the child says: a ``decoder``, or the ``problem`` that keeps it from being served."""
+    """What the child says: a ``decoder`` of native layers, the ``modules`` that run the class, or the ``problem`` that
+    keeps it from being served."""
 
     decoder: AskedDecoder | None = None
+    modules: AskedModules | None = None
     problem: str = ""
 
     @property
-    def way(self) -> Literal["recognised", "refused"]:
+    def way(self) -> Literal["recognised", "transformers", "refused"]:
         """How the class is served."""
-        return "refused" if self.decoder is None else "recognised"
+        return "recognised" if self.decoder else "transformers" if self.modules else "refused"
+
+    @property
+    def found(self) -> AskedDecoder | AskedModules | None:
+        """What is served, if it is."""
+        return self.decoder or self.modules
 
 
 def transformers_version() -> str:
@@ -141,18 +199,14 @@ def has_class(architecture: str) -> bool:
     return re.fullmatch(r"\w{1,100}", architecture) is not None and f'"{architecture}"' in table
 
 
-def asked_model(decoder: AskedDecoder, config: ConfigJson) -> ModelSpec:
-    """Return the model of a ``decoder`` with what ``config`` alone says.  Raises ``ConfigError`` for keys that neither
-    its class nor this engine reads."""
-    config.skip("architectures", *decoder.known_keys)
+def asked_model(found: AskedDecoder | AskedModules, config: ConfigJson) -> ModelSpec:
+    """Return the model that a class says it is, with what ``config`` alone says.  Raises ``ConfigError`` for keys that
+    neither its class nor this engine reads."""
+    config.skip("architectures", *found.known_keys)
     dtype = take_dtype(config)
     quantization = read_quantization(config)
     config.finish()
-    note = (
-        f"transformers {transformers_version()} describes this model: its class {decoder.architecture} was asked what "
-        "it computes, and native layers gave the logits of a small model of the class"
-    )
-    return decoder.model(dtype=dtype, quantization=quantization, described_by="transformers", notes=(note,))
+    return found.model(dtype=dtype, quantization=quantization, described_by="transformers", notes=(found.note,))
 
 
 def ask(values: Mapping[str, Any]) -> ClassAnswer:
@@ -182,8 +236,10 @@ def _key(values: Mapping[str, Any]) -> str:
     """Of all that the answer depends on: the configuration, the programs that read it, and the code that asks."""
     versions = [importlib.metadata.version(name) for name in ("transformers", "torch")]
     digest = hashlib.sha256(json.dumps([values, versions], sort_keys=True, default=str).encode())
-    for source in sorted((Path(__file__).parents[1] / "models" / "recognition").glob("*.py")):
-        digest.update(source.read_bytes())
+    models = Path(__file__).parents[1] / "models"
+    for folder in ("recognition", "class_model"):
+        for source in sorted((models / folder).glob("*.py")):
+            digest.update(source.read_bytes())
     digest.update(Path(__file__).read_bytes())
     return digest.hexdigest()[:32]
 

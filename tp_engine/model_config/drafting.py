@@ -44,6 +44,11 @@ def find_head(
             f"{CONFIG_NAME} is {as_json(speculation)!r}, but this {model.architecture} keeps latents, and a draft "
             "head keeps keys and values beside the model's: set the method ngram or suffix"
         )
+    if model.modules is not None:
+        raise ConfigError(
+            f"{CONFIG_NAME} is {as_json(speculation)!r}, but this {model.architecture} is run by transformers' own "
+            "modules, which do not show a draft head what their layers read: set the method ngram or suffix"
+        )
     spec, path = load_draft_head(speculation.model, model)
     return LocalHead(spec=spec, path=path)
 

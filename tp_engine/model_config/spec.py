@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, Self
 
+from tp_engine.model_config.class_modules import ClassModules
 from tp_engine.model_config.classifier import ClassifierSpec
 from tp_engine.model_config.head_gate import HeadGateSpec
 from tp_engine.model_config.kv_layout import KvKind, KvLayout, lay_out
@@ -251,7 +252,8 @@ class ModelSpec:
     With ``tie_word_embeddings`` a checkpoint without an output head uses the embedding; if it ``has_own_head``, another
     one, it uses that.  A ``classifier`` makes scores in place of text.  ``max_position_key`` is what bounds its
     positions, ``max_position``, in config.json.  It is ``described_by`` a family of this engine, or by what a class of
-    transformers says of itself.  ``beside`` is what a draft head keeps in the cache, as one more layer
+    transformers says of itself.  With ``modules`` those of that class run it: each of its ``layers`` is one call of
+    attention, and there is no ``final_norm``.  ``beside`` is what a draft head keeps in the cache, as one more layer
     after the model's.  ``stored_mtp`` is the model's own head, if the checkpoint has one, and ``mtp`` that if the
     engine runs it.  ``vision`` is how it sees images; None: the engine runs text alone.  ``notes`` and ``warnings`` are
     what the operator should know of the checkpoint's files, ``ignored_keys`` those of config.json that have no effect.
@@ -262,7 +264,7 @@ class ModelSpec:
     hidden_size: int
     layers: tuple[LayerSpec, ...]
     ropes: tuple[RopeSpec, ...]
-    final_norm: NormSpec
+    final_norm: NormSpec | None
     tie_word_embeddings: bool
     has_own_head: bool = False
     max_position: int
@@ -279,6 +281,7 @@ class ModelSpec:
     beside: KvKind | None = None
     mtp: MtpSpec | None = None
     stored_mtp: MtpSpec | None = field(default=None, compare=False)
+    modules: ClassModules | None = None
     described_by: Literal["native", "transformers"] = field(default="native", compare=False)
     vision: VisionSpec | None = field(default=None, compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)

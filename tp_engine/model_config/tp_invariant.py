@@ -61,6 +61,8 @@ def _problem_on_gpus(model: ModelSpec) -> str | None:
 def _problem_of_model(model: ModelSpec, unit: int) -> str | None:
     """What of the model cannot be divided into shards of whole ``unit`` columns."""
     name = model.architecture
+    if model.modules is not None:
+        return f"this {name} is run by transformers' own modules, which promise no order of sums"
     if model.quantization is not None:
         return f"this {name} has quantised weights, and only unquantised ones have sums by shard"
     if model.hidden_size % unit:

@@ -65,6 +65,7 @@ class AssistantHead(DraftHead):
             for index, (layer, source) in enumerate(zip(own.layers, self._sources, strict=True))
         ]
         self.layers = nn.ModuleList(layers)
+        assert own.final_norm is not None, "native layers end with a norm"
         self.norm = Norm(own.final_norm, own.hidden_size, context=below.at(own.final_norm.name))
         self.post_projection = RowParallelLinear(
             own.hidden_size, spec.state_size, bias=False, context=context.at("post_projection")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,13 +15,9 @@ from tp_engine.kernels.candidates import DEFAULTS, Choices
 from tp_engine.layers.attention import Attention, only
 from tp_engine.layers.context import AdapterLimits, Layer, LayerContext
 from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from tp_engine.layers.experts import Experts
 from tp_engine.layers.image_rows import images_of_step
-from tp_engine.layers.linear import LocalLinear
-from tp_engine.layers.lora import LoRALayerSlots
 from tp_engine.layers.norm import Norm
 from tp_engine.layers.quantization import choose_formats
-from tp_engine.layers.recurrent import RecurrentMixer
 from tp_engine.layers.residual import Join
 from tp_engine.layers.rotary import RotaryEmbedding
 from tp_engine.layers.score_head import ScoreHead
@@ -29,6 +25,7 @@ from tp_engine.layers.streams import StreamJoin, StreamReader, make_reader
 from tp_engine.model_config.spec import AttentionSpec, ModelSpec
 from tp_engine.model_config.streams import StreamSpec
 from tp_engine.models.decoder import DecoderLayer, SelfAttention
+from tp_engine.models.language_model import LanguageModel
 from tp_engine.models.layer_embeddings import LayerEmbeddings
 from tp_engine.models.mla_attention import MLAAttention
 from tp_engine.models.mtp_head import MtpHead
@@ -36,7 +33,7 @@ from tp_engine.models.one_block import OneBlockLayer
 from tp_engine.models.vision_tower import VisionTower, build_tower
 
 
-class CausalLM(nn.Module):
+class CausalLM(LanguageModel):
     """The decoder that ``spec`` describes; ``backends`` has one attention backend for each of its KV groups.
 
     A draft head reads the inputs of ``state_layers``, or without such layers, like the model's own (``mtp``), the
@@ -92,6 +89,7 @@ class CausalLM(nn.Module):
             else LayerEmbeddings(embeddings, spec.num_layers, spec.hidden_size, context=model)
         )
         self.layers = nn.ModuleList(layers)
+        assert spec.final_norm is not None, "native layers end with a norm"
         self.norm = Norm(spec.final_norm, spec.hidden_size, context=model.at(spec.final_norm.name))
         self.lm_head = ParallelLMHead(
             *sizes,
@@ -131,58 +129,16 @@ class CausalLM(nn.Module):
         self._copy_rows = context.op("copy_rows")
 
     @property
-    def attention_layers(self) -> list[Attention]:
-        """One per layer with K/V of its own, in order."""
-        return [module for module in self.modules() if isinstance(module, Attention) and module.has_own_kv]
-
-    @property
     def attention_of(self) -> dict[int, Attention]:
         """That of each layer that attends."""
         found = ((index, getattr(layer, "self_attn", None)) for index, layer in enumerate(self.layers))
         return {index: block.attention for index, block in found if isinstance(block, SelfAttention | MLAAttention)}
 
     @property
-    def state_layers(self) -> list[RecurrentMixer]:
-        """One per layer with a recurrent state, in order."""
-        return [module for module in self.modules() if isinstance(module, RecurrentMixer)]
-
-    @property
-    def adapted_layers(self) -> list[LoRALayerSlots]:
-        """One per linear layer that adapters may change, in order, then two per layer of experts."""
-        linears = [adapters for layer in self._linears if (adapters := layer.adapters) is not None]
-        return [*linears, *(stack for layer in self._experts if layer.adapters for stack in layer.adapters.stacks)]
-
-    def take_adapters(self, other: CausalLM) -> None:
-        """Use the slots of another model of the same spec instead of this one's."""
-        for own, theirs in zip(self._linears, other._linears, strict=True):
-            own.adapters = theirs.adapters
-        for own_experts, other_experts in zip(self._experts, other._experts, strict=True):
-            own_experts.adapters = other_experts.adapters
-
-    @property
-    def _linears(self) -> list[LocalLinear]:
-        return [module for module in self.modules() if isinstance(module, LocalLinear)]
-
-    @property
-    def expert_token_counts(self) -> list[torch.Tensor]:
-        """For each layer with experts (experts,) int64: the tokens that went to each expert since the start."""
-        return [experts.token_counts for experts in self._experts]
-
-    @property
-    def _experts(self) -> list[Experts]:
-        return [module for module in self.modules() if isinstance(module, Experts)]
-
-    @property
     def is_recordable(self) -> bool:
         """Whether recordings of steps can hold all that the model runs; known after ``finish_loading``."""
         parts = [module for module in self.modules() if isinstance(module, Layer)]
         return all(part.is_recordable for part in parts) and all(join.is_recordable for join in self._joins)
-
-    def finish_loading(self) -> None:
-        """Prepare the layers for running, once, after all weights have their values."""
-        for module in self.modules():
-            if isinstance(module, Layer):
-                module.finish_loading()
 
     @contextmanager
     def shortened(self) -> Iterator[None]:
@@ -239,15 +195,6 @@ class CausalLM(nn.Module):
             hidden = only(given, hidden)
         return hidden
 
-    def compute_local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``hidden`` (n, hidden) -> (n, width), this rank's slice of the logits.  No collective."""
-        logits: torch.Tensor = self.lm_head(hidden)
-        return logits
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """``hidden`` (n, hidden) -> (n, vocab_size) on rank 0, None elsewhere.  A collective: all ranks call it."""
-        return self.lm_head.gather(self.lm_head(hidden))
-
 
 def make_joins(layers: Sequence[DecoderLayer | OneBlockLayer], final_norm: Norm, context: LayerContext) -> list[Join]:
     """Return the joins before each layer and after the last: the output norm of the one before, the next one's norm."""
@@ -293,7 +240,7 @@ def build_model(  # noqa: PLR0913 (one keyword per part)
     state_layers: Sequence[int] = (),
     adapters: AdapterLimits | None = None,
     choices: Choices = DEFAULTS,
-) -> CausalLM:
+) -> LanguageModel:
     """Return this rank's part of the model, its weights allocated on ``device`` but not yet set.  ``adapters``: if any.
 
     ``quantization`` and the two after it are ``EngineConfig``'s; the model's ``finish_loading`` quantises.  ``choices``
@@ -310,4 +257,13 @@ def build_model(  # noqa: PLR0913 (one keyword per part)
         choices=choices,
     )
     options: dict[str, Any] = {"backends": backends, "max_model_len": max_model_len, "state_layers": state_layers}
-    return CausalLM(spec, context=context, **options).eval()
+    return _kind_of(spec)(spec, context=context, **options).eval()
+
+
+def _kind_of(spec: ModelSpec) -> Callable[..., LanguageModel]:
+    """What runs it: native layers, or modules of a transformers class, which import transformers."""
+    if spec.modules is None:
+        return CausalLM
+    from tp_engine.models.class_model.decoder import ClassDecoder
+
+    return ClassDecoder

@@ -78,6 +78,7 @@ class Eagle3Head(DraftHead):
         )
         self.mlp_norm = Norm(layer.mlp_norm, hidden, context=layer_context.at(layer.mlp_norm.name))
         self.mlp = make_mlp(layer, hidden, context=layer_context)
+        assert head.final_norm is not None, "native layers end with a norm"
         self.norm = Norm(head.final_norm, hidden, context=context.at(head.final_norm.name))
         self.lm_head = ParallelLMHead(head.vocab_size, hidden, context=context.at("lm_head"))
         self.d2t: nn.Parameter | None = None

@@ -14,7 +14,8 @@ from tp_engine.layers.quantization import HEAD, choose_formats
 from tp_engine.model_config import padded_vocab_size
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.model_config.vision import VisionSpec
-from tp_engine.models.causal_lm import CausalLM, build_model
+from tp_engine.models.causal_lm import build_model
+from tp_engine.models.language_model import LanguageModel
 
 _OF_ROUTING = ("correction", "expert_scale")  # of experts; they are read whole
 
@@ -80,7 +81,7 @@ def _sizes(
     return weight_sizes(model, spec, quantization)
 
 
-def weight_sizes(model: CausalLM, spec: ModelSpec, quantization: str | None) -> WeightSizes:
+def weight_sizes(model: LanguageModel, spec: ModelSpec, quantization: str | None) -> WeightSizes:
     """Count a rank's ``model`` of ``spec`` before ``finish_loading``, which keeps it in ``quantization``."""
     found, table = WeightSizes(), None if model.layer_embeddings is None else model.layer_embeddings.table.weight
     for path, weight in model.named_parameters():

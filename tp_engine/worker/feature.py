@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tp_engine.layers.attention import Attention
-from tp_engine.models.causal_lm import CausalLM
+from tp_engine.models.language_model import LanguageModel
 from tp_engine.plan import Admission, IntArray, StepPlan
 from tp_engine.worker.batch.step_inputs import StepInputs
 from tp_engine.worker.graphs.recorder import Recorder
@@ -73,7 +73,7 @@ class RunnerHooks:
     )
     """Sees the sampled ids (n,) int32, if there are any; the inputs are None if the step was replayed."""
 
-    take_model: list[Callable[[CausalLM], Sequence[Attention]]] = field(default_factory=list)
+    take_model: list[Callable[[LanguageModel], Sequence[Attention]]] = field(default_factory=list)
     """Serves another model of the same kind; gives the feature's own layers with K/V, bound after the model's."""
 
     keep_rows: list[Callable[[torch.Tensor], Callable[[], None]]] = field(default_factory=list)
@@ -109,12 +109,12 @@ class RunnerFeature(ABC):
 class ModelReader(RunnerFeature):
     """The base of features that call ``_model`` or look into it, and have no layers with K/V of their own."""
 
-    def __init__(self, model: CausalLM) -> None:
+    def __init__(self, model: LanguageModel) -> None:
         self._model = model
 
     def attach(self, hooks: RunnerHooks) -> None:
         hooks.take_model.append(self.take_model)
 
-    def take_model(self, model: CausalLM) -> list[Attention]:
+    def take_model(self, model: LanguageModel) -> list[Attention]:
         self._model = model
         return []

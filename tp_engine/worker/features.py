@@ -14,8 +14,8 @@ from tp_engine.features.registry import halves
 from tp_engine.job.progress import RankProgress
 from tp_engine.job.tier_progress import TierProgress
 from tp_engine.layers.attention import Attention
-from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.draft_head import DraftHead
+from tp_engine.models.language_model import LanguageModel
 from tp_engine.sampling.state import SamplingState
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.batch.recurrent_states import RecurrentStatePool
@@ -43,7 +43,7 @@ class RankParts:
     effective: EffectiveConfig
     groups: RankGroups
     start_up: StartUp
-    model: CausalLM
+    model: LanguageModel
     head: DraftHead | None
     backends: Backends
     device: torch.device

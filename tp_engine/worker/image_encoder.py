@@ -24,7 +24,7 @@ from tp_engine.job.progress import RankPhase, RankProgress
 from tp_engine.layers.attention import Attention
 from tp_engine.layers.image_rows import StepImages, seeing
 from tp_engine.layers.upload import upload_all
-from tp_engine.models.causal_lm import CausalLM
+from tp_engine.models.language_model import LanguageModel
 from tp_engine.models.tower_run import TowerRun
 from tp_engine.models.vision_tower import VisionTower
 from tp_engine.plan import IntArray, StepPlan
@@ -45,7 +45,7 @@ class ImageEncoder(RunnerFeature):
 
     def __init__(
         self,
-        model: CausalLM,
+        model: LanguageModel,
         num_rows: int,
         communicator: Communicator,
         sum_rows: int,
@@ -69,7 +69,7 @@ class ImageEncoder(RunnerFeature):
     def report(self) -> dict[str, Any]:
         return {"encode_s": self._clock.read()[0]}
 
-    def take_model(self, model: CausalLM) -> list[Attention]:
+    def take_model(self, model: LanguageModel) -> list[Attention]:
         self._tower = _tower_of(model)
         self._runs.clear()
         return []
@@ -210,6 +210,6 @@ def _behind_decodes(inputs: StepInputs, turns: torch.Tensor) -> torch.Tensor:
     return torch.cat((own.expand(3, -1), turns), 1)
 
 
-def _tower_of(model: CausalLM) -> VisionTower:
+def _tower_of(model: LanguageModel) -> VisionTower:
     assert model.vision is not None, "the model has no tower"
     return model.vision

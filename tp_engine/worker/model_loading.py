@@ -16,6 +16,7 @@ from tp_engine.models.assistant_head import AssistantHead
 from tp_engine.models.causal_lm import CausalLM, build_model
 from tp_engine.models.draft_head import DraftHead
 from tp_engine.models.eagle3_head import Eagle3Head
+from tp_engine.models.language_model import LanguageModel
 from tp_engine.models.weight_sizes import weight_sizes
 from tp_engine.system.log import get_logger
 from tp_engine.system.units import format_gib
@@ -36,7 +37,7 @@ def load_model(
     *,
     source: Path | Sequence[Path] | None = None,
     note_read: Callable[[], None] = lambda: None,
-) -> CausalLM:
+) -> LanguageModel:
     """Return the model with the weights of the checkpoint ``source``, by default the configured one; no collective.
 
     ``finish_loading`` comes next.  ``source`` and ``note_read`` are those of ``load_weights``, which says what it
@@ -75,13 +76,14 @@ def load_model(
 
 
 def load_head(
-    effective: EffectiveConfig, groups: RankGroups, backends: Backends, device: Device, model: CausalLM
+    effective: EffectiveConfig, groups: RankGroups, backends: Backends, device: Device, model: LanguageModel
 ) -> DraftHead | None:
     """Return the draft head of ``model``, its own or the configured one, if there is one; ``finish_loading`` comes
     next."""
     head, config = effective.draft_head, effective.config
     if head is None:
         return model.mtp
+    assert isinstance(model, CausalLM), "a draft head beside another model has been refused"
     context = LayerContext(
         communicator=groups.communicator,
         dtype=effective.dtype,
@@ -109,7 +111,7 @@ def _log_report(report: LoadReport, info: RankInfo) -> None:
         logger.log(level, "not read: %d tensors of multi-token prediction (%s, ...)", count, first)
 
 
-def log_weights(effective: EffectiveConfig, model: CausalLM, info: RankInfo) -> None:
+def log_weights(effective: EffectiveConfig, model: LanguageModel, info: RankInfo) -> None:
     """Log what part of the weights of a ``model`` with experts a token needs, and which part of a checkpoint is
     unused."""
     if info.is_first and any(layer.experts is not None for layer in effective.model.layers):

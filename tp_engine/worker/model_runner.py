@@ -12,7 +12,7 @@ from tp_engine.features.registry import Half, find_half
 from tp_engine.job.progress import RankPhase, RankProgress
 from tp_engine.kernels.candidates import DEFAULTS, Choices
 from tp_engine.layers.attention import forward_context
-from tp_engine.models.causal_lm import CausalLM
+from tp_engine.models.language_model import LanguageModel
 from tp_engine.plan import StepPlan
 from tp_engine.sampling.logprobs import LogprobTensors
 from tp_engine.sampling.sampler import Sampler
@@ -40,7 +40,7 @@ class ModelRunner:
     def __init__(
         self,
         *,
-        model: CausalLM,
+        model: LanguageModel,
         backends: Backends,
         batch: InputBatch,
         blocks: KvBlocks,
@@ -77,7 +77,7 @@ class ModelRunner:
         return len(self._backends)
 
     @property
-    def model(self) -> CausalLM:
+    def model(self) -> LanguageModel:
         """The model that the next step runs."""
         return self._model
 
@@ -101,7 +101,7 @@ class ModelRunner:
         for feature in features:
             feature.attach(self._hooks)
 
-    def take_model(self, model: CausalLM) -> None:
+    def take_model(self, model: LanguageModel) -> None:
         """Run ``model`` from the next step on, with the K/V and the states of the one before; a collective."""
         self.graphs.take_model(model)
         layers = [*model.attention_layers]

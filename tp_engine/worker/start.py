@@ -29,8 +29,8 @@ from tp_engine.features.registry import named_halves
 from tp_engine.job.progress import RankPhase
 from tp_engine.job.tier_progress import TierProgress
 from tp_engine.kernels.ops import has_triton
-from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.draft_head import DraftHead
+from tp_engine.models.language_model import LanguageModel
 from tp_engine.system.log import get_logger
 from tp_engine.worker.device import Device, check_devices, make_device
 from tp_engine.worker.effective_config import EffectiveConfig
@@ -182,10 +182,10 @@ def _open_device(effective: EffectiveConfig, groups: RankGroups, start_up: Start
 
 def _load(
     effective: EffectiveConfig, groups: RankGroups, start_up: StartUp, backends: Backends, device: Device
-) -> tuple[CausalLM, DraftHead | None]:
+) -> tuple[LanguageModel, DraftHead | None]:
     """The model and a draft head with their weights, ready to run."""
 
-    def load() -> tuple[CausalLM, DraftHead | None]:
+    def load() -> tuple[LanguageModel, DraftHead | None]:
         groups.progress.reach(RankPhase.LOAD)
         model = load_model(effective, groups, backends, device)
         log_weights(effective, model, groups.info)

@@ -24,8 +24,8 @@ from tp_engine.distributed.collectives import Communicator
 from tp_engine.errors import MemoryBudgetError
 from tp_engine.layers.attention import forward_context
 from tp_engine.layers.lora import adapting, group_step
-from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.draft_head import DraftHead
+from tp_engine.models.language_model import LanguageModel
 from tp_engine.models.vision_tower import VisionTower
 from tp_engine.plan import FIRST_STEP_ID, MASK_TOKENS, Admission, IntArray, RowSampling, StepPlan
 from tp_engine.sampling.device_sampler import MAX_RANKED
@@ -132,7 +132,7 @@ def trial_plan(
 
 @torch.inference_mode()
 def run_largest_step(
-    model: CausalLM,
+    model: LanguageModel,
     backends: Backends,
     effective: EffectiveConfig,
     device: torch.device,

@@ -34,7 +34,7 @@ from tp_engine.worker.orders import Prepared
 
 if TYPE_CHECKING:
     from tp_engine.model_config.spec import ModelSpec
-    from tp_engine.models.causal_lm import CausalLM
+    from tp_engine.models.language_model import LanguageModel
     from tp_engine.worker.effective_config import EffectiveConfig
 
 _OWN_FIELDS = ("dtype", "eos_token_ids", "max_position", "max_position_key", "beside", "mtp")
@@ -50,8 +50,8 @@ class SharedFile(msgspec.Struct, frozen=True):
 def update_weights(
     running: EffectiveConfig,
     free_bytes: int,
-    build: Callable[[EffectiveConfig, Path | Sequence[Path]], CausalLM],
-    take: Callable[[CausalLM, EffectiveConfig], None],
+    build: Callable[[EffectiveConfig, Path | Sequence[Path]], LanguageModel],
+    take: Callable[[LanguageModel, EffectiveConfig], None],
     arguments: Mapping[str, Any],
 ) -> Prepared:
     """Prepare the order; its arguments are ``folder``, that of a checkpoint, or ``files``, shared ones that hold all

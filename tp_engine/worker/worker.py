@@ -14,7 +14,7 @@ import numpy.typing as npt
 from tp_engine.attention.base import Backends
 from tp_engine.distributed.groups import RankGroups
 from tp_engine.job.progress import RankPhase
-from tp_engine.models.causal_lm import CausalLM
+from tp_engine.models.language_model import LanguageModel
 from tp_engine.plan import StepPlan
 from tp_engine.worker.device import Device
 from tp_engine.worker.effective_config import EffectiveConfig
@@ -136,7 +136,7 @@ class Worker:
             orders["stop_profile"] = lambda _arguments: Prepared(profiler.stop)
         return orders
 
-    def _build_model(self, effective: EffectiveConfig, source: Path | Sequence[Path]) -> CausalLM:
+    def _build_model(self, effective: EffectiveConfig, source: Path | Sequence[Path]) -> LanguageModel:
         """A model of the same kind (``effective``) with the weights of ``source``, ready; nothing else changes."""
         model = load_model(
             effective, self.groups, self._backends, self._device, source=source, note_read=self.groups.progress.done
@@ -144,7 +144,7 @@ class Worker:
         model.finish_loading()
         return model
 
-    def _take_model(self, model: CausalLM, effective: EffectiveConfig) -> None:
+    def _take_model(self, model: LanguageModel, effective: EffectiveConfig) -> None:
         """Run ``model`` from the next step on, and free the one before; on a GPU a collective."""
         running = self.runner.model
         for counts, known in zip(model.expert_token_counts, running.expert_token_counts, strict=True):

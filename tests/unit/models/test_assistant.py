@@ -23,7 +23,7 @@ from tp_engine.model_config import load_model_config
 from tp_engine.model_config.assistant import AssistantSpec
 from tp_engine.model_config.draft_head import load_draft_head
 from tp_engine.models.assistant_head import AssistantHead
-from tp_engine.models.causal_lm import build_model
+from tp_engine.models.causal_lm import CausalLM, build_model
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.effective_config import resolve
 
@@ -40,7 +40,9 @@ def test_every_tensor_is_read(checkpoint: Callable[..., Path], tmp_path: Path) -
     options: dict[str, Any] = {"communicator": SingleRank(), "dtype": torch.float32, "device": CPU}
     places: dict[str, Any] = {"backends": BACKENDS, "max_model_len": 128}
     context = LayerContext(**options, format_of=choose_formats(None, spec.model))
-    head = AssistantHead(spec, build_model(model_spec, **options, **places), **places, context=context)
+    model = build_model(model_spec, **options, **places)
+    assert isinstance(model, CausalLM)
+    head = AssistantHead(spec, model, **places, context=context)
     parameters = dict(head.named_parameters())
     tensors = load_file(folder / NAME)
     names = [name for name in tensors if name != "lm_head.weight"]

@@ -21,7 +21,7 @@ from tp_engine.layers.quantization import choose_formats
 from tp_engine.model_config import load_model_config
 from tp_engine.model_config.draft_head import DraftHeadSpec, load_draft_head
 from tp_engine.model_config.kv_layout import MAX_GROUPS, KvKind, lay_out
-from tp_engine.models.causal_lm import build_model
+from tp_engine.models.causal_lm import CausalLM, build_model
 from tp_engine.models.eagle3_head import Eagle3Head
 from tp_engine.weights.loader import load_weights
 
@@ -56,6 +56,7 @@ def build(folder: Path, target_folder: Path, communicator: Communicator) -> tupl
     options: dict[str, Any] = {"communicator": communicator, "dtype": torch.float32, "device": CPU}
     places: dict[str, Any] = {"backends": BACKENDS, "max_model_len": 128}
     model = build_model(model_spec, state_layers=spec.state_layers, **options, **places)
+    assert isinstance(model, CausalLM)
     context = LayerContext(**options, format_of=choose_formats(None, spec.model))
     head = Eagle3Head(spec, model, group=0, context=context, **places).eval()
     load_weights(dict(model.named_parameters()), model_spec, target_folder, info=communicator.info)

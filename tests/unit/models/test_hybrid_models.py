@@ -139,7 +139,7 @@ def test_what_follows_from_a_description() -> None:
     assert isinstance(delta, GatedDeltaNetSpec) and (delta.num_key_heads, delta.num_value_heads) == (16, 32)
     assert isinstance(attention, AttentionSpec) and attention.gate is not None and attention.head_dim == 256
     assert isinstance(experts, ExpertsSpec) and experts.shared_gate and experts.rule.renormalises
-    assert spec.ropes[0].rotary_dim == 64 and spec.final_norm.offset == 1.0
+    assert spec.ropes[0].rotary_dim == 64 and spec.final_norm is not None and spec.final_norm.offset == 1.0
     assert all(norm.offset == 1.0 for layer in spec.layers for norm in layer.norms)
     assert spec.kv_layout.layers == tuple(range(3, 40, 4)) and len(spec.attentions) == 10
     states = spec.kv_layout.states

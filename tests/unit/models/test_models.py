@@ -24,7 +24,8 @@ from tp_engine.layers.quantization import dense
 from tp_engine.model_config import check_tensor_parallel, load_model_config
 from tp_engine.model_config.kv_layout import MAX_GROUPS
 from tp_engine.model_config.spec import ModelSpec
-from tp_engine.models.causal_lm import CausalLM, build_model
+from tp_engine.models.causal_lm import build_model
+from tp_engine.models.language_model import LanguageModel
 from tp_engine.weights.loader import load_weights
 
 CPU = torch.device("cpu")
@@ -122,7 +123,7 @@ def prompts(config: ModelSpec) -> list[list[int]]:
     return [torch.randint(config.vocab_size, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
-def load(config: ModelSpec, folder: Path, communicator: Communicator, **options: Any) -> CausalLM:
+def load(config: ModelSpec, folder: Path, communicator: Communicator, **options: Any) -> LanguageModel:
     dtype = options.pop("dtype", torch.float32)
     model = build_model(
         config, communicator=communicator, dtype=dtype, device=CPU, backends=BACKENDS, max_model_len=128
@@ -132,7 +133,7 @@ def load(config: ModelSpec, folder: Path, communicator: Communicator, **options:
     return model
 
 
-def logits_of(model: CausalLM, tokens: list[list[int]]) -> torch.Tensor | None:
+def logits_of(model: LanguageModel, tokens: list[list[int]]) -> torch.Tensor | None:
     """Logits of all positions of all prompts in one step, (N, vocab)."""
     flat = torch.tensor([token for prompt in tokens for token in prompt])
     positions = torch.cat([torch.arange(len(prompt)) for prompt in tokens])

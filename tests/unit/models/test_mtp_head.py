@@ -29,7 +29,8 @@ from tp_engine.features.speculation.options import SpeculativeConfig
 from tp_engine.layers.attention import forward_context
 from tp_engine.model_config import load_model_config
 from tp_engine.model_config.kv_layout import MAX_GROUPS
-from tp_engine.models.causal_lm import CausalLM, build_model
+from tp_engine.models.causal_lm import build_model
+from tp_engine.models.language_model import LanguageModel
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.effective_config import resolve
 
@@ -50,7 +51,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[..., Pa
     return get
 
 
-def build(folder: Path, communicator: Communicator) -> CausalLM:
+def build(folder: Path, communicator: Communicator) -> LanguageModel:
     """The model with its head, loaded."""
     spec, _ = load_model_config(str(folder))
     assert spec.stored_mtp is not None

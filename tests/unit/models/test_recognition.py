@@ -344,11 +344,9 @@ def test_a_window_in_the_mask_alone_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("architecture", "reason"),
     [
-        ("OPTForCausalLM", "no table of its frequencies"),
         ("MptForCausalLM", "computes with its mask itself"),
         ("GPTJForCausalLM", "not by transformers' attention interface"),
         ("MambaForCausalLM", "a state other than keys and values"),
-        ("StableLmForCausalLM", "LayerNorm. is neither"),
         ("BartForCausalLM", "it has an encoder"),
     ],
 )

@@ -7,7 +7,7 @@ from tp_engine.cpu import kernel_level
 from tp_engine.engine.feature import EngineFeature
 from tp_engine.features.images.feature import ImageLimits
 from tp_engine.ipc.job_board import JobBoard
-from tp_engine.models.causal_lm import CausalLM
+from tp_engine.models.language_model import LanguageModel
 from tp_engine.models.weight_sizes import layer_parameters
 from tp_engine.worker.effective_config import EffectiveConfig
 from tp_engine.worker.worker import StartedRank
@@ -51,7 +51,7 @@ class TowerOfEngine(EngineFeature):
         pass
 
 
-def tower_work(effective: EffectiveConfig, model: CausalLM) -> tuple[int, float, float]:
+def tower_work(effective: EffectiveConfig, model: LanguageModel) -> tuple[int, float, float]:
     """Return the number of the tower's layers, and what one of them takes for each row of an image and for each pair
     of rows, in tokens of a prompt."""
     assert model.vision is not None, "only a model that sees has a tower"

@@ -31,7 +31,7 @@ from tp_engine.features.speculation.head_passes import HeadPasses
 from tp_engine.layers.attention import Attention, forward_context, only
 from tp_engine.layers.image_rows import seeing
 from tp_engine.layers.upload import upload_all
-from tp_engine.models.causal_lm import CausalLM
+from tp_engine.models.language_model import LanguageModel
 from tp_engine.plan import IntArray, StepPlan
 from tp_engine.worker.batch.input_batch import InputBatch
 from tp_engine.worker.batch.spare_rows import places_in_runs
@@ -65,7 +65,7 @@ class HeadDrafter(RunnerFeature):
         hooks.record.append(self.record)
         hooks.forget.append(self.forget)
 
-    def take_model(self, model: CausalLM) -> list[Attention]:
+    def take_model(self, model: LanguageModel) -> list[Attention]:
         passes = self._passes
         if model.mtp is not None:  # a part of each model that runs
             passes.head = model.mtp

@@ -62,13 +62,13 @@ def read_spec(config: ConfigJson, model_impl: str = "auto") -> ModelSpec:
         raise _refusal(f"model_impl is transformers, which has no causal class {shown(name)}", name)
     if model_impl == "transformers" or (model_impl == "auto" and reader is None and has_class(name)):
         answer = ask(config.values)
-        if answer.decoder is None:
+        if answer.found is None:
             raise _refusal(
                 f"architectures is {shown([name])}, a class of transformers {transformers_version()} that was asked "
                 f"what it computes: it is not served, because {answer.problem}",
                 name,
             )
-        return asked_model(answer.decoder, config)
+        return asked_model(answer.found, config)
     if name.endswith("Model") and (whole := f"{name.removesuffix('Model')}ForCausalLM") in families():
         return families()[whole](config.changed({"architectures": [whole]}))  # saved without its output head
     if reader is None and (decoder := decoder_of(config, families())) is not None:

@@ -7,6 +7,7 @@ import os
 import resource
 import sys
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -36,9 +37,8 @@ def answer(values: dict[str, Any]) -> ClassAnswer:
     import torch
     import transformers
 
+    from tp_engine.models.class_model.guard import served_by_modules
     from tp_engine.models.recognition.model_class import ModelClass
-    from tp_engine.models.recognition.record import NAME
-    from tp_engine.models.recognition.refusal import RefusalError
     from tp_engine.models.recognition.twin import verify
     from tp_engine.models.recognition.whole import describe
 
@@ -48,18 +48,27 @@ def answer(values: dict[str, Any]) -> ClassAnswer:
     warnings.simplefilter("ignore")
     try:
         model_class = ModelClass(values)
+    except Exception as error:
+        return ClassAnswer(problem=_reason(error))
+    try:
         found = describe(model_class)
         verify(model_class, found)
-    except RefusalError as refusal:
-        return ClassAnswer(problem=str(refusal))
-    except KeyError as error:
-        if error.args != (NAME,):
-            return _failed(error)
-        return ClassAnswer(problem="its attention is its own, and not by transformers' attention interface")
-    except Exception as error:  # whatever the class raises when it is made, or run
-        return _failed(error)
-    return ClassAnswer(decoder=found.published)
+        return ClassAnswer(decoder=found.published)
+    except Exception as error:  # whatever the class raises when it is run, too
+        not_native = _reason(error)
+    try:
+        return ClassAnswer(modules=replace(served_by_modules(model_class), reason=not_native))
+    except Exception as error:
+        return ClassAnswer(problem=_reason(error))
 
 
-def _failed(error: Exception) -> ClassAnswer:
-    return ClassAnswer(problem=f"it could not be run without its weights: {type(error).__name__}: {shown(str(error))}")
+def _reason(error: Exception) -> str:
+    """Why a class is not served in one of the ways."""
+    from tp_engine.models.recognition.record import NAME
+    from tp_engine.models.recognition.refusal import RefusalError
+
+    if isinstance(error, RefusalError):
+        return str(error)
+    if isinstance(error, KeyError) and error.args == (NAME,):
+        return "its attention is its own, and not by transformers' attention interface"
+    return f"it could not be run without its weights: {type(error).__name__}: {shown(str(error))}"

@@ -13,11 +13,13 @@ import contextlib
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from tp_engine.models.recognition.record import FLOATS, NAME, register
 from tp_engine.models.recognition.refusal import RefusalError
@@ -26,6 +28,7 @@ NARROW_VOCAB, NARROW_INNER, NARROW_WINDOW = 128, 96, 7
 _MOST_LAYERS, _MOST_NUMBERS = 512, 1 << 28
 _GAIN = 0.6  # small: with many layers, rounding errors grow as the model's own numbers do
 # Names of the sizes that a narrow model changes, in any class.
+_turn = threading.Lock()  # one model at a time is made without memory
 _INNER = re.compile(r".*intermediate_size.*|ffn_dim|n_inner|ffn_hidden_size")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k")
@@ -82,6 +85,11 @@ class ModelClass:
         words = {word for module in modules for word in re.findall(r"\w+", inspect.getsource(module))}
         return sorted(name for name in self._values if name in own or name in words)
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """Its config.json, without what it says of quantisation."""
+        return dict(self._values)
+
     def published(self) -> Any:
         """On meta, with its buffers too."""
         with torch.device("meta"), _no_init():
@@ -119,10 +127,20 @@ class ModelClass:
         setattr(model.get_submodule(parent), name, nn.ModuleList())
         return filled(model)
 
-    def _without_memory(self, config: Any, implementation: str) -> Any:
+    def without_layers_memory(self) -> Any:
+        """Of the published width, for 128 tokens; its parameters on meta."""
+        config = self._copy()
+        _set(config, "vocab_size", NARROW_VOCAB)
+        _low_tokens(config)
+        return self._without_memory(config, NAME)
+
+    def without_memory(self, implementation: str, dtype: torch.dtype) -> Any:
         """The class's model, its parameters on meta; buffers have their values."""
-        with _no_init(), _parameters_on_meta():
-            return self._class._from_config(config, attn_implementation=implementation, dtype=torch.float32).eval()
+        return self._without_memory(self._copy(), implementation, dtype)
+
+    def _without_memory(self, config: Any, implementation: str, dtype: torch.dtype = torch.float32) -> Any:
+        with _parameters_on_meta(), _no_init():
+            return self._class._from_config(config, attn_implementation=implementation, dtype=dtype).eval()
 
     def _copy(self) -> Any:
         return self._kind.from_dict(dict(self._values))
@@ -186,16 +204,29 @@ def _no_init() -> Iterator[None]:
         yield
 
 
+class _EmptyOnMeta(TorchFunctionMode):
+    """Within, what has no values yet gets no memory, not even for a moment."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*args, **{**(kwargs or {}), **({"device": "meta"} if func.__name__ == "empty" else {})})
+
+
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Within, modules keep no memory for their parameters; buffers are as usual."""
-    register = nn.Module.register_parameter
+    """Within, modules of this thread keep no memory for their parameters; buffers are as usual."""
+    own = threading.get_ident()
+    with _turn, _EmptyOnMeta():
+        register = nn.Module.register_parameter
 
-    def without_memory(self: nn.Module, name: str, value: nn.Parameter | None) -> None:
-        register(self, name, value if value is None else nn.Parameter(value.to("meta"), requires_grad=False))
+        def without_memory(self: nn.Module, name: str, value: nn.Parameter | None) -> None:
+            if value is not None and threading.get_ident() == own:
+                value = nn.Parameter(value.to("meta"), requires_grad=False)
+            register(self, name, value)
 
-    nn.Module.register_parameter = without_memory  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        nn.Module.register_parameter = without_memory  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = register  # type: ignore[method-assign]

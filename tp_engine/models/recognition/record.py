@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -79,13 +79,13 @@ class ModelRun:
     logits: torch.Tensor
 
 
-class _Mask:
+class Mask:
     """Stands for a mask: what the model's mask function was to make."""
 
     def __init__(self, function: Any, size: int | None) -> None:
         self.function, self.size = function, size
 
-    def __getitem__(self, _key: object) -> _Mask:
+    def __getitem__(self, _key: object) -> Mask:
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -137,22 +137,33 @@ class _CallRecorder:
         if self._current and read is not None and made is not None:
             self._current[-1].blocks.append(ModuleCall(path, module, read, made))
 
-    def attend(self, query: Any, key: Any, value: Any, mask: Any, named: dict[str, Any]) -> torch.Tensor:
+    def attend(
+        self, _module: nn.Module, query: Any, key: Any, value: Any, mask: Any, named: dict[str, Any]
+    ) -> torch.Tensor:
         if not self._current:
             raise RefusalError("it attends outside of its layers")
         layer = self._current[-1]
-        noise = _noise(query, value, len(layer.asked))
-        layer.asked.append(_asked(query, key, value, mask, noise, named))
-        return noise
+        out = noise(query, value, len(layer.asked))
+        layer.asked.append(asked(query, key, value, mask, out, named))
+        return out
 
 
-_recorders: list[_CallRecorder] = []
+class AttentionLog(Protocol):
+    """Takes the calls of attention."""
+
+    def attend(
+        self, module: nn.Module, query: Any, key: Any, value: Any, mask: Any, named: dict[str, Any]
+    ) -> torch.Tensor:
+        """Note the call; return its output."""
+
+
+_recorders: list[AttentionLog] = []
 
 
 def _attend(
-    _module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any = None, *_more: Any, **named: Any
+    module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any = None, *_more: Any, **named: Any
 ) -> Any:
-    return _recorders[-1].attend(query, key, value, attention_mask, named), None
+    return _recorders[-1].attend(module, query, key, value, attention_mask, named), None
 
 
 def register() -> None:
@@ -161,7 +172,7 @@ def register() -> None:
 
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(
-        NAME, lambda *_a, mask_function=None, local_size=None, **_n: _Mask(mask_function, local_size)
+        NAME, lambda *_a, mask_function=None, local_size=None, **_n: Mask(mask_function, local_size)
     )
 
 
@@ -169,7 +180,6 @@ def register() -> None:
 def _recording(model: nn.Module, layers: nn.ModuleList, found: ModelRun) -> Iterator[None]:
     recorder = _CallRecorder(found)
     hooks = []
-    without_numbers = next(model.parameters()).is_meta
     with_experts = [path for path, module in model.named_modules() if has_experts(module)]
     blocks = {path.rpartition(".")[0] for path in with_experts}
     for path, module in model.named_modules():
@@ -177,9 +187,6 @@ def _recording(model: nn.Module, layers: nn.ModuleList, found: ModelRun) -> Iter
         notes += [recorder.note_experts] if path in with_experts else []
         notes += [recorder.note_block] if path in blocks else []
         hooks += [module.register_forward_hook(partial(_noted, note, path), with_kwargs=True) for note in notes]
-    if without_numbers:
-        for path in with_experts:  # what they compute depends on values
-            model.get_submodule(path).forward = _empty_rows
     for layer, own in zip(layers, found.layers, strict=True):
         hooks.append(
             layer.register_forward_pre_hook(
@@ -187,13 +194,32 @@ def _recording(model: nn.Module, layers: nn.ModuleList, found: ModelRun) -> Iter
             )
         )
         hooks.append(layer.register_forward_hook(lambda _m, _read, made, own=own: recorder.leave(own, made)))
+    try:
+        with recorded_by(recorder), without_numbers(model):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def without_numbers(model: nn.Module) -> Iterator[None]:
+    """Within, experts of a ``model`` on meta return rows: what they compute depends on values."""
+    if next(model.parameters()).is_meta:
+        for module in model.modules():
+            if has_experts(module):
+                module.forward = _empty_rows
+    yield
+
+
+@contextlib.contextmanager
+def recorded_by(recorder: AttentionLog) -> Iterator[None]:
+    """Within, ``recorder`` gets the calls of attention."""
     _recorders.append(recorder)
     try:
         yield
     finally:
         _recorders.pop()
-        for hook in hooks:
-            hook.remove()
 
 
 def _noted(note: Any, path: str, module: nn.Module, arguments: Any, named: Any, made: Any) -> None:
@@ -256,7 +282,7 @@ def _first(arguments: Any, named: dict[str, Any]) -> torch.Tensor | None:
     return None if found is None else found.detach().clone()
 
 
-def _noise(query: torch.Tensor, value: torch.Tensor, seed: int) -> torch.Tensor:
+def noise(query: torch.Tensor, value: torch.Tensor, seed: int) -> torch.Tensor:
     shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
     if query.is_meta:
         return query.new_empty(shape)
@@ -268,7 +294,7 @@ _KNOWN = {"scaling", "sliding_window", "softcap", "s_aux", "dropout", "is_causal
 _HANDED_ON = {"position_ids", "output_attentions", "use_cache", "cache_position", "position_embeddings"}
 
 
-def _asked(query: Any, key: Any, value: Any, mask: Any, out: torch.Tensor, named: dict[str, Any]) -> Asked:
+def asked(query: Any, key: Any, value: Any, mask: Any, out: torch.Tensor, named: dict[str, Any]) -> Asked:
     unknown = [name for name, one in named.items() if name not in _KNOWN | _HANDED_ON and one not in (None, False)]
     if unknown:
         raise RefusalError(f"it gives attention {', '.join(sorted(unknown))}, which is not known here")
@@ -278,7 +304,7 @@ def _asked(query: Any, key: Any, value: Any, mask: Any, out: torch.Tensor, named
         named["scaling"] = query.shape[3] ** -0.5
     window, softcap = named.get("sliding_window"), named.get("softcap")
     if mask is not None:
-        if not isinstance(mask, _Mask):
+        if not isinstance(mask, Mask):
             raise RefusalError("it makes a mask of its own")
         if window not in (None, mask.size):
             raise RefusalError(f"its mask has a window of {mask.size}, and its attention one of {window}")
@@ -297,7 +323,32 @@ def _asked(query: Any, key: Any, value: Any, mask: Any, out: torch.Tensor, named
     )
 
 
-def _check_mask(mask: _Mask) -> None:
+def is_chunked(mask: Mask) -> bool:
+    """Return whether a query sees what is before it in its part of the text, one of ``mask.size`` tokens each."""
+    size = mask.size
+    assert size is not None
+    pairs = [(query, key) for query in (size - 1, size, size + 1, 2 * size) for key in (0, size - 1, size, size + 1)]
+    try:
+        seen = [_sees(mask, query, key) for query, key in pairs]
+    except Exception:
+        return False
+    return seen == [key <= query and key // size == query // size for query, key in pairs]
+
+
+def can_be_asked(mask: Mask) -> bool:
+    """Return whether it answers, which one that needs numbers of a model on meta does not."""
+    try:
+        _sees(mask, 0, 0)
+    except Exception:
+        return False
+    return True
+
+
+def _sees(mask: Mask, query: int, key: int) -> bool:
+    return bool(mask.function(0, 0, torch.tensor(query, **INTEGERS), torch.tensor(key, **INTEGERS)))
+
+
+def _check_mask(mask: Mask) -> None:
     """Raise ``RefusalError`` unless a query sees itself and what is before it, within the window if there is one."""
     size = mask.size
     queries = (0, 1, 5, 1000) if size is None else (0, size - 1, size, size + 1, 2 * size, 2 * size + size // 2)
@@ -307,7 +358,7 @@ def _check_mask(mask: _Mask) -> None:
         for key in sorted(one for one in near if one >= 0):
             expected = key <= query and (size is None or key > query - size)
             try:
-                sees = bool(mask.function(0, 0, torch.tensor(query, **INTEGERS), torch.tensor(key, **INTEGERS)))
+                sees = _sees(mask, query, key)
             except Exception as error:
                 raise RefusalError("its mask depends on more than positions") from error
             if sees != expected:

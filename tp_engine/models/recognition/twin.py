@@ -18,7 +18,8 @@ from tp_engine.distributed.collectives import SingleRank
 from tp_engine.errors import WeightError
 from tp_engine.layers.attention import forward_context
 from tp_engine.model_config.spec import ModelSpec
-from tp_engine.models.causal_lm import CausalLM, build_model
+from tp_engine.models.causal_lm import build_model
+from tp_engine.models.language_model import LanguageModel
 from tp_engine.models.recognition.model_class import NARROW_VOCAB, NARROW_WINDOW, ModelClass
 from tp_engine.models.recognition.record import FLOATS, INTEGERS
 from tp_engine.models.recognition.refusal import RefusalError
@@ -33,7 +34,7 @@ _CPU = torch.device("cpu")
 
 def verify(model_class: ModelClass, found: Recognised) -> None:
     """Raise ``RefusalError`` unless the native decoder makes the class's logits of several sequences in one step."""
-    plain = _plain(model_class, found.recipe)
+    plain = plain_model(model_class, found.recipe)
     generator = torch.Generator().manual_seed(2)
     sequences = [torch.randint(1, NARROW_VOCAB, (length,), generator=generator, **INTEGERS) for length in _LENGTHS]
     with torch.inference_mode():
@@ -71,7 +72,7 @@ def _native_logits(spec: ModelSpec, folder: Path, sequences: list[torch.Tensor])
     return logits
 
 
-def _plain(model_class: ModelClass, recipe: dict[str, Any]) -> Any:
+def plain_model(model_class: ModelClass, recipe: dict[str, Any]) -> Any:
     """The class's own model with its own attention."""
     try:
         return model_class.narrow(**recipe, implementation="eager")
@@ -79,7 +80,7 @@ def _plain(model_class: ModelClass, recipe: dict[str, Any]) -> Any:
         return model_class.narrow(**recipe, implementation="sdpa")
 
 
-def _bind_caches(model: CausalLM, num_sequences: int) -> None:
+def _bind_caches(model: LanguageModel, num_sequences: int) -> None:
     for layer in model.attention_layers:
         sizes = num_sequences * _BLOCKS, _BLOCK_SIZE, layer.shape.num_kv_heads, layer.shape.head_dim
         layer.bind_kv_cache(torch.zeros(2, *sizes, **FLOATS))

@@ -69,7 +69,7 @@ class _Structure:
             hidden_size=hidden_size,
             ropes=tuple(ropes),
             final_norm=ends.final_norm,
-            tie_word_embeddings=_is_tied(model),
+            tie_word_embeddings=is_tied(model),
             max_position=model_class.max_position,
             eos_token_ids=model_class.eos_token_ids,
             embedding_scale=ends.embedding_scale,
@@ -193,11 +193,18 @@ def _logits(model: Any, head: nn.Module, path: str) -> tuple[float, float | None
         made = record.run(model, path, ids, torch.arange(len(ids), **INTEGERS)).logits
     finally:
         handle.remove()
+    return scale_and_cap(rows, made, model.config)
+
+
+def scale_and_cap(rows: torch.Tensor, made: torch.Tensor, config: Any) -> tuple[float, float | None]:
+    """Return by what number the head's ``rows`` (n, vocabulary) are multiplied in the logits ``made`` of them, and how
+    they are bounded then; ``rows`` are the same but for their size, which is small in the first and large in the
+    last."""
     scale, cap = constant_ratio(made[0], rows[0]), float(made.abs().max())
     if scale is not None:
         for found, expected in ((None, rows * scale), (cap, cap * torch.tanh(rows * scale / cap))):
             if all(are_close(one, other, 1e-4) for one, other in zip(made, expected, strict=True)):
-                return scale, None if found is None else number_of(model.config, cap)
+                return scale, None if found is None else number_of(config, cap)
     raise RefusalError("its logits are neither the head's output times a number, nor that with a soft cap")
 
 
@@ -221,7 +228,7 @@ def _names(model: Any, stored: StoredNames, layers: list[RecognisedLayer]) -> Ch
     )
 
 
-def _is_tied(model: Any) -> bool:
+def is_tied(model: Any) -> bool:
     """Whether the class says that its output head is its embedding."""
     head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
     return f"{head}.weight" in (model.all_tied_weights_keys or {})

@@ -15,7 +15,7 @@ from tp_engine.kernels.ops import op
 from tp_engine.kernels.steps.decode_inputs import PAD_ROW, RowTables
 from tp_engine.kernels.steps.padded_steps import PaddedInputs, PaddedRequests
 from tp_engine.layers.upload import upload_into
-from tp_engine.models.causal_lm import CausalLM
+from tp_engine.models.language_model import LanguageModel
 from tp_engine.plan import IntArray, StepPlan
 from tp_engine.worker.graphs.captured_steps import PlacedInputs, StepShape
 
@@ -92,7 +92,7 @@ class PaddedBatch(StepShape[StepSize]):
         self._inputs = PaddedInputs.allocate(room.num_tokens, room.num_requests, tables)
         self._nothing = torch.zeros(room.num_requests, dtype=torch.int32, device=self._device)
 
-    def hidden_room(self, model: CausalLM) -> torch.Tensor:
+    def hidden_room(self, model: LanguageModel) -> torch.Tensor:
         """One room for all sizes: what follows the model depends on the number of decodes alone."""
         return torch.zeros((len(self._nothing), model.hidden_size), dtype=model.dtype, device=self._device)
 

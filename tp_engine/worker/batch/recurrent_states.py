@@ -24,7 +24,7 @@ from tp_engine.kernels.recurrent import LayerStates
 from tp_engine.layers.attention import Attention
 from tp_engine.layers.recurrent import RecurrentMixer
 from tp_engine.model_config.kv_layout import STATE_BYTES, StateGroup
-from tp_engine.models.causal_lm import CausalLM
+from tp_engine.models.language_model import LanguageModel
 from tp_engine.plan import StepPlan
 from tp_engine.worker.feature import RunnerFeature, RunnerHooks
 from tp_engine.worker.memory.kv_cache import allocate_zeros, copy_rows
@@ -64,7 +64,7 @@ class RecurrentStatePool(RunnerFeature):
             layer.bind_states(LayerStates(conv, self.raw[:, middle:end].view(matrices)))
             first = end
 
-    def take_model(self, model: CausalLM) -> list[Attention]:
+    def take_model(self, model: LanguageModel) -> list[Attention]:
         self.bind(model.state_layers)
         return []
 

@@ -26,7 +26,7 @@ import torch
 from tp_engine.attention.base import AttentionMetadata, Backends, prepare_groups
 from tp_engine.kernels.steps.decode_inputs import RowTables
 from tp_engine.layers.attention import forward_context
-from tp_engine.models.causal_lm import CausalLM
+from tp_engine.models.language_model import LanguageModel
 from tp_engine.plan import FIRST_STEP_ID, IntArray, StepPlan
 from tp_engine.sampling.device_sampler import SamplerVariant
 from tp_engine.sampling.logprobs import LogprobTensors
@@ -58,7 +58,7 @@ class StepShape(Protocol[Size]):
 
     advanced: RowTables | None = None
 
-    def hidden_room(self, model: CausalLM) -> torch.Tensor | None:
+    def hidden_room(self, model: LanguageModel) -> torch.Tensor | None:
         """Return where the hidden states (B, hidden) of steps of all sizes go; None: each size leaves its own."""
         return None
 
@@ -120,7 +120,7 @@ class DecodeShape(StepShape[int]):
 class StepParts:
     """What a step runs; ``state_room`` and ``keep_rows`` are ``RunnerHooks``."""
 
-    model: CausalLM
+    model: LanguageModel
     backends: Backends
     sampler: Sampler
     state_room: Callable[[int], torch.Tensor | None]

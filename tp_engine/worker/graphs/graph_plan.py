@@ -23,8 +23,8 @@ from tp_engine.kernels.ops import has_triton
 from tp_engine.layers.embedding import VocabParallelEmbedding
 from tp_engine.layers.norm import QKNorm
 from tp_engine.layers.recurrent import RecurrentMixer
-from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.draft_head import DraftHead
+from tp_engine.models.language_model import LanguageModel
 from tp_engine.sampling.device_sampler import SHARE_BYTES
 from tp_engine.system.log import get_logger
 from tp_engine.worker.batch.padded_batch import MAX_CHUNKS, StepSizes
@@ -54,7 +54,7 @@ def graph_plan(
     config: EngineConfig,
     backend: AttentionBackend,
     communicator: Communicator,
-    model: CausalLM,
+    model: LanguageModel,
     check: Check = never_fails,
     head: DraftHead | None = None,
 ) -> GraphPlan | None:
@@ -89,7 +89,7 @@ def _obstacle(config: EngineConfig, backend: AttentionBackend) -> str | None:
 
 
 def _prompt_sizes(
-    config: EngineConfig, backend: AttentionBackend, communicator: Communicator, model: CausalLM
+    config: EngineConfig, backend: AttentionBackend, communicator: Communicator, model: LanguageModel
 ) -> StepSizes | None:
     """The recorded sizes of steps with prompts; None if they are launched, with the reason in the log if some are
     asked."""
@@ -114,7 +114,7 @@ def _prompt_sizes(
 
 
 def sizes_of(
-    model: CausalLM, row_counts: Iterable[int], *, tp_invariant: bool, head: DraftHead | None = None
+    model: LanguageModel, row_counts: Iterable[int], *, tp_invariant: bool, head: DraftHead | None = None
 ) -> RecordedSizes:
     """Return the collectives of steps in which ``row_counts`` rows are computed or sampled, or drafted by ``head``."""
     reduced = {model.hidden_size * model.dtype.itemsize}
@@ -135,7 +135,7 @@ def sizes_of(
 
 
 def _tape_plan(
-    config: EngineConfig, backend: AttentionBackend, communicator: Communicator, model: CausalLM
+    config: EngineConfig, backend: AttentionBackend, communicator: Communicator, model: LanguageModel
 ) -> GraphPlan | None:
     """One tape for each number of rows, if a step consists of compiled code only."""
     library = native_library()

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tp_engine.models.causal_lm import CausalLM
+from tp_engine.models.language_model import LanguageModel
 from tp_engine.plan import StepPlan
 from tp_engine.sampling.logprobs import LogprobTensors
 from tp_engine.worker.batch.input_batch import InputBatch
@@ -51,7 +51,7 @@ class StepRunner:
         self._prompts: CapturedSteps[StepSize] | None = None
         self._captured: list[CapturedSteps[Any]] = []
 
-    def take_model(self, model: CausalLM) -> None:
+    def take_model(self, model: LanguageModel) -> None:
         """Capture steps of ``model`` from now on; there are no recordings any more."""
         self.forget()
         self._parts = replace(self._parts, model=model)

@@ -23,9 +23,11 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from tp_engine.errors import RequestError
 from tp_engine.layers.experts import Experts
 from tp_engine.layers.linear import LocalLinear
 from tp_engine.models.causal_lm import CausalLM
+from tp_engine.models.language_model import LanguageModel
 from tp_engine.plan import StepPlan
 from tp_engine.worker.batch.step_inputs import StepInputs
 from tp_engine.worker.feature import ModelReader, RunnerHooks
@@ -40,7 +42,7 @@ NUM_DECODES: Final = 16
 class LayerWatch(ModelReader):
     """Records as long as it is a feature of a runner, which launches every step meanwhile."""
 
-    def __init__(self, model: CausalLM) -> None:
+    def __init__(self, model: LanguageModel) -> None:
         super().__init__(model)
         self._found: dict[str, list[torch.Tensor]] = defaultdict(list)
         self._num_steps, self._most_rows = 0, NUM_ROWS
@@ -88,6 +90,7 @@ class LayerWatch(ModelReader):
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
+        assert isinstance(self._model, CausalLM)
         layers, last = self._model.layers, len(self._model.layers)
         behind: list[torch.Tensor] = []
 
@@ -157,6 +160,11 @@ def _experts_of(experts: Experts) -> dict[str, Any]:
 
 def watch_layers(runner: ModelRunner, rank: int, arguments: Any) -> Prepared:
     """Begin to record, or write what was recorded below ``folder``, a file per rank, and end."""
+    if not isinstance(runner.model, CausalLM):
+        raise RequestError(
+            "layers are recorded of native ones, and this model is run by transformers' own modules, which leave "
+            "nothing to compare: they are the reference"
+        )
     if "folder" not in arguments:
         last = runner.feature(LayerWatch)
         return Prepared(lambda: runner.replace_features([last], [LayerWatch(runner.model)]))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tp_engine.layers.attention import Attention
-from tp_engine.models.causal_lm import CausalLM
+from tp_engine.models.language_model import LanguageModel
 from tp_engine.plan import TokenLogprobs
 from tp_engine.system.log import get_logger
 from tp_engine.worker.batch.step_inputs import StepInputs
@@ -43,7 +43,7 @@ class OutputWatch(RunnerFeature):
         hooks.on_sampled.append(self.on_sampled)
         hooks.take_model.append(self.take_model)
 
-    def take_model(self, model: CausalLM) -> list[Attention]:
+    def take_model(self, model: LanguageModel) -> list[Attention]:
         """Watch another model, and report on it afresh."""
         self._has_looked = self._has_said = False
         return []

@@ -20,7 +20,7 @@ import torch
 
 from tp_engine.distributed.collectives import Communicator
 from tp_engine.layers.upload import upload, upload_all
-from tp_engine.models.causal_lm import CausalLM
+from tp_engine.models.language_model import LanguageModel
 from tp_engine.plan import POOLS_ALL, POOLS_LAST, Admission, FloatArray, IntArray, StepPlan
 from tp_engine.sampling.logprobs import Fetch
 from tp_engine.worker.batch.step_inputs import StepInputs
@@ -31,7 +31,7 @@ from tp_engine.worker.results.readback import PendingStep
 class PooledRows(ModelReader):
     """Which of ``num_rows`` rows pool outputs of ``model``, and what; of at most ``max_positions`` tokens at once."""
 
-    def __init__(self, num_rows: int, model: CausalLM, communicator: Communicator, max_positions: int) -> None:
+    def __init__(self, num_rows: int, model: LanguageModel, communicator: Communicator, max_positions: int) -> None:
         super().__init__(model)
         self._pools = np.zeros(num_rows, dtype=np.int8)
         self._token_ids: dict[int, IntArray] = {}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tp_engine.models.causal_lm import CausalLM
+from tp_engine.models.language_model import LanguageModel
 from tp_engine.plan import Admission, IntArray, StepPlan
 from tp_engine.sampling.logprobs import LogprobTensors, logprobs_of
 from tp_engine.worker.batch.input_batch import InputBatch
@@ -23,7 +23,7 @@ _LEAST_POSITIONS = 16  # with fewer, most of the time goes into reading the outp
 class ScoredPrompts(ModelReader):
     """Which rows of ``batch`` ask for log-probabilities of their prompts, and these, chunk by chunk, by ``model``."""
 
-    def __init__(self, model: CausalLM, batch: InputBatch) -> None:
+    def __init__(self, model: LanguageModel, batch: InputBatch) -> None:
         super().__init__(model)
         self._batch = batch
         self._num_alternatives = np.full(len(batch.num_prompt), -1, dtype=np.int32)
@@ -76,7 +76,7 @@ def positions_at_once(max_num_seqs: int) -> int:
 
 
 def score_prompt(
-    model: CausalLM, hidden: torch.Tensor, following: torch.Tensor, k: int, max_positions: int
+    model: LanguageModel, hidden: torch.Tensor, following: torch.Tensor, k: int, max_positions: int
 ) -> LogprobTensors | None:
     """Score ``following`` (n,) int32, the tokens after the outputs ``hidden`` (n, hidden), and the ``k`` likeliest.
 
@@ -91,7 +91,7 @@ def score_prompt(
     return LogprobTensors.joined(parts) if parts else None
 
 
-def score_largest(model: CausalLM, logits: torch.Tensor, following: torch.Tensor, k: int) -> None:
+def score_largest(model: LanguageModel, logits: torch.Tensor, following: torch.Tensor, k: int) -> None:
     """Use as much memory as ``score_prompt`` at once, beside local ``logits`` (n, width) of that many positions.
 
     Scores only a few positions, because sampling has scored as many as a step samples.  A collective.
