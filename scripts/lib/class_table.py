@@ -40,7 +40,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "NemotronForCausalLM": {"num_key_value_heads": 48},
 }  # fmt: skip
 _AT_ONCE = 2
-_LONGEST = 88
+_WIDTH = 120
 _TEXT = """# All causal classes of transformers
 
 What serves each causal class of transformers {version}, with the configuration that its defaults make: another one of
@@ -107,14 +107,14 @@ def page(version: str, ways: Mapping[str, tuple[str, str]]) -> str:
     """Return the text of docs/classes.md."""
     found = Counter(way for way, _ in ways.values())
     counts = "\n".join(f"* {way}, {found[way]} classes: {meaning}" for way, meaning in WAYS.items() if found[way])
-    rows = "\n".join(f"| `{name}` | {way} | {_short(reason)} |" for name, (way, reason) in ways.items())
+    rows = "\n".join(_row(f"| `{name}` | {way} |", reason) for name, (way, reason) in ways.items())
     return _TEXT.format(version=version, counts=counts, rows=rows)
 
 
-def _short(reason: str) -> str:
-    """The reason in one cell."""
-    plain = re.sub(r"\s+", " ", reason).replace("|", "/")
-    return plain if len(plain) <= _LONGEST else f"{plain[:_LONGEST].rpartition(' ')[0]} ..."
+def _row(head: str, reason: str) -> str:
+    """The line of a class, with as much of the reason as a line of the documents has room for."""
+    plain, room = re.sub(r"\s+", " ", reason).replace("|", "/"), _WIDTH - len(head) - 3
+    return f"{head} {plain if len(plain) <= room else plain[: room - 4].rpartition(' ')[0] + ' ...'} |"
 
 
 def main() -> None:
