@@ -31,6 +31,7 @@ _logger = get_logger(__name__)
 _BUSY, _QUIET = 0.15, 0.03
 # A period says nothing unless threads wanted to run for so long; after so many quiet ones spinning is tried again.
 PERIOD_S, _LEAST_S, _QUIET_PERIODS = 0.5, 0.02, 10
+_SPARE_THREADS = 16  # that others of the process or its container may start meanwhile
 
 
 class CoreTime(NamedTuple):
@@ -48,10 +49,10 @@ class Closeable(Protocol):
 
 class Waiting:
     """How the threads wait: ``note`` what each has had so far (by thread, cumulative) and it changes between spinning
-    and sleeping, which ``make_team`` makes them do."""
+    and sleeping, which ``make_team`` makes them do; if that returns None, they spin from then on."""
 
-    def __init__(self, make_team: Callable[[], Closeable]) -> None:
-        self._make_team = make_team
+    def __init__(self, make_team: Callable[[], Closeable | None]) -> None:
+        self._make_team: Callable[[], Closeable | None] | None = make_team
         self._team: Closeable | None = None
         self._last: dict[int, CoreTime] = {}
         self._num_quiet, self._has_told = 0, False
@@ -72,14 +73,7 @@ class Waiting:
         share = waited / (ran + waited)
         self._num_quiet = self._num_quiet + 1 if share < _QUIET else 0
         if self._team is None and share > _BUSY:
-            self._team = self._make_team()
-            if not self._has_told:
-                self._has_told = True
-                _logger.info(
-                    "other programs need the cores (threads lacked one for %.0f %% of the time): as long as that "
-                    "lasts, those that wait for each other sleep instead of spinning",
-                    100 * share,
-                )
+            self._sleep(share)
         elif self._team is not None and self._num_quiet >= _QUIET_PERIODS:
             self.close()
 
@@ -89,31 +83,82 @@ class Waiting:
             self._team.close()
             self._team = None
 
+    def _sleep(self, share: float) -> None:
+        if self._make_team is None:
+            return
+        self._team = self._make_team()
+        if self._team is None:
+            self._make_team = None
+            _logger.warning(
+                "the cores are busy, and no idle threads can be made, so threads go on spinning while they "
+                "wait for each other; start with GOMP_SPINCOUNT=1000 if tokens take long"
+            )
+        elif not self._has_told:
+            self._has_told = True
+            _logger.info(
+                "the cores are busy (threads lacked one for %.0f %% of the time): as long as that lasts, those "
+                "that wait for each other sleep instead of spinning",
+                100 * share,
+            )
+
 
 class IdleTeam:
-    """A team of more threads than there are processors, asleep from when it is made until ``close``."""
+    """A team of so many idle threads that the process has more than there are processors, from ``make`` to ``close``.
 
-    def __init__(self) -> None:
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._hold, name="idle-team", daemon=True)
+    A thread's team lives as long as the thread; the function that all of its threads call does nothing.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._is_made, self._end = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._hold, args=(num_threads,), name="idle-team", daemon=True)
         self._thread.start()
+        self._is_made.wait()
 
-    def _hold(self) -> None:
-        # A thread's team lives as long as the thread.  The function that all of its threads call does nothing.
+    @classmethod
+    def make(cls) -> IdleTeam | None:
+        """None if the process may not have so many threads, for which libgomp would end it, or if libgomp makes fewer
+        (``OMP_DYNAMIC``, ``OMP_THREAD_LIMIT``)."""
+        openmp = ctypes.CDLL(None)
+        missing = max(0, openmp.omp_get_num_procs() - torch.get_num_threads() + 1)  # beside the team that computes
+        is_allowed = not openmp.omp_get_dynamic() and openmp.omp_get_thread_limit() > missing
+        return cls(missing + 1) if is_allowed and _may_start(missing + _SPARE_THREADS) else None
+
+    def _hold(self, num_threads: int) -> None:
         openmp = ctypes.CDLL(None)
         nothing = ctypes.cast(openmp.omp_get_thread_num, ctypes.c_void_p)
-        openmp.GOMP_parallel(nothing, None, ctypes.c_uint(openmp.omp_get_num_procs() + 1), ctypes.c_uint(0))
+        openmp.GOMP_parallel(nothing, None, ctypes.c_uint(num_threads), ctypes.c_uint(0))
+        self._is_made.set()
         self._end.wait()
 
     def close(self) -> None:
+        """End the team; the process has the threads that it had before."""
         self._end.set()
         self._thread.join()
+
+
+def _may_start(number: int) -> bool:
+    """Whether ``number`` threads more can live now, by starting them."""
+    end, started = threading.Event(), []
+    try:
+        for _ in range(number):
+            thread = threading.Thread(target=end.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    except RuntimeError:  # can't start new thread
+        return False
+    finally:
+        end.set()
+        for thread in started:
+            thread.join()
+    return True
 
 
 def can_sleep() -> bool:
     """Whether this process computes with several threads of GNU's OpenMP, and nobody has said how they are to wait."""
     is_decided = env.OMP_WAIT_POLICY.read() or env.GOMP_SPINCOUNT.read()
-    return not is_decided and torch.get_num_threads() > 1 and hasattr(ctypes.CDLL(None), "GOMP_parallel")
+    openmp = ctypes.CDLL(None)  # Intel's and LLVM's have GNU's names too, and their own
+    is_gnu = hasattr(openmp, "GOMP_parallel") and not hasattr(openmp, "kmp_set_blocktime")
+    return not is_decided and torch.get_num_threads() > 1 and is_gnu
 
 
 def thread_times() -> dict[int, CoreTime]:
@@ -135,7 +180,7 @@ def watched_waiting() -> Iterator[None]:
     if not can_sleep():
         yield
         return
-    waiting, end = Waiting(IdleTeam), threading.Event()
+    waiting, end = Waiting(IdleTeam.make), threading.Event()
 
     def watch() -> None:
         while not end.wait(PERIOD_S):

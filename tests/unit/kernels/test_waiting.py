@@ -85,8 +85,8 @@ def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
             clock.periods(BUSY)
             clock.periods(QUIET, 10)
     assert [record.getMessage() for record in caplog.records] == [
-        "other programs need the cores (threads lacked one for 50 % of the time): as long as that lasts, those that "
-        "wait for each other sleep instead of spinning"
+        "the cores are busy (threads lacked one for 50 % of the time): as long as that lasts, those that wait for each "
+        "other sleep instead of spinning"
     ]
 
 
@@ -115,25 +115,63 @@ def test_a_single_thread_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> No
     assert not can_sleep()
 
 
+def test_a_team_that_can_not_be_made_is_tried_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Oracle: threads go on spinning, and one line tells the remedy."""
+    tries = []
+    waiting = Waiting(lambda: tries.append(1))
+    clock = Clock(waiting)
+    clock.periods(BUSY, 5)
+    assert len(tries) == 1 and not waiting.is_asleep
+    assert [record.getMessage() for record in caplog.records if "GOMP_SPINCOUNT=1000" in record.getMessage()]
+
+
 REAL_TEAM = """
 import os, time, torch
 from tp_engine.cpu.waiting import IdleTeam
 
+{before}
 torch.set_num_threads(2)
 torch.ones(1 << 20).sum()
-def threads(): return len(os.listdir("/proc/self/task"))
-before, deadline = threads(), time.monotonic() + 60
-team = IdleTeam()
-while threads() < before + 1 + len(os.sched_getaffinity(0)) and time.monotonic() < deadline: time.sleep(0.01)
-during = threads() - before
-team.close()
-while threads() > before and time.monotonic() < deadline: time.sleep(0.01)
-print(during - len(os.sched_getaffinity(0)), threads() - before, torch.ones(1 << 20).sum().item())
+def threads(wanted):  # beyond those of before; what has been joined leaves the list a little later
+    deadline = time.monotonic() + 30
+    while (found := len(os.listdir("/proc/self/task")) - before) != wanted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
+before = len(os.listdir("/proc/self/task"))
+team = IdleTeam.make()
+during = threads({during})
+if team is not None:
+    team.close()
+print(team is not None, during, threads(0), torch.ones(1 << 20).sum().item())
 """
 
 
-def test_the_idle_team_is_more_than_all_processors() -> None:
-    """Oracle: libgomp's rule is asked of threads beyond the processors: the holder and one for each processor, none of
-    them left after the end, and torch computes as before."""
-    done = subprocess.run([sys.executable, "-c", REAL_TEAM], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.split() == ["1", "0", "1048576.0"]
+def run_team(during: int, before: str = "", **environment: str) -> list[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", REAL_TEAM.format(before=before, during=during)],
+        capture_output=True, text=True, timeout=120, check=True, env=environment,
+    )  # fmt: skip
+    return done.stdout.split()
+
+
+def test_the_idle_team_is_what_is_missing_beyond_all_processors() -> None:
+    """Oracle: libgomp's rule is asked of threads beyond the processors.  Beside the two that compute there are the
+    holder and what is missing to one more than the processors, none of them is left after the end, and torch computes
+    as before."""
+    missing = len(os.sched_getaffinity(0)) - 2 + 1
+    assert run_team(1 + missing) == ["True", str(1 + missing), "0", "1048576.0"]
+
+
+@pytest.mark.parametrize(
+    "before, environment",
+    [
+        # What a container's limit of threads does, which root does not feel: libgomp would end the process.
+        ("import threading; threading.Thread.start = lambda thread: (_ for _ in ()).throw(RuntimeError('no'))", {}),
+        ("", {"OMP_DYNAMIC": "true"}),
+        ("", {"OMP_THREAD_LIMIT": "1"}),
+    ],
+)
+def test_a_process_that_may_not_have_the_threads_lives_on(before: str, environment: dict[str, str]) -> None:
+    """Oracle: there is no team, nothing is left of the attempt, and torch computes as before."""
+    assert run_team(0, before, **environment) == ["False", "0", "0", "1048576.0"]
