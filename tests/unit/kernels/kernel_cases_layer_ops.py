@@ -201,12 +201,10 @@ def make_cases() -> dict[str, Case]:
         for size, activation in product((24, 1500), ACTIVATIONS):
             name = f"gate-{size}-{dtype}-{activation.kind}-{activation.limit}"
             cases[name] = partial(check_gate, size=size, dtype=dtype, activation=activation)
-        for size, dim, function in (
-            (24, 1, "sigmoid"),
-            (1500, 1, "sigmoid"),
-            (24, 4, "softplus"),
-            (1500, 1, "softplus"),
-        ):
+        gates: tuple[tuple[int, int, GateFunction], ...] = (
+            (24, 1, "sigmoid"), (1500, 1, "sigmoid"), (24, 4, "softplus"), (1500, 1, "softplus")
+        )  # fmt: skip
+        for size, dim, function in gates:
             name = f"gate-heads-{size}-{dim}-{function}-{dtype}"
             cases[name] = partial(check_gate_heads, size=size, dtype=dtype, dim=dim, function=function)
         for size, first_id, scale in ((40, None, 1.0), (1500, 20, 1.0), (1500, None, 38.75), (64, 20, 0.3)):

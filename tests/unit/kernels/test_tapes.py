@@ -34,7 +34,7 @@ from tp_engine.kernels.ops import op
 from tp_engine.layers.quantization import dense
 from tp_engine.model_config import load_model_config
 from tp_engine.model_config.mlp import Activation, ActivationKind
-from tp_engine.models.causal_lm import build_model
+from tp_engine.models.causal_lm import CausalLM, build_model
 from tp_engine.plan import Admission, IntArray, RowSampling, StepPlan
 from tp_engine.sampling.ranking import row_argmax
 from tp_engine.sampling.sampler import Sampler
@@ -177,6 +177,7 @@ def test_a_step_with_an_operation_of_torch_is_not_recorded(
 ) -> None:
     """Oracle: the step without a tape; the log names the operation once for all numbers of rows."""
     rows = Rows(checkpoint(**MODELS["llama"]), torch.float32)
+    assert isinstance(rows.model, CausalLM)
     join, plain = rows.model._joins[-1], rows.model.norm._norm
     with patch.object(join, "_add_norm", lambda x, residual, rule, *_: plain(residual.add_(x), rule)):
         for chosen in ([2, 0], [2, 0], [1], [3, 0, 1], [2, 0], [3, 2, 1, 0]):

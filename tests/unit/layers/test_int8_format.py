@@ -28,7 +28,8 @@ from tp_engine.layers.quantization.base import Product
 from tp_engine.layers.quantization.int8 import choose_int8_product
 from tp_engine.model_config import load_model_config
 from tp_engine.model_config.spec import ModelSpec
-from tp_engine.models.causal_lm import CausalLM, build_model
+from tp_engine.models.causal_lm import build_model
+from tp_engine.models.language_model import LanguageModel
 from tp_engine.weights.loader import load_weights
 from tp_engine.worker.effective_config import resolve
 
@@ -142,7 +143,7 @@ def test_values_and_devices_are_refused() -> None:
         check_int8("cuda")
 
 
-def build(config: ModelSpec, folder: Path, communicator: Communicator, quantization: str | None) -> CausalLM:
+def build(config: ModelSpec, folder: Path, communicator: Communicator, quantization: str | None) -> LanguageModel:
     """A model with weights as models are initialised (standard deviation 0.02); the tiny checkpoints' are far wider."""
     model = build_model(
         config,

@@ -32,7 +32,8 @@ from tp_engine.layers.quantization.quantised_products import choose_quantised_pr
 from tp_engine.model_config import load_model_config
 from tp_engine.model_config.recurrent import GatedDeltaNetSpec
 from tp_engine.model_config.spec import AttentionSpec
-from tp_engine.models.causal_lm import CausalLM, build_model
+from tp_engine.models.causal_lm import build_model
+from tp_engine.models.language_model import LanguageModel
 from tp_engine.weights.loader import load_weights
 
 # 192 inner elements: with blocks of 128, a shard of 96 or 48 cuts one.
@@ -41,7 +42,7 @@ EXPERTS: dict[str, Any] = {"moe_intermediate_size": 96, "num_experts": 3, "num_e
 GROUPED = sorted(name for name, how in FORMATS.items() if how.group is not None and not how.ordered)
 
 
-def load(folder: Path, rank: int, world_size: int, *, load_format: str = "auto", **options: Any) -> CausalLM:
+def load(folder: Path, rank: int, world_size: int, *, load_format: str = "auto", **options: Any) -> LanguageModel:
     """One rank's model, loaded but not finished; every parameter was NaN or 85 before."""
     spec, path = load_model_config(str(folder))
     model = build_model(
@@ -60,7 +61,7 @@ def load(folder: Path, rank: int, world_size: int, *, load_format: str = "auto",
     return model
 
 
-def weights(model: CausalLM) -> Iterator[tuple[str, torch.Tensor, bool]]:
+def weights(model: LanguageModel) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Each linear weight's values in float32 by its name, and whether it is quantised."""
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False)) if isinstance(module, LocalLinear | Experts) else {}
