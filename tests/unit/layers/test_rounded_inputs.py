@@ -23,7 +23,7 @@ from tp_engine.layers.quantization import quantised
 from tp_engine.layers.quantization.quantised import Quantised
 from tp_engine.layers.quantization.quantised_products import choose_quantised_product
 from tp_engine.model_config import load_model_config, with_rounded_inputs
-from tp_engine.models.causal_lm import CausalLM
+from tp_engine.models.language_model import LanguageModel
 from tp_engine.models.mla_attention import LatentUp
 
 KINDS = {
@@ -32,7 +32,7 @@ KINDS = {
 }  # fmt: skip
 
 
-def load_rounding(folder: Path, rank: int, world_size: int) -> CausalLM:
+def load_rounding(folder: Path, rank: int, world_size: int) -> LanguageModel:
     """``load``, with the option."""
 
     def rounding(*arguments: Any) -> Any:
