@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,14 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 from tests.quantised.checkpoints import compress
 from tests.quantised.fake_rows import fake_rows
 from tests.quantised.formats import INPUT_SCALE
 from tests.unit.layers import test_quantised_formats
 from tests.unit.layers.test_quantised_formats import EXPERTS, SHAPE, load
+from tp_engine.errors import WeightError
 from tp_engine.kernels.quantization.weights import dequantise
 from tp_engine.layers.linear import LocalLinear
 from tp_engine.layers.quantization import quantised
@@ -115,3 +118,21 @@ def test_maps_of_latents_are_whole(name: str, checkpoint: Callable[..., Path], t
         maps.finish_loading()
         found.append(maps.up)
     assert torch.equal(*found) and found[0].std() > 0
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, torch.inf, torch.nan])
+@pytest.mark.parametrize(
+    ("name", "suffix"), [("nvfp4-modelopt", "input_scale"), ("nvfp4-pack-quantized", "input_global_scale")]
+)
+def test_a_scale_that_rows_cannot_be_divided_by_is_refused(
+    name: str, suffix: str, value: float, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Oracle: the tensor is named; with 0 all rows would become 0 in silence."""
+    compress(checkpoint("qwen3", **SHAPE), tmp_path / "target", tmp_path / "twin", name)
+    (file,) = (tmp_path / "target").glob("*.safetensors")
+    tensors = load_file(file)
+    damaged = f"model.layers.1.mlp.down_proj.{suffix}"
+    tensors[damaged].fill_(value)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(WeightError, match=f"{re.escape(damaged)} is .* must be above 0 and finite"):
+        load_rounding(tmp_path / "target", 0, 1)

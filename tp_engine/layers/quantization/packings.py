@@ -39,10 +39,11 @@ _DUMMY_SCALES = {"int4": 0.004, "int8": 0.0003, "e4m3": 0.03, "e2m1": 0.008}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scalar:
-    """A tensor with one number for a whole module."""
+    """A tensor with one number for a whole module.  ``divides``: rows are divided by it, so it must be above 0."""
 
     suffix: str
     decode: Decode = as_stored
+    divides: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,10 +188,13 @@ PACKINGS: dict[str, Callable[[WeightScheme, int], Tensors]] = {
         _nvfp4,
         codes=".weight_packed",
         factor=Scalar(suffix=".weight_global_scale", decode=torch.reciprocal),
-        input_factor=Scalar(suffix=".input_global_scale", decode=torch.reciprocal),
+        input_factor=Scalar(suffix=".input_global_scale", decode=torch.reciprocal, divides=True),
     ),
     "modelopt-nvfp4": partial(
-        _nvfp4, codes=".weight", factor=Scalar(suffix=".weight_scale_2"), input_factor=Scalar(suffix=".input_scale")
+        _nvfp4,
+        codes=".weight",
+        factor=Scalar(suffix=".weight_scale_2"),
+        input_factor=Scalar(suffix=".input_scale", divides=True),
     ),
 }
 

@@ -52,7 +52,7 @@ class WeightLayout(NamedTuple):
 
     def scalar_sources(self, scalar: Scalar) -> list[tuple[Source, ...]]:
         """The alternative sources of a parameter (rows, 1)."""
-        found = self.shape.scalar_sources(self.suffix(scalar.suffix), scalar.decode, init=0.01)
+        found = self.shape.scalar_sources(self.suffix(scalar.suffix), scalar.decode, init=0.01, divides=scalar.divides)
         return [self.of_all(sources) for sources in found]
 
 
@@ -73,7 +73,7 @@ class Quantised:
     def _input_scale(self, shape: LinearShape) -> Scalar | None:
         """The stored scale of all inputs, if there is one."""
         if self.scheme.activations == "tensor":
-            return Scalar(suffix=f".{self.scheme.input_scale_name}")
+            return Scalar(suffix=f".{self.scheme.input_scale_name}", divides=True)
         is_rounded = self.scheme.input_blocks is not None and shape.rounds_rows
         return self._tensors([WeightLayout(shape)]).input_factor if is_rounded else None
 

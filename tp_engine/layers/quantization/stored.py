@@ -14,6 +14,7 @@ A shard may begin or end inside of a scale's block, or of a word with several va
 cuts it afterwards.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from math import gcd
@@ -21,6 +22,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
+from tp_engine.errors import WeightError
 from tp_engine.model_config.mlp import Activation
 from tp_engine.system.units import ceil_div
 from tp_engine.weights.source import Decode, Source, Span, as_stored, whole
@@ -204,9 +206,12 @@ class LinearShape:
             for part, first in self.placed_parts()
         )
 
-    def scalar_sources(self, suffix: str, decode: Decode, init: float) -> list[tuple[Source, ...]]:
+    def scalar_sources(
+        self, suffix: str, decode: Decode, init: float, divides: bool = False
+    ) -> list[tuple[Source, ...]]:
         """The alternative sources of a parameter (rows, 1): tensors with one value for a whole module, of shape (),
-        (1,) or (1, 1), or with one for each of the module's parts, of shape (parts,) or (parts, 1)."""
+        (1,) or (1, 1), or with one for each of the module's parts, of shape (parts,) or (parts, 1).  What ``divides``
+        is refused with ``WeightError`` unless it is above 0 and finite."""
         names = [part.name for part in self.parts]
 
         def alternative(shape: tuple[int, ...], is_joint: bool) -> tuple[Source, ...]:
@@ -216,17 +221,23 @@ class LinearShape:
                 stored = shape if is_joint or total == 1 else (total, *shape[1:])
                 taken = whole(shape) if stored == shape else (Span(number, 1), *whole(shape[1:]))
                 target = (Span(first, part.rows.size), Span(0, 1))
-                spread = partial(_spread, decode=decode, count=part.rows.size)
                 name = part.name + suffix
+                spread = partial(_spread, decode=decode, count=part.rows.size, divisor=name if divides else None)
                 found.append(Source(name=name, shape=stored, taken=taken, target=target, decode=spread, init=init))
             return tuple(found)
 
         return [alternative(shape, is_joint) for shape in _SCALAR_SHAPES for is_joint in (True, False)]
 
 
-def _spread(value: torch.Tensor, decode: Decode, count: int) -> torch.Tensor:
-    """A number for ``count`` rows (count, 1)."""
-    return decode(value.float()).reshape(1, 1).expand(count, 1)
+def _spread(value: torch.Tensor, decode: Decode, count: int, divisor: str | None) -> torch.Tensor:
+    """A number for ``count`` rows (count, 1); ``divisor`` is its name if it must be above 0."""
+    number = decode(value.float())
+    if divisor is not None and not 0 < number.item() < math.inf:
+        raise WeightError(
+            f"{divisor} is {value.item()}: inputs are divided by this scale, so it must be above 0 and finite; "
+            "the checkpoint is damaged, or its calibration never reached this module"
+        )
+    return number.reshape(1, 1).expand(count, 1)
 
 
 def cover(span: Span, unit: int) -> tuple[Span, int]:

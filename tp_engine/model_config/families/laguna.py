@@ -1,6 +1,6 @@
 """Laguna: heads and windows by layer, softplus gates on the heads' outputs, experts by sigmoids with a shared MLP."""
 
-from tp_engine.errors import ConfigError, shown
+from tp_engine.errors import shown
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.decoder import DecoderReader
 from tp_engine.model_config.families.deepseek import take_dense_layers
@@ -30,7 +30,9 @@ def read(config: ConfigJson) -> ModelSpec:
         config.expect(name, bool, False)
     for name in ("norm_topk_prob", "use_qk_norm"):
         config.expect(name, bool, True)
-    config.skip("mlp_only_layers", "decoder_sparse_step")  # what mlp_layer_types says
+    config.expect("first_k_dense_replace", int, 1)
+    if config.has("mlp_layer_types"):
+        config.skip("mlp_only_layers", "decoder_sparse_step")  # the same in other words
     config.skip("partial_rotary_factor")  # the rotations say their own
     reader = DecoderReader(config, defaults=_DEFAULTS)
     gate, experts, qk_norm = _read_gate(reader), _read_experts(reader), QkNormSpec(eps=reader.eps)
@@ -61,7 +63,7 @@ def _without_outer_positions(config: ConfigJson) -> ConfigJson:
 
 
 def _read_window(config: ConfigJson) -> int | None:
-    """0, as M has it, means that there are none."""
+    """0, as in Laguna M's file, means that there are none."""
     window = config.take("sliding_window", int, 512)
     if window is not None and window < 0:
         raise config.refusal("sliding_window", window, "it must be positive, or 0 for none", "correct config.json")
@@ -76,8 +78,8 @@ def _read_gate(reader: DecoderReader) -> HeadGateSpec:
     kind = "per-head" if asked is True else asked
     if kind not in ("per-head", "per-element"):
         raise config.refusal("gating", asked, "it must be true, per-head or per-element", "use another model")
-    of_layers = config.take_names("gating_types")
-    if of_layers and of_layers != (kind.replace("-", "_"),):
+    of_layers = config.take("gating_types", list)
+    if of_layers not in (None, [kind.replace("-", "_")] * reader.num_layers):
         raise config.refusal("gating_types", of_layers, f"gating is {shown(asked)}", "correct one of the two")
     return HeadGateSpec(name="g_proj", function="softplus", is_per_head=kind == "per-head")
 
@@ -87,11 +89,13 @@ def _read_heads(reader: DecoderReader) -> list[int]:
     found = reader.config.take("num_attention_heads_per_layer", list)
     if found is None:
         return [reader.num_heads] * reader.num_layers
+    groups = reader.num_kv_heads
     if len(found) != reader.num_layers or not all(type(one) is int and 0 < one < 1 << 16 for one in found):
-        raise ConfigError(
-            f"{reader.config.origin}: num_attention_heads_per_layer is {shown(found)}; it must have a number of heads "
-            f"for each of the {reader.num_layers} layers"
-        )
+        rule = f"it must have a number of heads for each of the {reader.num_layers} layers"
+        raise reader.config.refusal("num_attention_heads_per_layer", found, rule, "correct config.json")
+    if any(one % groups for one in found):
+        rule = f"each must be a multiple of num_key_value_heads, {groups}"
+        raise reader.config.refusal("num_attention_heads_per_layer", found, rule, "correct config.json")
     return found
 
 
