@@ -17,8 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tp_engine.model_config.asked_decoder import ask, transformers_version
+from tp_engine.model_config.asking import ask
 from tp_engine.model_config.families import families
+from tp_engine.model_config.installed_classes import transformers_version
 
 ROOT = Path(__file__).parents[2]
 PAGE, DATA = ROOT / "docs" / "classes.md", ROOT / "docs" / "classes.json"

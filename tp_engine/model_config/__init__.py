@@ -26,7 +26,10 @@ _NO_HEADS = ("", 0), ("", 0)  # of a layer that is an MLP alone
 
 def read_model(config: Mapping[str, Any], model_impl: str = "auto") -> ModelSpec:
     """Parse a config.json.  ``model_impl`` is ``EngineConfig``'s.  Raises ``ConfigError`` for anything that is missing,
-    wrong or not supported."""
+    wrong or not supported.
+
+    A class of transformers that describes the model is asked in a child process, and its answer kept in the cache.
+    """
     whole = named(ConfigJson(config))
     spec = read_spec(whole, model_impl)
     vision = read_vision(whole, spec.hidden_size)

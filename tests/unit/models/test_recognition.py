@@ -20,7 +20,7 @@ from tests.tiny_models import make_config, randomise_vectors
 from tests.unit.models.test_models import oracle_logits, parallel_logits, prompts
 from tp_engine.errors import ConfigError
 from tp_engine.layers.rotary import inverse_frequencies
-from tp_engine.model_config import asked_decoder, families, load_model_config, read_model
+from tp_engine.model_config import families, load_model_config, read_model
 from tp_engine.model_config.asked_decoder import AskedDecoder, ClassAnswer
 from tp_engine.model_config.mlp import Activation, ExpertsSpec, MlpSpec
 from tp_engine.model_config.rope import RopeSpec
@@ -378,20 +378,6 @@ def test_an_answer_survives_its_file(gemma: tuple[ModelClass, Recognised]) -> No
     """Oracle: the description before it was written."""
     answer = ClassAnswer(decoder=gemma[1].published)
     assert msgspec.json.decode(msgspec.json.encode(answer), type=ClassAnswer) == answer
-
-
-@pytest.mark.slow
-def test_a_child_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the answer in this process; the second start finds the first one's, and an ended child keeps nothing."""
-    monkeypatch.setattr(asked_decoder, "_folder", lambda: tmp_path)
-    values = served_values("GemmaForCausalLM")
-    with monkeypatch.context() as patch:
-        patch.setattr(asked_decoder, "_CHILD", "tp_engine.no_such_module")
-        assert "ended with code" in asked_decoder.ask(values).problem
-    found = asked_decoder.ask(values)
-    assert found == child.answer(values)
-    monkeypatch.setattr(asked_decoder, "start_child", None)
-    assert asked_decoder.ask(values) == found
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ import random
 import pytest
 from lib import class_table
 
-from tp_engine.model_config.asked_decoder import transformers_version
 from tp_engine.model_config.families import families
+from tp_engine.model_config.installed_classes import transformers_version
 from tp_engine.models.recognition import child
 
 VERSION, WAYS = class_table.read_data()

@@ -13,9 +13,11 @@ from collections.abc import Callable
 from functools import cache
 
 from tp_engine.errors import ConfigError, shown
-from tp_engine.model_config.asked_decoder import ask, asked_model, has_class, transformers_version
+from tp_engine.model_config.asked_decoder import asked_model
+from tp_engine.model_config.asking import ask
 from tp_engine.model_config.config_json import ConfigJson
 from tp_engine.model_config.heads import HEADS, decoder_config, decoder_of, with_classifier
+from tp_engine.model_config.installed_classes import has_class, transformers_version
 from tp_engine.model_config.spec import ModelSpec
 
 _OF_TEXT, _OF_WHOLE = "ForCausalLM", "ForConditionalGeneration"

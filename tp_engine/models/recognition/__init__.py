@@ -1,7 +1,7 @@
 """From a decoder class of transformers to a ``ModelSpec``: asked of the class, and verified by its numbers.
 
 Runs in a process of its own (``child.py``), because it imports transformers and runs what a stranger's config.json
-makes of it.  ``model_config/asked_decoder.py`` starts that process and keeps its answer::
+makes of it.  ``model_config/asking.py`` starts that process, and ``kept_answers.py`` keeps its answer::
 
     config.json -> model_class.py   the class in three sizes: published on meta, narrow, and hollow (no layers)
                 -> record.py        one run of it: what each module reads and makes, what is asked of attention

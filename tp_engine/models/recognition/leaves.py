@@ -63,6 +63,8 @@ def _called(module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
     try:
         with torch.no_grad():
             found = module(x)
+    except (OSError, MemoryError):  # the machine's, not the module's
+        raise
     except Exception:
         return None
     return found if isinstance(found, torch.Tensor) else None
