@@ -64,6 +64,34 @@ _LATENT = {
 # 16 heads: with fewer, so many scores are exactly 0 that transformers' choice among them matters.
 _INDEX = {"index_topk": 16, "index_n_heads": 16, "index_head_dim": 16}
 _LATENT_YARN = {**_YARN, "rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 0.7}
+# All three kinds of layers; the rates divide the smallest block, and the choice matters from the tenth token on.
+_COMPRESSED = {
+    "num_hidden_layers": 4,
+    "layer_types": [
+        "sliding_attention",
+        "heavily_compressed_attention",
+        "compressed_sparse_attention",
+        "compressed_sparse_attention",
+    ],
+    "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+    "num_hash_layers": 1,
+    "num_attention_heads": 48,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "q_lora_rank": 32,
+    "o_groups": 24,
+    "o_lora_rank": 8,
+    "sliding_window": 8,
+    "index_topk": 4,
+    "index_n_heads": 16,
+    "index_head_dim": 8,
+    "intermediate_size": 24,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "rope_parameters": {**_YARN, "rope_theta": 1e4},
+    "swiglu_limit": 0.5,
+}
 # The layers with the delta rule come first and last; 8 ranks have 3 value heads each, and one key head or 3.
 _HYBRID = {
     "num_hidden_layers": 3,
@@ -462,6 +490,7 @@ FAMILIES: dict[str, Family] = {
             },
         },
     ),
+    "deepseek-v4": Family("DeepseekV4Config", "DeepseekV4ForCausalLM", _COMPRESSED),
 }
 
 

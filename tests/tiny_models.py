@@ -108,7 +108,8 @@ def make_config(
 
 
 def randomise_vectors(model: torch.nn.Module) -> None:
-    """Add noise to the values that transformers leaves constant: norm weights (1), biases (0) and saved buffers.
+    """Add noise to the values that transformers leaves constant: norm weights (1), biases (0), saved buffers and
+    tables of experts.
 
     Recurrent states decay slowly, so that old tokens count.
     """
@@ -118,5 +119,10 @@ def randomise_vectors(model: torch.nn.Module) -> None:
         for name, values in model.state_dict(keep_vars=True).items():
             if values.dim() <= 1 and values.is_floating_point():
                 values.add_(torch.randn_like(values), alpha=0.2)
+            if name.endswith("position_bias"):
+                values.add_(torch.randn_like(values))
+            if name.endswith("tid2eid"):  # the experts of each token id
+                config: Any = model.config
+                values.copy_(torch.rand(len(values), config.n_routed_experts).argsort(1)[:, : values.shape[1]])
             if name.endswith("A_log"):
                 values.sub_(3.0)

@@ -129,9 +129,11 @@ def routing_margin(name: str, folder: Path, tokens: Tokens) -> float:
     rounding error, the choice would depend on the order of a sum.
     """
     spec, _ = load_model_config(str(folder))
-    rules = [layer.experts.rule for layer in spec.layers if layer.experts is not None]
+    experts = [layer.experts for layer in spec.layers if layer.experts is not None]
+    rules = [one.rule for one in experts if one.by_id is None]
     model, logits = oracle(folder, name), []
     routers = [module for module in model.modules() if type(module).__name__.lower().endswith("router")]
+    routers = [one for one in routers if not hasattr(one, "tid2eid")]  # with a table, scores choose nothing
     stored = [*model.named_buffers(), *model.named_parameters()]
     corrections = [values for key, values in stored if key.endswith(("e_score_correction_bias", ".expert_bias"))]
     assert len(routers) == len(rules) and len(corrections) in (0, len(rules))

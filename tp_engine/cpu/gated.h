@@ -5,7 +5,7 @@
 
 /* The activations of the gate, mirrored in model_config/mlp.py.  NO_GATE: none; BOTH_PARTS: none, of a weight that has
    gate and up. */
-enum { BOTH_PARTS = -2, NO_GATE = -1, SILU = 0, GELU_TANH = 1, SWIGLU_CLAMPED = 2, RELU2 = 3 };
+enum { BOTH_PARTS = -2, NO_GATE = -1, SILU = 0, GELU_TANH = 1, SWIGLU_CLAMPED = 2, RELU2 = 3, SILU_CLAMPED = 4 };
 
 /* x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)), which is gelu's tanh formula without the loss of digits below 0. */
 INLINE vf gelu_tanh(vf x)
@@ -24,6 +24,8 @@ INLINE vf gated(vf gate, vf up, float alpha, float limit, const int kind, const 
         return rounded(gelu_tanh(gate), dtype) * up;
     gate = select_vector(gate > limit, splat(limit), gate);
     up = select_vector(up > limit, splat(limit), select_vector(up < -limit, splat(-limit), up));
+    if (kind == SILU_CLAMPED)
+        return rounded(gate / (1.0f + exp2_vector(gate * -LOG2_E)), dtype) * up;
     return (up + 1.0f) * gate / (1.0f + exp2_vector(gate * (-LOG2_E * alpha)));
 }
 
@@ -43,6 +45,7 @@ INLINE int parts_of(const int kind) { return kind == NO_GATE || kind == RELU2 ? 
     case SILU: { enum { KIND = SILU }; statement; } break;                              \
     case GELU_TANH: { enum { KIND = GELU_TANH }; statement; } break;                    \
     case SWIGLU_CLAMPED: { enum { KIND = SWIGLU_CLAMPED }; statement; } break;          \
+    case SILU_CLAMPED: { enum { KIND = SILU_CLAMPED }; statement; } break;              \
     default: { enum { KIND = RELU2 }; statement; }                                      \
     }
 

@@ -14,7 +14,7 @@ from tp_engine.model_config.head_gate import GateFunction
 from tp_engine.model_config.mlp import Activation
 
 # Values of ``Activation.code``; 2 is "swiglu_clamped".
-_SILU, _GELU_TANH, RELU2 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(3)
+_SILU, _GELU_TANH, RELU2, _SILU_CLAMPED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(3), tl.constexpr(4)
 _TWO_ROOTS_OF_TWO_OVER_PI = tl.constexpr(1.5957691216057308)
 _TWO_LOG2_E = tl.constexpr(2 * 1.4426950408889634)
 # tanh adds up four terms of its series below this, and divides exponentials above: each is exact to float32 there.
@@ -35,7 +35,10 @@ def gated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr
     else:
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-        product = (up + 1.0) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
+        if KIND == _SILU_CLAMPED:
+            product = up * (gate / (1.0 + tl.exp(-gate)))
+        else:
+            product = (up + 1.0) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
     return product
 
 

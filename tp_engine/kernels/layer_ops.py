@@ -11,6 +11,7 @@ rounds once, unless its text says otherwise.
     silu            silu(gate) * up                                    SwiGLU, https://arxiv.org/abs/2002.05202
     gelu_tanh       gelu(gate), by its tanh formula, * up
     swiglu_clamped  (u + 1) * g * sigmoid(alpha * g)                   g = min(gate, limit), u = up within +-limit
+    silu_clamped    silu(g) * u                                        g and u as above
     relu2           max(up, 0)^2, without a gate                        https://arxiv.org/abs/2109.08668
 """
 
@@ -90,6 +91,8 @@ def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         limit, bounded = activation.limit, widened(first).clamp(max=activation.limit)
         product = (widened(up).clamp(-limit, limit) + 1) * bounded * (bounded * activation.alpha).sigmoid()
         return product.to(gate_up.dtype)
+    if activation.kind == "silu_clamped":
+        return F.silu(first.clamp(max=activation.limit)).mul_(up.clamp(-activation.limit, activation.limit))
     if activation.kind == "silu":
         return F.silu(first).mul_(up)
     return F.gelu(first, approximate="tanh").mul_(up)

@@ -9,15 +9,15 @@ Either way each rank makes a part of the block's output, and the all-reduce at t
 All ranks route alike, because they start from the same bits.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from tp_engine.kernels.candidates import Wanted
-from tp_engine.kernels.experts.routing import ExpertLoad
+from tp_engine.kernels.experts.routing import ExpertLoad, route
 from tp_engine.layers.attention import current_metadata
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.linear import LocalLinear
@@ -29,7 +29,7 @@ from tp_engine.layers.quantization.experts import share_experts
 from tp_engine.layers.quantization.stored import LinearShape, Part
 from tp_engine.model_config.mlp import ExpertsSpec
 from tp_engine.model_config.spec import NormSpec
-from tp_engine.weights.source import Source, Span, tie_sources, whole
+from tp_engine.weights.source import Source, Span, tie_sources, whole, whole_source
 
 
 class Router(Layer):
@@ -68,6 +68,22 @@ class Router(Layer):
         return logits
 
 
+class ExpertsById(Layer):
+    """The experts of each token id, which every rank has whole."""
+
+    def __init__(self, spec: ExpertsSpec, *, context: LayerContext) -> None:
+        super().__init__()
+        assert spec.by_id is not None
+        shape = (spec.vocab_size, spec.rule.top_k)
+        source = whole_source(context.at(spec.by_id).path, shape, dtype=torch.int64, init=0.0)
+        self.table = context.parameter(shape, (source,), dtype=torch.int64)
+        self.is_recordable = context.device.type == "cuda"
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """``token_ids`` (N,) -> (N, top_k) int64."""
+        return self.table.index_select(0, token_ids.long())
+
+
 class Experts(Layer):
     """The experts of a layer that are on this rank, in their format, and the routing to them.
 
@@ -97,8 +113,10 @@ class Experts(Layer):
         self.correction = _one_for_each(spec.correction, shape, context)
         self.expert_scale = _one_for_each(spec.expert_scale, (spec.num_experts,), context)
         self.token_counts = torch.zeros(spec.num_experts, dtype=torch.int64, device=context.device)
-        self._rule, self._num_experts, self._route = spec.rule, spec.num_experts, context.op("route")
-        self._can_route, self._output = context.can_record("route"), context.output
+        self._rule, self._num_experts, self._output = spec.rule, spec.num_experts, context.output
+        is_plain = spec.rule.scores == "sqrt_softplus" or spec.by_id is not None
+        self._route: Callable[..., Any] = route if is_plain else context.op("route")
+        self._can_route = context.can_record("route") and not (is_plain and context.device.type == "cpu")
         self._product: ExpertsProduct | None = None
         self.adapters: ExpertAdapters | None = None
         if context.adapters is not None and context.adapters.of_experts:
@@ -125,14 +143,18 @@ class Experts(Layer):
         for name in weights:
             delattr(self, name)
 
-    def forward(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """``x`` (N, hidden), ``logits`` (N, experts or more) -> this rank's part of the experts' output."""
+    def forward(self, x: torch.Tensor, logits: torch.Tensor, given: torch.Tensor | None = None) -> torch.Tensor:
+        """``x`` (N, hidden), ``logits`` (N, experts or more) -> this rank's part of the experts' output.
+
+        ``given`` (N, top_k) int64 are the tokens' experts, if the logits do not choose.
+        """
         assert self._product is not None, "finish_loading comes first"
         slots = current_metadata().slot_mapping
         # In the last layer only some tokens of a prompt are computed; they are not counted.
         load = ExpertLoad(self.token_counts, slots) if len(slots) == len(x) else None
         own = logits[:, : self._num_experts]
-        chosen = self._route(own, self._rule, self.correction, load, self.expert_scale)
+        fixed = {} if given is None else {"given": given}
+        chosen = self._route(own, self._rule, self.correction, load, self.expert_scale, **fixed)
         if self.adapters is None:
             return self._output(self._product(x, *chosen))
         return self._output(self.adapters.mix(cast("SeparateExperts", self._product), x, *chosen))

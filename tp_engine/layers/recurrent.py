@@ -19,11 +19,25 @@ from tp_engine.layers.attention import current_metadata, only
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.linear import LocalLinear, RowParallelLinear
 from tp_engine.layers.quantization.stored import LinearShape, Part
+from tp_engine.model_config.kv_layout import StateKind
 from tp_engine.model_config.recurrent import RecurrentSpec
 from tp_engine.weights.source import Source, Span
 
 
-class RecurrentMixer(Layer):
+class KeepsState(Layer):
+    """A layer with a state of ``kind`` for each row."""
+
+    def __init__(self, kind: StateKind) -> None:
+        super().__init__()
+        self.kind = kind
+        self.states: LayerStates | None = None
+
+    def bind_states(self, states: LayerStates | None) -> None:
+        """Keep the states of all rows here from now on; None: nowhere."""
+        self.states = states
+
+
+class RecurrentMixer(KeepsState):
     """Projections (``readers``), a recurrence, this rank's part of the output projection.
 
     The ``operation`` stands for two of ``kernels.ops``, which get the outputs of the ``readers`` for N tokens, and
@@ -37,10 +51,8 @@ class RecurrentMixer(Layer):
     """
 
     def __init__(self, spec: RecurrentSpec, hidden_size: int, *, operation: str, context: LayerContext) -> None:
-        super().__init__()
-        self.kind = spec.kv_kind.on(context.world_size)
+        super().__init__(spec.kv_kind.on(context.world_size))
         self.out_proj = RowParallelLinear(spec.out_size, hidden_size, bias=False, context=context.at("out_proj"))
-        self.states: LayerStates | None = None
         self._rule: Any = None
         self._prefill = f"{operation}_prefill", shape_of(self.kind, context.dtype)
         self._step, self._chunks = context.op(f"{operation}_decode"), context.chosen(*self._prefill)
@@ -66,10 +78,6 @@ class RecurrentMixer(Layer):
     def finish_loading(self) -> None:
         """Make the constants."""
         self._rule = self.make_rule()
-
-    def bind_states(self, states: LayerStates | None) -> None:
-        """Keep the states of all rows here from now on; None: nowhere."""
-        self.states = states
 
     def forward(self, x: Rows, wanted: torch.Tensor | None) -> torch.Tensor:
         """``x`` (N, hidden), normalised -> this rank's part of the block's output, of the tokens ``wanted`` (n,)."""

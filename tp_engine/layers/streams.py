@@ -12,6 +12,7 @@ from tp_engine.kernels.streams import MixtureRule
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.linear import whole_linear
 from tp_engine.layers.norm import Norm
+from tp_engine.model_config.spec import LayerSpec
 from tp_engine.model_config.streams import GatedStreamSpec, HyperConnectionSpec, StreamSpec
 from tp_engine.weights.source import vector_source, whole_source
 
@@ -150,3 +151,19 @@ class StreamJoin:
     def for_readers(self, part: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
         """The same: no codes are made of a mixture."""
         return self(part, rows)
+
+
+def read_within(
+    layer: LayerSpec,
+    spec: StreamSpec,
+    out_norm: Norm | None,
+    next_norm: Norm | None,
+    *,
+    hidden_size: int,
+    context: LayerContext,
+) -> tuple[StreamReader, StreamReader, StreamJoin]:
+    """What reads for both blocks of a ``layer``, and the join between them, with these norms."""
+    assert layer.stream_scale is None and layer.residual_scale == 1.0, "outputs have weights of their own"
+    assert not layer.is_parallel and layer.beside is None and layer.embedding is None
+    first, second = (make_reader(spec, name, hidden_size, context=context) for name in (spec.attention, spec.mlp))
+    return first, second, StreamJoin(spec, second, out_norm, next_norm, context=context)

@@ -57,13 +57,14 @@ class KvKind:
     """What the layers of one group have in common.  ``window`` counts the visible keys, self included; None: all.
     ``num_kv_heads`` are the whole model's.  ``num_parts``: 2, keys and values; 1 where values are a part of the
     keys.  ``index_dim``: elements of a token's index key (``attention/selection.py``), 0 without; layers with and
-    without one share a group."""
+    without one share a group.  ``rate``: tokens that one row stands for, which divides the size of a block."""
 
     window: int | None
     num_kv_heads: int
     head_dim: int
     num_parts: int = 2
     index_dim: int = 0
+    rate: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,11 @@ class KvGroup:
     num_parts: int = 2
     index_layers: tuple[int, ...] = ()
     index_dim: int = 0
+    rate: int = 1
+
+    def num_rows(self, block_size: int) -> int:
+        """Rows of one part of a layer in a block."""
+        return block_size // self.rate
 
     @property
     def width(self) -> int:
@@ -87,35 +93,40 @@ class KvGroup:
 
     def kv_bytes(self, block_size: int, itemsize: int) -> int:
         """Bytes of the keys and values in a block of this group."""
-        return self.num_parts * len(self.layers) * block_size * self.width * itemsize
+        return self.num_parts * len(self.layers) * self.num_rows(block_size) * self.width * itemsize
 
     def value_bytes(self, block_size: int, itemsize: int) -> int:
         """Bytes of the keys and values, and of the index keys."""
-        return self.kv_bytes(block_size, itemsize) + len(self.index_layers) * block_size * self.index_dim * itemsize
+        of_index = len(self.index_layers) * self.num_rows(block_size) * self.index_dim
+        return self.kv_bytes(block_size, itemsize) + of_index * itemsize
 
     def kv_scale_bytes(self, block_size: int) -> int:
         """Bytes of the scales of quantised keys and values: one float32 per token, head, layer and part."""
-        return self.num_parts * len(self.layers) * block_size * self.local_num_kv_heads * SCALE_BYTES
+        return self.num_parts * len(self.layers) * self.num_rows(block_size) * self.local_num_kv_heads * SCALE_BYTES
 
     def scale_bytes(self, block_size: int) -> int:
         """Bytes of all scales of a quantised block; an index key has one."""
-        return self.kv_scale_bytes(block_size) + len(self.index_layers) * block_size * SCALE_BYTES
+        return self.kv_scale_bytes(block_size) + len(self.index_layers) * self.num_rows(block_size) * SCALE_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateKind:
     """The state of one layer, such as one with the gated delta rule (``kernels/gated_delta_net.py``); heads are the
     whole model's.  ``taps`` are those of its convolution, which keeps the ``taps - 1`` last inputs of each channel.
-    With a ``key_dim`` of 0 it has no matrices, and the values are the channels."""
+    With a ``key_dim`` of 0 it has no matrices, and the values are the channels.  If it ``is_repeated``, each rank has
+    all of it."""
 
     num_key_heads: int
     num_value_heads: int
     key_dim: int
     value_dim: int
     taps: int
+    is_repeated: bool = False
 
     def on(self, world_size: int) -> StateKind:
         """Return one rank's part; key heads are repeated like KV heads."""
+        if self.is_repeated:
+            return self
         return replace(
             self,
             num_key_heads=local_num_kv_heads(self.num_key_heads, world_size),
@@ -180,7 +191,13 @@ class KvLayout:
     @property
     def is_uniform(self) -> bool:
         """Whether all layers have the same shape, so that blocks of all groups are read alike."""
-        return len({(group.local_num_kv_heads, group.head_dim, group.num_parts) for group in self.groups}) == 1
+        shapes = {(group.local_num_kv_heads, group.head_dim, group.num_parts, group.rate) for group in self.groups}
+        return len(shapes) == 1
+
+    @property
+    def largest_rate(self) -> int:
+        """Tokens that the row of a group stands for, at most; it divides the size of a block."""
+        return max(group.rate for group in self.groups)
 
     @property
     def keeps_all(self) -> bool:
@@ -217,7 +234,7 @@ class KvLayout:
 
 def lay_out(kinds: Sequence[KvKind | StateKind | None], world_size: int = 1, beside: KvKind | None = None) -> KvLayout:
     """Return the layout of a model on ``world_size`` ranks whose layer i is of ``kinds[i]``, at least one with K/V.
-    None: the layer keeps nothing.
+    None: the layer keeps nothing.  A layer that keeps more has further places after the layers.
 
     ``beside`` is one more layer, of a draft head: it joins the smallest group that it fits, if there is one, because it
     is no reason to cut the model's layers into other groups.
@@ -240,13 +257,13 @@ def lay_out(kinds: Sequence[KvKind | StateKind | None], world_size: int = 1, bes
             layers_of.setdefault(replace(kind, index_dim=0), []).append(layer)
             index_dims[layer] = kind.index_dim
     heads = {kind: local_num_kv_heads(kind.num_kv_heads, world_size) for kind in layers_of}
-    widths = {kind: kind.num_parts * heads[kind] * kind.head_dim for kind in layers_of}
+    widths = {kind: max(1, kind.num_parts * heads[kind] * kind.head_dim // kind.rate) for kind in layers_of}
     sizes = _group_sizes({kind: (len(layers), widths[kind]) for kind, layers in layers_of.items()})
     if sizes is None:
         layers_of = _merge_windows(layers_of)
         sizes = {kind: len(layers) for kind, layers in layers_of.items()}
     groups = []
-    for own in sorted(layers_of, key=lambda one: (one.window is not None, one.window or 0)):
+    for own in sorted(layers_of, key=lambda one: (one.window is not None, one.window or 0, one.rate)):
         layers = layers_of[own]
         count = ceil_div(len(layers), sizes[own])
         for index in range(count):
@@ -260,6 +277,7 @@ def lay_out(kinds: Sequence[KvKind | StateKind | None], world_size: int = 1, bes
                     num_parts=own.num_parts,
                     index_layers=tuple(layer for layer in of_group if index_dims[layer]),
                     index_dim=max(index_dims[layer] for layer in of_group),
+                    rate=own.rate,
                 )
             )
     return KvLayout(tuple(groups), StateGroup(tuple(states)) if states else None)
@@ -298,9 +316,9 @@ def _group_sizes(kinds: dict[KvKind, tuple[int, int]]) -> dict[KvKind, int] | No
 
 def _merge_windows(layers_of: dict[KvKind, list[int]]) -> dict[KvKind, list[int]]:
     """The layers of each shape as one kind, with a window only if all have the same."""
-    found: dict[tuple[int, int, int], list[KvKind]] = {}
+    found: dict[tuple[int, ...], list[KvKind]] = {}
     for kind in layers_of:
-        found.setdefault((kind.num_kv_heads, kind.head_dim, kind.num_parts), []).append(kind)
+        found.setdefault((kind.num_kv_heads, kind.head_dim, kind.num_parts, kind.rate), []).append(kind)
     return {
         alike[0] if len(alike) == 1 else replace(alike[0], window=None): sorted(
             layer for kind in alike for layer in layers_of[kind]

@@ -6,14 +6,14 @@ from typing import Literal, TypeAlias, get_args
 
 from tp_engine.system.units import round_up
 
-ActivationKind: TypeAlias = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu2"]
+ActivationKind: TypeAlias = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu2", "silu_clamped"]
 
 _CODES: dict[str, int] = {kind: code for code, kind in enumerate(get_args(ActivationKind))}
 
 _LARGEST_BLOCK = 32
 INNER_UNIT = 8
 
-RouterScores: TypeAlias = Literal["softmax", "softmax_of_chosen", "sigmoid"]
+RouterScores: TypeAlias = Literal["softmax", "softmax_of_chosen", "sigmoid", "sqrt_softplus"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,8 @@ class Activation:
     """How an MLP joins its gate and up, or of ``relu2``, which has no gate, what it makes of up
     (kernels/layer_ops.py has the formulas).
 
-    ``alpha`` and ``limit`` are for ``swiglu_clamped``: the slope of its sigmoid, and the bound of both halves.
+    ``alpha`` and ``limit`` are for ``swiglu_clamped``: the slope of its sigmoid, and the bound of both halves, which
+    ``silu_clamped`` has too.
     """
 
     kind: ActivationKind
@@ -30,7 +31,7 @@ class Activation:
 
     @property
     def code(self) -> int:
-        """The kind's number in C and Triton: 0 to 3, in the order of ``ActivationKind``."""
+        """The kind's number in C and Triton: 0 to 4, in the order of ``ActivationKind``."""
         return _CODES[self.kind]
 
     @property
@@ -63,10 +64,10 @@ class RoutingRule:
     """How a token's router logits become ``top_k`` experts and their weights; ``kernels/experts/routing.py`` has the
     formulas.
 
-    ``scores`` are the softmax of all logits, the sigmoid of each, or the logits, of which the chosen ones go through a
-    softmax.  With ``num_groups`` above 1 only the experts of the best ``top_groups`` groups can be chosen; a group is
-    worth its ``group_best`` best scores, 1 or 2.  If ``renormalises``, weights are divided by the sum of theirs and
-    ``sum_eps``.  Then they are multiplied by ``factor``.
+    ``scores`` are the softmax of all logits, the sigmoid of each, the root of its softplus, or the logits, of which the
+    chosen ones go through a softmax.  With ``num_groups`` above 1 only the experts of the best ``top_groups`` groups
+    can be chosen; a group is worth its ``group_best`` best scores, 1 or 2.  If ``renormalises``, weights are divided by
+    the sum of theirs and ``sum_eps``.  Then they are multiplied by ``factor``.
     """
 
     top_k: int
@@ -140,6 +141,8 @@ class ExpertsSpec:
     are the ways in which checkpoints keep the experts; the first one that a checkpoint has is read.  ``router_cap`` c
     bounds a router's logit l to ``c tanh(l / c)``.
 
+    ``by_id``: a table (``vocab_size``, top_k) has the experts of each token id, and the scores only weigh them.
+
     ``router_scale``: the router does not read what the experts read, but the residual stream, divided by its root mean
     square (with ``router_eps``) and by the root of its width, times this tensor (hidden,).
     """
@@ -157,6 +160,8 @@ class ExpertsSpec:
     router_eps: float = 0.0
     correction: str | None = None
     correction_rows: int | None = None
+    by_id: str | None = None
+    vocab_size: int = 0
     expert_scale: str | None = None
     shared: MlpSpec | None = None
     shared_gate: str | None = None

@@ -12,12 +12,14 @@ class CheckpointNames:
     """How a checkpoint departs from the names ``model.*`` and ``lm_head.*``.
 
     ``spellings`` are the replacements of those two prefixes, tried in order.  Within a layer, modules with a usual name
-    (``self_attn.o_proj``) may have another one: ``renamed``, pairs of both.  Tensors whose names begin with one of
-    ``skipped`` belong to parts that a text engine does not run.
+    (``self_attn.o_proj``) may have another one: ``renamed``, pairs of both; ``outside`` has those of what stands beside
+    the layers, how a name begins once its prefix is replaced.  Tensors whose names begin with one of ``skipped``
+    belong to parts that a text engine does not run.
     """
 
     spellings: tuple[tuple[str, str], ...] = (("model.", "lm_head."),)
     renamed: tuple[tuple[str, str], ...] = ()
+    outside: tuple[tuple[str, str], ...] = ()
     skipped: tuple[str, ...] = ()
 
     def mtp_names(self, names: Collection[str], num_layers: int) -> set[str]:
@@ -51,7 +53,10 @@ class CheckpointNames:
             found = found.replace(f".{usual}.", f".{own}.")
         for usual, own in zip(("model.", "lm_head."), spelling, strict=True):
             if found.startswith(usual):
-                return (own + found.removeprefix(usual)).removesuffix(".")
+                found = own + found.removeprefix(usual)
+                for begin, other in self.outside:
+                    found = other + found.removeprefix(begin) if found.startswith(begin) else found
+                return found.removesuffix(".")
         return found.removesuffix(".")
 
 

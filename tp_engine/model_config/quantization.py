@@ -17,7 +17,7 @@ from tp_engine.model_config.patterns import compile_pattern
 
 Packing: TypeAlias = Literal[
     "plain", "mxfp8", "pack-quantized", "awq", "gptq", "gptq_v2",
-    "mxfp4", "mxfp4-packed", "mxfp4-weight", "nvfp4", "modelopt-nvfp4",
+    "mxfp4", "mxfp4-packed", "mxfp4-weight", "mxfp4-int8", "nvfp4", "modelopt-nvfp4",
 ]  # fmt: skip
 CodeKind: TypeAlias = Literal["int4", "int8", "e4m3", "e2m1"]
 Activations: TypeAlias = Literal["token", "tensor", "group"]
@@ -155,7 +155,7 @@ class QuantizationSpec:
 def plain_modules(names: Set[str]) -> tuple[str, ...]:
     """Return the modules that have a plain weight among the tensors ``names``: a quantised one has codes or scales."""
     modules = sorted(name.removesuffix(".weight") for name in names if name.endswith(".weight"))
-    marks = ("qweight", "weight_scale", "weight_scale_inv")
+    marks = ("qweight", "weight_scale", "weight_scale_inv", "scale")
     return tuple(one for one in modules if not any(f"{one}.{mark}" in names for mark in marks))
 
 

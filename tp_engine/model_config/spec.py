@@ -16,8 +16,9 @@ from typing import Literal, Self
 
 from tp_engine.model_config.class_modules import ClassModules
 from tp_engine.model_config.classifier import ClassifierSpec
+from tp_engine.model_config.compression import CompressionSpec, SharedRowSpec
 from tp_engine.model_config.head_gate import HeadGateSpec
-from tp_engine.model_config.kv_layout import KvKind, KvLayout, lay_out
+from tp_engine.model_config.kv_layout import KvKind, KvLayout, StateKind, lay_out
 from tp_engine.model_config.mla import MLASpec
 from tp_engine.model_config.mlp import Activation, ExpertsSpec, MlpSpec
 from tp_engine.model_config.names import USUAL_NAMES, CheckpointNames
@@ -70,7 +71,8 @@ class AttentionSpec:
     nor normalised as keys are.  ``latent``: keys and values are made of latents; then ``num_kv_heads`` is 1, the cached
     row, and ``head_dim`` that of queries.  ``gate`` multiplies the heads' outputs.  ``kv_source``: the layer makes
     queries alone, and reads the keys and values of that layer before it.  ``sees_whole_images``: a token of an image
-    sees those after it in the image too, within the window.
+    sees those after it in the image too, within the window.  ``shared_row``: one row of a token is key and value of all
+    heads.
     """
 
     num_heads: int
@@ -90,11 +92,15 @@ class AttentionSpec:
     gate: HeadGateSpec | None = None
     kv_source: int | None = None
     sees_whole_images: bool = False
+    shared_row: SharedRowSpec | None = None
 
     @property
     def heads(self) -> tuple[tuple[str, int], tuple[str, int]]:
         """Name and number of those that are divided among the ranks, and of those that are divided or repeated."""
-        return ("attention heads", self.num_heads), ("KV heads", self.num_kv_heads)
+        divided = ("attention heads", self.num_heads)
+        if self.shared_row is not None:  # a group is whole heads
+            divided = ("groups of attention heads", self.shared_row.num_groups)
+        return divided, ("KV heads", self.num_kv_heads)
 
     @property
     def kv_kind(self) -> KvKind:
@@ -103,7 +109,13 @@ class AttentionSpec:
             index = self.latent.index
             dim = 0 if index is None or index.source is not None else index.dim
             return KvKind(window=self.window, num_kv_heads=1, head_dim=self.latent.row_dim, num_parts=1, index_dim=dim)
-        return KvKind(window=self.window, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        parts = 2 if self.shared_row is None else 1
+        return KvKind(window=self.window, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, num_parts=parts)
+
+    @property
+    def compression(self) -> CompressionSpec | None:
+        """How older tokens are compressed, if they are."""
+        return None if self.shared_row is None else self.shared_row.compression
 
     @property
     def source(self) -> int | None:
@@ -203,6 +215,11 @@ class LayerSpec:
         """What its MLP block runs: an MLP or experts, or both."""
         beside = None if self.beside is None else self.beside.experts
         return tuple(one for one in (self.mlp, beside) if one is not None)
+
+    @property
+    def compression(self) -> CompressionSpec | None:
+        """How its attention compresses older tokens, if it does."""
+        return self.attention.compression if isinstance(self.attention, AttentionSpec) else None
 
     @property
     def has_one_block(self) -> bool:
@@ -368,11 +385,19 @@ class ModelSpec:
 
     def kv_layout_on(self, world_size: int) -> KvLayout:
         """Return which layers share block tables, on each of ``world_size`` ranks."""
-        kinds = [
+        kinds: list[KvKind | StateKind | None] = [
             None if one is None or (isinstance(one, AttentionSpec) and one.kv_source is not None) else one.kv_kind
             for one in (layer.attention for layer in self.layers)
         ]
-        return lay_out(kinds, world_size, self.beside)
+        more = [kind for one in self.compressions.values() for kind in (one.kv_kind, one.state_kind)]
+        assert not more or self.beside is None, "no draft head reads compressed entries"
+        return lay_out([*kinds, *more], world_size, self.beside)
+
+    @property
+    def compressions(self) -> dict[int, CompressionSpec]:
+        """Those of layers that compress, by the place of their entries in the KV layout; their states come after."""
+        found = [one.compression for one in self.attentions if one.compression is not None]
+        return {self.num_layers + 2 * index: one for index, one in enumerate(found)}
 
     @property
     def layer_embedding(self) -> LayerEmbeddingSpec | None:

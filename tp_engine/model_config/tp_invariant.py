@@ -72,6 +72,8 @@ def _problem_of_model(model: ModelSpec, unit: int) -> str | None:
             if columns % (NUM_SHARDS * own_unit):
                 return f"the {what} of this {name}, {columns}, is not a multiple of {NUM_SHARDS * own_unit}"
         attention = layer.attention
+        if isinstance(attention, AttentionSpec) and attention.shared_row is not None:
+            return f"this {name} projects the outputs of each group of heads, by sums without shards"
         if isinstance(attention, AttentionSpec) and attention.qk_norm is not None and attention.qk_norm.spans_heads:
             return f"this {name} normalises all heads together, by a sum over the ranks"
     return None

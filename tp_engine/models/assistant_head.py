@@ -17,9 +17,10 @@ from tp_engine.layers.norm import Norm
 from tp_engine.layers.rotary import RotaryEmbedding
 from tp_engine.model_config.assistant import AssistantSpec
 from tp_engine.model_config.spec import AttentionSpec
-from tp_engine.models.causal_lm import CausalLM, make_joins
+from tp_engine.models.causal_lm import CausalLM
 from tp_engine.models.decoder import DecoderLayer, SelfAttention
 from tp_engine.models.draft_head import DraftHead
+from tp_engine.models.joins import make_joins
 from tp_engine.weights.source import equal_share
 
 

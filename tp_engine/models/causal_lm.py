@@ -21,15 +21,15 @@ from tp_engine.layers.quantization import choose_formats
 from tp_engine.layers.residual import Join
 from tp_engine.layers.rotary import RotaryEmbedding
 from tp_engine.layers.score_head import ScoreHead
-from tp_engine.layers.streams import StreamJoin, StreamReader, make_reader
+from tp_engine.layers.streams import StreamJoin, make_reader
 from tp_engine.model_config.spec import AttentionSpec, ModelSpec
-from tp_engine.model_config.streams import StreamSpec
-from tp_engine.models.decoder import DecoderLayer, SelfAttention
+from tp_engine.models.decoder import AttentionBlock, DecoderLayer
+from tp_engine.models.joins import make_joins, make_stream_joins
 from tp_engine.models.language_model import LanguageModel
 from tp_engine.models.layer_embeddings import LayerEmbeddings
-from tp_engine.models.mla_attention import MLAAttention
 from tp_engine.models.mtp_head import MtpHead
 from tp_engine.models.one_block import OneBlockLayer
+from tp_engine.models.shared_row_attention import CompressedRows
 from tp_engine.models.vision_tower import VisionTower, build_tower
 
 
@@ -67,6 +67,7 @@ class CausalLM(LanguageModel):
             for index, one in enumerate(layer.attention for layer in spec.layers)
             if isinstance(one, AttentionSpec) and one.source is not None
         }
+        entries = iter(spec.compressions)
         layers: list[DecoderLayer | OneBlockLayer] = []
         for index, layer in enumerate(spec.layers):
             source = self._sources.get(index)
@@ -80,6 +81,7 @@ class CausalLM(LanguageModel):
                     group=group,
                     context=model.at("layers").at(str(index)),
                     source=None if source is None else layers[source].self_attn,
+                    **({} if layer.compression is None else {"entries_group": group_of[next(entries)]}),
                 )
             )
         embeddings = spec.layer_embedding
@@ -129,10 +131,15 @@ class CausalLM(LanguageModel):
         self._copy_rows = context.op("copy_rows")
 
     @property
+    def attention_layers(self) -> list[Attention]:
+        """One per layer with K/V of its own, in order, then one per layer with compressed entries."""
+        return sorted(super().attention_layers, key=lambda one: isinstance(one, CompressedRows))
+
+    @property
     def attention_of(self) -> dict[int, Attention]:
         """That of each layer that attends."""
         found = ((index, getattr(layer, "self_attn", None)) for index, layer in enumerate(self.layers))
-        return {index: block.attention for index, block in found if isinstance(block, SelfAttention | MLAAttention)}
+        return {index: block.attention for index, block in found if isinstance(block, AttentionBlock)}
 
     @property
     def is_recordable(self) -> bool:
@@ -180,13 +187,14 @@ class CausalLM(LanguageModel):
         embeddings = None if self.layer_embeddings is None else self.layer_embeddings(input_ids, residual)
         residual = self._joins[0].begin(residual)
         for index in self._run:
+            layer: Any = self.layers[index]
             join, own = self._joins[index], wanted if index == last else None
             x = join(part, residual) if own is not None else join.for_readers(part, residual)
             if states is not None and index in self._state_layers:
                 first = self._state_layers.index(index) * residual.shape[1]
                 self._copy_rows(residual, states[:, first : first + residual.shape[1]])
-            more = () if embeddings is None else (embeddings[index],)
-            part, residual = self.layers[index](x, residual, rotations, own, *more)
+            more = layer.own_inputs(input_ids) if embeddings is None else (embeddings[index],)
+            part, residual = layer(x, residual, rotations, own, *more)
             if images is not None and index != last:
                 images.add_behind(index, residual)
         hidden = self._joins[-1](part, residual)
@@ -194,36 +202,6 @@ class CausalLM(LanguageModel):
             self._copy_rows(hidden, states)
             hidden = only(given, hidden)
         return hidden
-
-
-def make_joins(layers: Sequence[DecoderLayer | OneBlockLayer], final_norm: Norm, context: LayerContext) -> list[Join]:
-    """Return the joins before each layer and after the last: the output norm of the one before, the next one's norm."""
-    next_norms = [*(layer.input_norm for layer in layers), final_norm]
-    readers = [*(layer.readers for layer in layers), ()]
-    joins = [Join(None, next_norms[0], 1.0, readers[0], context=context)]
-    for layer, next_norm, own in zip(layers, next_norms[1:], readers[1:], strict=True):
-        places = (layer.out_norm, next_norm, layer.out_scale, own)
-        joins.append(Join(*places, stream_scale=layer.stream_scale, is_summed=layer.returns_sum, context=context))
-    return joins
-
-
-def make_stream_joins(
-    spec: StreamSpec,
-    layers: Sequence[DecoderLayer | OneBlockLayer],
-    end: StreamReader,
-    final_norm: Norm,
-    context: LayerContext,
-) -> list[StreamJoin]:
-    """The same of a residual of several streams; ``end`` reads them after the last layer."""
-    readers, next_norms = [], [*(layer.input_norm for layer in layers), final_norm]
-    for layer in layers:
-        assert isinstance(layer, DecoderLayer) and layer.mixture is not None, "all layers have both blocks and streams"
-        readers.append(layer.mixture)
-    out_norms = [None, *(layer.out_norm for layer in layers)]
-    return [
-        StreamJoin(spec, reader, out_norm, next_norm, context=context)
-        for reader, out_norm, next_norm in zip([*readers, end], out_norms, next_norms, strict=True)
-    ]
 
 
 def build_model(  # noqa: PLR0913 (one keyword per part)

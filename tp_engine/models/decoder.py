@@ -6,7 +6,7 @@ The modules that it is built from split themselves over the ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -23,14 +23,14 @@ from tp_engine.layers.recurrent import RecurrentMixer
 from tp_engine.layers.residual import Join, StreamScale
 from tp_engine.layers.rotary import order_of
 from tp_engine.layers.short_conv import ShortConv
-from tp_engine.layers.streams import StreamJoin, StreamReader, make_reader
+from tp_engine.layers.streams import StreamJoin, StreamReader, read_within
 from tp_engine.model_config.recurrent import GatedDeltaNetSpec, Mamba2Spec, RecurrentSpec, ShortConvSpec
 from tp_engine.model_config.rope import RopeSpec
 from tp_engine.model_config.spec import AttentionSpec, LayerSpec, NormSpec
-from tp_engine.model_config.streams import StreamSpec
 from tp_engine.models.layer_embeddings import LayerEmbedding
 from tp_engine.models.mla_attention import MLAAttention
-from tp_engine.models.mlp import make_mlp
+from tp_engine.models.mlp import ExpertsMLP, make_mlp
+from tp_engine.models.shared_row_attention import SharedRowAttention
 from tp_engine.weights.source import equal_share, vector_source
 
 # What runs in the place of attention.
@@ -126,6 +126,9 @@ class SelfAttention(Layer):
         return attended
 
 
+AttentionBlock: TypeAlias = SelfAttention | MLAAttention | SharedRowAttention
+
+
 class MixerLayer(Layer):
     """A layer with attention (``self_attn``), or what runs in its place (``mixer``)."""
 
@@ -141,7 +144,8 @@ class MixerLayer(Layer):
             return self.mixer.readers
         self._rope = attention.rope
         assert places["group"] is not None, "a layer that attends is in a KV group"
-        make: Callable[..., SelfAttention | MLAAttention] = SelfAttention if attention.latent is None else MLAAttention
+        make: Callable[..., AttentionBlock] = SelfAttention if attention.latent is None else MLAAttention
+        make = make if attention.shared_row is None else SharedRowAttention
         rope = None if attention.rope is None else ropes[attention.rope]
         self.self_attn = make(attention, hidden_size, rope, context=context.at("self_attn"), **places)
         return self.self_attn.readers
@@ -151,6 +155,10 @@ class MixerLayer(Layer):
         more = (None if self._rope is None else rotations[self._rope],) if self._attends else ()
         part: torch.Tensor = (self.self_attn if self._attends else self.mixer)(x, *more, wanted)
         return part
+
+    def own_inputs(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What the layer reads of a step's ``token_ids`` (N,) beside the stream: the last arguments of ``forward``."""
+        return ()
 
     def store(self, x: Rows, rotations: Sequence[Rotation]) -> None:
         """Store the keys and values that ``forward`` would, of a layer that attends."""
@@ -182,7 +190,8 @@ class DecoderLayer(MixerLayer):
         if spec.streams is None:
             self._join = Join(*norms, spec.residual_scale, mlp.readers, context=context)
         else:
-            self._read_streams(spec, spec.streams, hidden_size, context)
+            made = read_within(spec, spec.streams, *norms, hidden_size=hidden_size, context=context)
+            self.mixture, self.mlp_mixture, self._join = made
         self.readers = [*readers, *(mlp.readers if spec.is_parallel else ())]
         self.stream_scale = None if spec.stream_scale is None else StreamScale(context.at(spec.stream_scale))
         self.out_scale, self.returns_sum = spec.residual_scale, spec.beside is not None
@@ -193,17 +202,12 @@ class DecoderLayer(MixerLayer):
             self._join_mlp = Join(self.out_norm, None, self.out_scale, is_summed=self.returns_sum, context=context)
             self.embedding = LayerEmbedding(spec.embedding, hidden_size, context=context)
             self.out_norm, self.out_scale, self.returns_sum = norm(spec.embedding.out_norm), 1.0, True
+        self._by_id = mlp.by_id if isinstance(mlp, ExpertsMLP) else None
         self._is_parallel, self._add = spec.is_parallel, context.op("add")
         self.is_recordable = self._join.is_recordable
 
-    def _read_streams(self, spec: LayerSpec, streams: StreamSpec, hidden_size: int, context: LayerContext) -> None:
-        """Make what reads the streams for both blocks."""
-        assert spec.stream_scale is None and spec.residual_scale == 1.0, "outputs have weights of their own"
-        assert not spec.is_parallel and spec.beside is None and spec.embedding is None
-        self.mixture, self.mlp_mixture = (
-            make_reader(streams, name, hidden_size, context=context) for name in (streams.attention, streams.mlp)
-        )
-        self._join = StreamJoin(streams, self.mlp_mixture, self.attention_out_norm, self.mlp_norm, context=context)
+    def own_inputs(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return () if self._by_id is None else (self._by_id(token_ids),)
 
     def forward(
         self,
@@ -219,12 +223,14 @@ class DecoderLayer(MixerLayer):
         Returns this rank's part of the layer's last output, not yet added, or if it ``returns_sum`` all of the output;
         and the stream.  With ``wanted`` (n,) int64, both are of these tokens only:
         the others need only their keys and values.  ``x`` is then a tensor.  ``embedding`` (N, size) is the
-        layer's own.
+        layer's own, or the tokens' experts.
         """
         part = self._mix(x, rotations, wanted)
         residual = only(wanted, residual)
         if not self._is_parallel:
             own = self._join.for_readers(part, residual)
+            if self._by_id is not None and embedding is not None:
+                return self.mlp(own, given=only(wanted, embedding)), residual
             part = self.mlp(own, residual) if self._has_beside else self.mlp(own)
             if self.embedding is None:
                 return part, residual

@@ -14,7 +14,7 @@ from tp_engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from tp_engine.layers.experts import Experts
 from tp_engine.layers.linear import LocalLinear
 from tp_engine.layers.lora import LoRALayerSlots
-from tp_engine.layers.recurrent import RecurrentMixer
+from tp_engine.layers.recurrent import KeepsState
 from tp_engine.layers.score_head import ScoreHead
 from tp_engine.models.layer_embeddings import LayerEmbeddings
 from tp_engine.models.mtp_head import MtpHead
@@ -56,9 +56,9 @@ class LanguageModel(nn.Module, ABC):
         return [module for module in self.modules() if isinstance(module, Attention) and module.has_own_kv]
 
     @property
-    def state_layers(self) -> list[RecurrentMixer]:
+    def state_layers(self) -> list[KeepsState]:
         """One per layer with a recurrent state, in order."""
-        return [module for module in self.modules() if isinstance(module, RecurrentMixer)]
+        return [module for module in self.modules() if isinstance(module, KeepsState)]
 
     @property
     def adapted_layers(self) -> list[LoRALayerSlots]:

@@ -6,7 +6,7 @@ import torch
 
 from tp_engine.kernels.quantization.row_codes import Rows
 from tp_engine.layers.context import Layer, LayerContext
-from tp_engine.layers.experts import Experts, Router
+from tp_engine.layers.experts import Experts, ExpertsById, Router
 from tp_engine.layers.linear import GatedColumnParallelLinear, LocalLinear, RowParallelLinear, whole_linear
 from tp_engine.layers.lora import has_adapters
 from tp_engine.layers.norm import Norm
@@ -54,6 +54,7 @@ class ExpertsMLP(Layer):
     def __init__(self, spec: ExpertsSpec, hidden_size: int, *, context: LayerContext) -> None:
         super().__init__()
         self.router = Router(spec, hidden_size, context=context)
+        self.by_id = None if spec.by_id is None else ExpertsById(spec, context=context)
         latent = spec.latent
         self.experts = Experts(spec, hidden_size if latent is None else latent.size, context=context)
         self.to_latent = self.from_latent = None
@@ -72,13 +73,16 @@ class ExpertsMLP(Layer):
         """No layers, because experts read values and no codes."""
         return []
 
-    def forward(self, x: torch.Tensor, routed_by: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, routed_by: torch.Tensor | None = None, given: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """``x`` (N, hidden), normalised -> this rank's part of the block's output.
 
-        The router reads ``routed_by`` (N, hidden) instead of ``x`` if it is given.
+        The router reads ``routed_by`` (N, hidden) instead of ``x`` if it is given.  ``given`` (N, top_k) are the
+        tokens' experts, by ``by_id``.
         """
         logits = self.router(x if routed_by is None else routed_by)
-        part: torch.Tensor = self.experts(x if self.to_latent is None else self.to_latent(x), logits)
+        part: torch.Tensor = self.experts(x if self.to_latent is None else self.to_latent(x), logits, given)
         if self.from_latent is not None:
             part = self.from_latent(part)
         if self.shared is None:

@@ -184,6 +184,7 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
         dtype=dtype,
         quantization=None if model.quantization is not None else config.quantization,
         tune=_resolve_tune(config, device, num_hosts),
+        block_size=max(config.block_size, model.kv_layout.largest_rate),
         kv_cache_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         gpu_memory_utilization=config.gpu_memory_utilization or _DEFAULT_UTILIZATION[device],
         max_model_len=resolve_max_model_len(model, config.max_model_len),

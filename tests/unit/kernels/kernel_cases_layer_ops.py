@@ -26,7 +26,8 @@ from tp_engine.model_config.mlp import SILU, Activation
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = 1e-6
 GELU, CLAMPED, RELU2 = Activation("gelu_tanh"), Activation("swiglu_clamped"), Activation("relu2")
-ACTIVATIONS = (SILU, GELU, CLAMPED, Activation("swiglu_clamped", alpha=1.5, limit=0.5), RELU2)
+SILU_CLAMPED = Activation("silu_clamped", limit=0.5)
+ACTIVATIONS = (SILU, GELU, CLAMPED, Activation("swiglu_clamped", alpha=1.5, limit=0.5), RELU2, SILU_CLAMPED)
 Case = Callable[[str], None]
 
 

@@ -111,6 +111,8 @@ def gated(gate_up: torch.Tensor, rule: Activation) -> torch.Tensor:
     if rule.kind == "gelu_tanh":
         return 0.5 * gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
     kept = gate.clamp(max=rule.limit)
+    if rule.kind == "silu_clamped":
+        return kept * kept.sigmoid() * up.clamp(-rule.limit, rule.limit)
     return (up.clamp(-rule.limit, rule.limit) + 1) * kept * (rule.alpha * kept).sigmoid()
 
 

@@ -26,6 +26,7 @@ from tp_engine.model_config.kv_layout import MAX_GROUPS
 from tp_engine.model_config.spec import ModelSpec
 from tp_engine.models.causal_lm import build_model
 from tp_engine.models.language_model import LanguageModel
+from tp_engine.models.shared_row_attention import CompressedRows
 from tp_engine.weights.loader import load_weights
 
 CPU = torch.device("cpu")
@@ -95,6 +96,8 @@ def bind_caches(layers: Sequence[Attention], dtype: torch.dtype = torch.float32)
         parts = 2 if layer.shape.value_dim is None else 1
         heads = layer.shape.num_kv_heads, layer.shape.head_dim
         layer.bind_kv_cache(torch.zeros(parts, *sizes, *heads, dtype=dtype))
+        if isinstance(layer, CompressedRows) and layer.index is not None:
+            layer.bind_index_keys(torch.zeros(1, *sizes, 1, layer.index.dim, dtype=dtype))
         if chooser is not None:
             chooser.index_kv = LayerKv(torch.zeros(1, *sizes, 1, len(chooser.norm), dtype=dtype))
 

@@ -73,6 +73,7 @@ def _attempt(question: Question, world_size: int, num_sequences: int) -> Recomme
     kv_dtype = dtype if question.kv_cache_dtype == "auto" else question.kv_cache_dtype
     utilization = question.gpu_memory_utilization or hardware.utilization
     block_size = question.block_size or choose_block_size(workload.lengths)
+    block_size = max(block_size, model.kv_layout.largest_rate)
     whole_image = 0 if model.vision is None or not model.vision.is_bidirectional else model.vision.most_rows
     num_batched_tokens = max(workload.step_tokens, num_sequences + whole_image)  # such an image is computed in one step
     how = {"dtype": dtype, "quantization": question.quantization}

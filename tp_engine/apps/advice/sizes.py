@@ -81,6 +81,10 @@ def _mixer_elements(attention: AttentionSpec | RecurrentSpec | None, world_size:
         return 3 * own.num_channels + own.num_value_heads * (own.value_dim + 2)
     num_heads, num_kv_heads = local_heads(attention, world_size)
     latent = attention.latent
+    if (rows := attention.shared_row) is not None:
+        made = 0 if rows.compression is None else 2 * rows.compression.num_series * rows.compression.width
+        of_outputs = rows.num_groups // world_size * rows.group_rank
+        return rows.query_rank + attention.head_dim + made + 3 * num_heads * attention.head_dim + of_outputs
     if latent is None:
         return (num_heads + 2 * num_kv_heads) * attention.head_dim + num_heads * attention.gate_dim
     of_index = 0 if latent.index is None else (latent.index.num_heads + 1) * latent.index.dim

@@ -2,9 +2,9 @@
 
 ::
 
-    s_e      score of expert e: softmax of the logits, or sigmoid of its own, or the logit itself
+    s_e      score of expert e: softmax of the logits, sigmoid of its own, sqrt(softplus(own)), or the logit itself
     c_e      s_e + correction_e, for the choice alone; -inf outside of the chosen groups
-    chosen   the top_k experts with the largest c, in that order; among equals, lower ids first
+    chosen   the top_k experts with the largest c, in that order; among equals, lower ids first; or as given
     w_j      s of the j-th chosen expert; if s are logits, their softmax over the chosen ones
              / (sum of w + sum_eps), if the rule renormalises; * factor; * the expert's own scale
 
@@ -15,6 +15,7 @@ https://arxiv.org/abs/2412.19437, section 2.1.2), or its largest (DeepSeek-V2). 
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from tp_engine.model_config.mlp import RoutingRule
 
@@ -33,13 +34,16 @@ def route(
     correction: torch.Tensor | None,
     load: ExpertLoad | None = None,
     expert_scale: torch.Tensor | None = None,
+    given: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``logits`` (N, experts) -> expert ids (N, k) int32, weights (N, k) float32.
 
-    ``correction`` and ``expert_scale`` are (experts,) float32.  Adds the tokens of this step to ``load``.
+    ``correction`` and ``expert_scale`` are (experts,) float32; ``given`` (N, k) int64 are the experts of tokens that
+    have a fixed choice, which only the twin takes, as it alone has ``sqrt_softplus``.  Adds the tokens of this step to
+    ``load``.
     """
     scores, choice = score(logits, rule, correction)
-    chosen = _largest(choice, rule.top_k)
+    chosen = _largest(choice, rule.top_k) if given is None else given
     weights = scores.gather(1, chosen)
     if rule.scores == "softmax_of_chosen":
         weights = weights.softmax(1)
@@ -61,6 +65,8 @@ def score(
         scores = scores.softmax(1)
     elif rule.scores == "sigmoid":
         scores = scores.sigmoid()
+    elif rule.scores == "sqrt_softplus":
+        scores = F.softplus(scores).sqrt()
     choice = scores if correction is None else scores + correction
     return scores, choice if rule.num_groups == 1 else _within_groups(choice, rule)
 

@@ -11,6 +11,7 @@
     mxfp4                X_blocks uint8 (E, N, K/32, 16)      X_scales uint8 (E, N, K/32)
     mxfp4-packed         weight_packed uint8 (N, K/2)         weight_scale uint8 (N, K/32)
     mxfp4-weight         weight uint8 (N, K/2)                weight_scale uint8 (N, K/32)
+    mxfp4-int8           weight int8 (N, K/2)                 scale float8_e8m0fnu (N, K/32)
     nvfp4                weight_packed uint8 (N, K/2)         weight_scale fp8 (N, K/16), 1 / weight_global_scale
     modelopt-nvfp4       weight uint8 (N, K/2)                weight_scale fp8 (N, K/16), weight_scale_2
 
@@ -114,6 +115,12 @@ def _mxfp4_packed(scheme: WeightScheme, group: int, *, codes: str) -> Tensors:
     return Tensors(codes=_bytes(codes), scales=_powers(".weight_scale"), scale_type=torch.float8_e8m0fnu)
 
 
+def _mxfp4_int8(scheme: WeightScheme, group: int) -> Tensors:
+    codes = replace(_bytes(".weight"), unpack=lambda values: _split_nibbles(_as_bytes(values)), dtype=torch.int8)
+    scales = replace(_powers(f".{scheme.scale_name}"), unpack=_as_bytes, dtype=torch.float8_e8m0fnu, init=1.0)
+    return Tensors(codes=codes, scales=scales, scale_type=torch.float8_e8m0fnu)
+
+
 def _pack_quantized(scheme: WeightScheme, group: int) -> Tensors:
     bits = 4 if scheme.kind == "int4" else 8
     zeros = StoredTensor(
@@ -183,6 +190,7 @@ PACKINGS: dict[str, Callable[[WeightScheme, int], Tensors]] = {
     "mxfp4": _mxfp4,
     "mxfp4-packed": partial(_mxfp4_packed, codes=".weight_packed"),
     "mxfp4-weight": partial(_mxfp4_packed, codes=".weight"),
+    "mxfp4-int8": _mxfp4_int8,
     "mxfp8": _mxfp8,
     "nvfp4": partial(
         _nvfp4,

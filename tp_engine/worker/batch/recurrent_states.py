@@ -22,7 +22,7 @@ import torch
 
 from tp_engine.kernels.recurrent import LayerStates
 from tp_engine.layers.attention import Attention
-from tp_engine.layers.recurrent import RecurrentMixer
+from tp_engine.layers.recurrent import KeepsState
 from tp_engine.model_config.kv_layout import STATE_BYTES, StateGroup
 from tp_engine.models.language_model import LanguageModel
 from tp_engine.plan import StepPlan
@@ -53,7 +53,7 @@ class RecurrentStatePool(RunnerFeature):
         hooks.keep_rows.append(self.keep_rows)
         hooks.memory.append(self.memory)
 
-    def bind(self, layers: Sequence[RecurrentMixer]) -> None:
+    def bind(self, layers: Sequence[KeepsState]) -> None:
         """Give each layer the views of its states."""
         first = 0
         for (_, kind), layer in zip(self._group.kinds, layers, strict=True):

@@ -11,6 +11,7 @@
 A block belongs to one group of layers at a time (kv_layout.py), so each group has a view of all blocks, in the shape of
 its layers; only the largest group leaves no room. Index keys (kv_layout.py) come behind K/V, their scales last. The
 attention backend decides the order inside of a block; on CPUs it is another. Whatever moves blocks moves ``raw``.
+Where a row stands for several tokens, a block has fewer rows.
 """
 
 from __future__ import annotations
@@ -65,11 +66,12 @@ class KvCacheShape:
         """
         own = self.layout.groups[group]
         pieces, heads = (len(own.layers), own.num_parts), own.local_num_kv_heads
-        cache = _views(raw, self.dtype, 0, (*pieces, self.block_size, heads, own.head_dim))
+        num_rows = own.num_rows(self.block_size)
+        cache = _views(raw, self.dtype, 0, (*pieces, num_rows, heads, own.head_dim))
         if not is_quantised(self.dtype):
             return GroupViews(cache, None)
         end = own.value_bytes(self.block_size, self.dtype.itemsize)
-        return GroupViews(cache, _views(raw, SCALE_DTYPE, end, (*pieces, heads, self.block_size)))
+        return GroupViews(cache, _views(raw, SCALE_DTYPE, end, (*pieces, heads, num_rows)))
 
     def index_views_of(self, raw: torch.Tensor, group: int = 0) -> GroupViews | None:
         """Return the index keys (n, layers with some, 1, block_size, 1, dim) of a group, and their scales; None: it has
@@ -78,12 +80,12 @@ class KvCacheShape:
         if not own.index_layers:
             return None
         count, size = len(own.index_layers), self.block_size
-        begin = own.kv_bytes(size, self.dtype.itemsize)
-        keys = _views(raw, self.dtype, begin, (count, 1, size, 1, own.index_dim))
+        begin, num_rows = own.kv_bytes(size, self.dtype.itemsize), own.num_rows(size)
+        keys = _views(raw, self.dtype, begin, (count, 1, num_rows, 1, own.index_dim))
         if not is_quantised(self.dtype):
             return GroupViews(keys, None)
         end = own.value_bytes(size, self.dtype.itemsize) + own.kv_scale_bytes(size)
-        return GroupViews(keys, _views(raw, SCALE_DTYPE, end, (count, 1, 1, size)))
+        return GroupViews(keys, _views(raw, SCALE_DTYPE, end, (count, 1, 1, num_rows)))
 
 
 def _views(raw: torch.Tensor, dtype: torch.dtype, begin: int, sizes: tuple[int, ...]) -> torch.Tensor:
