@@ -3,7 +3,7 @@
 ``model_config/compression.py`` has the mechanism.  A query at position p sees the rows of the last ``window`` tokens,
 its own included, and of the entries the first (p + 1) / rate, or those of them that an index chooses.  Both lie in the
 paged cache: a row at its token's slot, entry e of a request in the block of its first token, as its row e % rows of the
-block.  Decodes are computed together, prompts in tiles of queries.
+block.  Decodes are computed together while they are short, prompts in tiles of queries.
 """
 
 from dataclasses import dataclass
@@ -15,6 +15,8 @@ from tp_engine.attention.tiles import slots_of
 from tp_engine.kernels.kv_cache.layer_kv import LayerKv, states_at
 
 _TILE = 64
+# Tokens of all decodes whose entries are read at once: bounds what is copied out of the cache.
+_MAX_TOKENS = 1 << 20
 # Bounds the scores of one tile, for the index: queries x heads x entries.
 _MAX_SCORES = {"cpu": 1 << 22, "cuda": 1 << 27}
 
@@ -55,10 +57,11 @@ def attend_compressed(
 ) -> torch.Tensor:
     """``query`` (N, heads, head_dim) -> the same, of rows and entries that are stored."""
     out, count = torch.zeros_like(query), metadata.num_decodes
-    if count:
-        positions = metadata.seq_lens[:count].long() - 1
-        longest = int(metadata.host_seq_lens[:count].max(initial=0))
-        out[:count] = _attend(query, slice(0, count), positions, longest, slice(0, count), kv, metadata, shape, entries)
+    at_once = max(1, _MAX_TOKENS // max(1, int(metadata.host_seq_lens[:count].max(initial=0))))
+    for first in range(0, count, at_once):
+        own = slice(first, min(first + at_once, count))
+        positions, longest = metadata.seq_lens[own].long() - 1, int(metadata.host_seq_lens[own].max())
+        out[own] = _attend(query, own, positions, longest, own, kv, metadata, shape, entries)
     start = count
     lengths, ends = metadata.host_query_lens[count:].tolist(), metadata.host_seq_lens[count:].tolist()
     for request, (length, end) in enumerate(zip(lengths, ends, strict=True), start=count):

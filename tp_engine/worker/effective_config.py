@@ -190,7 +190,7 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
         max_model_len=resolve_max_model_len(model, config.max_model_len),
         num_state_snapshots=_resolve_snapshots(config, model),
     )
-    model = model.within(effective.max_model_len or 0)
+    model = _with_note_of_blocks(config, model).within(effective.max_model_len or 0)
     _check_adapters(effective, pooling)
     check_expert_adapters(model, effective)
     model = _with_images(effective, model, path, num_hosts)
@@ -212,6 +212,15 @@ def resolve(config: EngineConfig, *, num_hosts: int = 1) -> EffectiveConfig:
     return EffectiveConfig(
         config=effective, model=model, model_path=path, pooling=pooling, num_hosts=num_hosts, draft_head=head
     )
+
+
+def _with_note_of_blocks(config: EngineConfig, model: ModelSpec) -> ModelSpec:
+    """The model with a note for the operator if its blocks are larger than asked for."""
+    rate = model.kv_layout.largest_rate
+    if config.block_size >= rate:
+        return model
+    note = f"block_size is {rate} instead of {config.block_size}: a cached entry of this model stands for {rate} tokens"
+    return dataclasses.replace(model, notes=(*model.notes, note))
 
 
 def _with_images(config: EngineConfig, model: ModelSpec, path: Path, num_hosts: int) -> ModelSpec:

@@ -154,6 +154,10 @@ def test_legal_numbers_of_ranks_divide_the_groups() -> None:
         ({"num_key_value_heads": 2}, "num_key_value_heads"),
         ({"scoring_func": "softmax"}, "scoring_func"),
         ({"expert_dtype": "int3"}, "expert_dtype"),
+        (
+            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
+            "quant_method is 'modelopt NVFP4'; of this model only fp8 is read, .*: take its maker's own upload",
+        ),
     ],
 )
 def test_what_is_wrong_is_refused_by_name(changes: dict[str, Any], message: str) -> None:

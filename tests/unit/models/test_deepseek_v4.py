@@ -1,4 +1,4 @@
-"""DeepSeek V4 as its vendor stores it: other names, FP8 in blocks, experts in FP4."""
+"""DeepSeek V4 as its vendor stores it: other names, FP8 in blocks, experts in FP4; and the blocks of its cache."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.unit.models.test_models import oracle_logits, parallel_logits, prompts
+from tp_engine.config import EngineConfig
 from tp_engine.kernels.quantization.weights import E2M1_VALUES
 from tp_engine.model_config import load_model_config
+from tp_engine.worker.effective_config import resolve
 
 _IN_FP8 = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "shared_experts.w1", "shared_experts.w2", "shared_experts.w3")
 
@@ -43,7 +45,8 @@ def folders(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     torch.manual_seed(0)
     plain = checkpoint("deepseek-v4", intermediate_size=64)
     quantised, values = (tmp_path_factory.mktemp(name) for name in ("quantised", "values"))
-    stored, exact = {}, {}
+    stored: dict[str, torch.Tensor] = {}
+    exact: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(plain / "model.safetensors").items():
         own = name.removeprefix("model.").replace("embed_tokens", "embed").replace("hc_head.hc_", "hc_head_")
         module = own.removesuffix(".weight")
@@ -72,3 +75,14 @@ def test_the_vendors_format_equals_its_values(folders: tuple[Path, Path], world_
     found = parallel_logits(model, quantised, world_size)
     expected = oracle_logits(values, prompts(model))
     torch.testing.assert_close(found.log_softmax(-1), expected.log_softmax(-1), atol=2e-3, rtol=0)
+
+
+def test_blocks_that_grow_are_noted(checkpoint: Callable[..., Path]) -> None:
+    """Oracle: the largest rate, 4 tokens; the operator reads why the blocks are not those that were asked for."""
+    folder = str(checkpoint("deepseek-v4"))
+    found = {size: resolve(EngineConfig(model=folder, device="cpu", block_size=size)) for size in (2, 4)}
+    assert {size: one.config.block_size for size, one in found.items()} == {2: 4, 4: 4}
+    notes = {size: [note for note in one.model.notes if "block_size" in note] for size, one in found.items()}
+    assert notes[4] == [] and notes[2] == [
+        "block_size is 4 instead of 2: a cached entry of this model stands for 4 tokens"
+    ]

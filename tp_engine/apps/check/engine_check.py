@@ -93,7 +93,7 @@ class EngineCheck(OracleCheck):
         prompts = self._prompts(tokenizer, spec)
         longest = max(len(one.token_ids) for one in prompts) + self.max_tokens + 1
         layout = spec.kv_layout_on(int(self.options.get("tensor_parallel_size", 1)))
-        block_size = int(self.options.get("block_size", 16))
+        block_size = max(int(self.options.get("block_size", 16)), layout.largest_rate)
         observed = observe(
             self.options,
             prompts,

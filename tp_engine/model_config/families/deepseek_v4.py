@@ -110,14 +110,17 @@ def read(config: ConfigJson) -> ModelSpec:
     config.skip("num_nextn_predict_layers")  # its tensors begin with mtp, and are not read
     expert_dtype = config.take_one_of("expert_dtype", "fp8", "fp4", remedy="use another checkpoint")
     spec = reader.model(layers, ropes, names=_NAMES, eos=(1,))
-    return replace(spec, quantization=_as_stored(spec.quantization, has_fp4=expert_dtype == "fp4"))
+    return replace(spec, quantization=_as_stored(config, spec.quantization, has_fp4=expert_dtype == "fp4"))
 
 
-def _as_stored(quantization: QuantizationSpec | None, *, has_fp4: bool) -> QuantizationSpec | None:
+def _as_stored(config: ConfigJson, quantization: QuantizationSpec | None, *, has_fp4: bool) -> QuantizationSpec | None:
     """``fp8`` as the vendor stores it: scales have another name, what compresses is plain, and experts may have codes
     of 4 bits."""
-    if quantization is None or quantization.method != "fp8":
-        return quantization
+    if quantization is None:
+        return None
+    if quantization.method != "fp8":
+        rule, remedy = "of this model only fp8 is read, with experts in FP8 or FP4", "take its maker's own upload"
+        raise config.refusal("quantization_config.quant_method", quantization.method, rule, remedy)
     rules = tuple(
         (name, None if scheme is None else replace(scheme, scale_name="scale")) for name, scheme in quantization.rules
     )
