@@ -107,8 +107,8 @@ class EngineConfig:
     )
     round_activations: bool = option(
         False,
-        "round the inputs of dense layers to NVFP4, MXFP4 or MXFP8 where the checkpoint says that its makers did: "
-        "faster on GPUs with units for such blocks, the same everywhere, and less exact",
+        "round the inputs of layers and experts to NVFP4, MXFP4 or MXFP8 where the checkpoint says that its makers "
+        "did: faster on GPUs with units for such blocks, the same everywhere, and less exact",
     )
     load_format: str = option("auto", "safetensors, or dummy for random weights", choices=LOAD_FORMATS)
     tensor_parallel_size: int = option(

@@ -7,6 +7,7 @@ shards of 96, 64 and 12 columns begin and end inside of groups and blocks.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 
 from tests.covers import covers
 from tests.quantised.checkpoints import SAME_NUMBERS, compress, compress_alike
-from tests.quantised.fake_rows import fake_rows
+from tests.quantised.fake_rows import fake_rows, scale_experts
 from tests.quantised.formats import FORMATS, INPUT_SCALE
 from tests.ranks.test_families import (
     LEAST_MARGIN,
@@ -130,19 +131,33 @@ def int8_rows(x: torch.Tensor, num_shards: int) -> torch.Tensor:
 
 
 RoundRows = Callable[[torch.Tensor, int], torch.Tensor]
+RoundPairs = Callable[[torch.Tensor, int, bool, int], torch.Tensor]
+"""Rows of the pairs of an expert, its number, whether down reads them, and the shares of their columns."""
 
 
 @contextmanager
-def rounded_inputs(model: torch.nn.Module, world_size: int, round_rows: RoundRows) -> Iterator[None]:
-    """Round the inputs of linear layers, but not of experts.  Where ranks share the columns, each rounds its own."""
+def rounded_inputs(
+    model: torch.nn.Module, world_size: int, round_rows: RoundRows, round_pairs: RoundPairs | None = None
+) -> Iterator[None]:
+    """Round the inputs of linear layers, and of experts by ``round_pairs``.  Where ranks share the columns, each rounds
+    its own."""
     num_shards = {
         values.untyped_storage().data_ptr(): world_size if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
         for name, values in model.named_parameters()
         if name.endswith("_proj.weight") and "experts" not in name
     }
+    stacks = {
+        values.untyped_storage().data_ptr(): name.endswith("down_proj")
+        for name, values in model.named_parameters()
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")) and round_pairs is not None
+    }
     linear = F.linear
 
     def of_rounded(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        is_down = stacks.get(weight.untyped_storage().data_ptr())
+        if is_down is not None and round_pairs is not None:
+            expert = weight.storage_offset() // weight.numel()
+            x = round_pairs(x, expert, is_down, world_size if is_down else 1)
         if shards := num_shards.get(weight.untyped_storage().data_ptr()):
             x = round_rows(x, shards)
         return linear(x, weight, bias)
@@ -153,12 +168,19 @@ def rounded_inputs(model: torch.nn.Module, world_size: int, round_rows: RoundRow
 
 
 def problem_of_rounded(
-    architecture: str, twin: Path, result: dict[str, Any], world_size: int, round_rows: RoundRows = int8_rows
+    architecture: str,
+    twin: Path,
+    result: dict[str, Any],
+    world_size: int,
+    round_rows: RoundRows = int8_rows,
+    round_pairs: RoundPairs | None = None,
 ) -> str | None:
     """``problem_of`` for products whose inputs are rounded: tokens may be nearly the best."""
     model = oracle(twin, architecture)
+    if round_pairs is not None:
+        model.set_experts_implementation("eager")  # type: ignore[operator]  # one product for each expert
     for prompt, tokens, logprobs in zip(make_prompts(), result["tokens"], result["logprobs"], strict=True):
-        with torch.inference_mode(), rounded_inputs(model, world_size, round_rows):
+        with torch.inference_mode(), rounded_inputs(model, world_size, round_rows, round_pairs):
             logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
         expected = logits.log_softmax(-1)
         of_tokens = expected.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
@@ -243,3 +265,38 @@ def test_rounded_activations_are_those_of_compressed_tensors(
         )
         assert problem is None, f"{name}: {problem}"
         assert problem_of("qwen3", twin, found["rounded"]) is not None, "whole inputs give other results"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_rounded_inputs_of_experts_are_those_of_compressed_tensors(
+    world_size: int, quantised: Written, tmp_path: Path
+) -> None:
+    """Oracle: as above, with the rows of each expert's pairs, before gate and up and before down; each expert has its
+    own scales."""
+    kinds, twins = {"nvfp4-pack-quantized": "nvfp4", "nvfp4-modelopt": "nvfp4", "mxfp8": "mxfp8"}, []
+    for name in kinds:
+        own, twin = quantised(name, "qwen3-moe")
+        shutil.copytree(own, tmp_path / name)
+        twins.append(twin)
+    scales = [scale_experts(tmp_path / name) for name in kinds]
+
+    def rounding(folder: Path, world_size: int) -> dict[str, dict[str, Any]]:
+        return {"rounded": {**whole_prompts(folder, world_size)["ahead"], "round_activations": True}}
+
+    results = run_cases(world_size, [tmp_path / name for name in kinds], tmp_path, rounding)
+    for (name, kind), twin, of_experts, found in zip(kinds.items(), twins, scales, results, strict=True):
+
+        def round_rows(x: torch.Tensor, shards: int, kind: str = kind) -> torch.Tensor:
+            return fake_rows(x, kind, INPUT_SCALE if kind == "nvfp4" else None, shards)
+
+        def round_pairs(
+            x: torch.Tensor, expert: int, is_down: bool, shards: int, kind: str = kind, scales: Any = of_experts
+        ) -> torch.Tensor:
+            return fake_rows(x, kind, scales[expert][is_down] if scales else None, shards)
+
+        problems = [
+            problem_of_rounded("qwen3-moe", twin, found["rounded"], world_size, round_rows, one)
+            for one in (round_pairs, None)
+        ]
+        assert problems[0] is None, f"{name}: {problems[0]}"
+        assert problems[1] is not None, f"{name}: whole inputs of experts give other results"

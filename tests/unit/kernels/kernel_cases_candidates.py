@@ -106,6 +106,18 @@ SHAPES: dict[str, tuple[str, Shape, tuple[int, ...] | None]] = {
         },
         (17,),
     ),
+    "experts, nvfp4, rows as well": (
+        "experts",
+        {
+            **_EXPERTS,
+            **{name: _WHOLE[name] for name in _FORMAT},
+            "codes": "e2m1",
+            "scales": "float8_e4m3fn",
+            "group": 16,
+            "rows": "nvfp4",
+        },
+        (17,),
+    ),
     "gated_delta_net": ("gated_delta_net_prefill", _RECURRENT, (1, 40)),
     "mamba2": ("mamba2_prefill", _RECURRENT, (1, 40)),
     "short_conv": (

@@ -25,6 +25,18 @@ def test_rows_are_those_of_compressed_tensors(kind: Blocks, size: int) -> None:
     assert torch.equal(round_rows(x.bfloat16(), kind, scale), fake_rows(x.bfloat16().float(), kind, scale).bfloat16())
 
 
+def test_each_row_by_each_scale() -> None:
+    """Oracle: a row at a time with one scale: row 0 by scales 0 and 1, row 1 by 2 and 3."""
+    x, scales = torch.randn(2, 40, generator=torch.Generator().manual_seed(0)), torch.tensor([1e-3, 2e-3, 1e-2, 1e-4])
+    (codes, of_groups), values = encode_rows(x, "nvfp4", scales), rounded_rows(x, "nvfp4", scales)
+    for number, scale in enumerate(scales):
+        row = x[number // 2 : number // 2 + 1]
+        expected, expected_scales = encode_rows(row, "nvfp4", scale)
+        assert torch.equal(codes[number], expected[0]) and torch.equal(of_groups[number], expected_scales[0])
+        assert torch.equal(values[number], rounded_rows(row, "nvfp4", scale)[0])
+    assert rounded_rows(x[:0], "nvfp4", scales[:0]).shape == (0, 40)
+
+
 @pytest.mark.parametrize(("kind", "error"), [("nvfp4", 0.095), ("mxfp4", 0.112), ("mxfp8", 0.027)])
 def test_what_rounding_costs(kind: Blocks, error: float) -> None:
     """Oracle: the figures of docs/design/gpu_kernels.md, for normally distributed rows."""

@@ -15,17 +15,20 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from tests.quantised.checkpoints import compress
-from tests.quantised.fake_rows import fake_rows
+from tests.quantised.fake_rows import fake_rows, scale_experts
 from tests.quantised.formats import INPUT_SCALE
 from tests.unit.layers import test_quantised_formats
 from tests.unit.layers.test_quantised_formats import EXPERTS, SHAPE, load
 from tp_engine.errors import WeightError
+from tp_engine.kernels.layer_ops import gate
 from tp_engine.kernels.quantization.weights import dequantise
+from tp_engine.layers.experts import Experts
 from tp_engine.layers.linear import LocalLinear
 from tp_engine.layers.quantization import quantised
 from tp_engine.layers.quantization.quantised import Quantised
 from tp_engine.layers.quantization.quantised_products import choose_quantised_product
 from tp_engine.model_config import load_model_config, with_rounded_inputs
+from tp_engine.model_config.mlp import SILU
 from tp_engine.models.language_model import LanguageModel
 from tp_engine.models.mla_attention import LatentUp
 
@@ -35,7 +38,10 @@ KINDS = {
 }  # fmt: skip
 
 
-def load_rounding(folder: Path, rank: int, world_size: int) -> LanguageModel:
+EXPERTS_IN_GROUPS = EXPERTS | {"moe_intermediate_size": 128}
+
+
+def load_rounding(folder: Path, rank: int, world_size: int, **options: Any) -> LanguageModel:
     """``load``, with the option."""
 
     def rounding(*arguments: Any) -> Any:
@@ -44,7 +50,7 @@ def load_rounding(folder: Path, rank: int, world_size: int) -> LanguageModel:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(test_quantised_formats, "load_model_config", rounding)
-        return load(folder, rank, world_size)
+        return load(folder, rank, world_size, **options)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -68,15 +74,39 @@ def test_products_round_their_rows(name: str, checkpoint: Callable[..., Path], t
             assert (found - F.linear(x, values)).abs().max() > 1e-3, "the rows are rounded"
 
 
-def test_routed_experts_do_not_round(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """Oracle: the model without the option: the same parameters of experts, and attention's with an input scale."""
-    compress(checkpoint("qwen3-moe", **(SHAPE | EXPERTS)), tmp_path / "target", tmp_path / "twin", "nvfp4-modelopt")
-    whole, rounding = (
-        {name: one.shape for name, one in each(tmp_path / "target", 0, 1).named_parameters()}
-        for each in (load, load_rounding)
-    )
-    added = set(rounding) - set(whole)
-    assert added and all(name.endswith("_proj.input_scale") and "experts" not in name for name in added)
+@pytest.mark.parametrize("splits", [True, False])
+@pytest.mark.parametrize("name", KINDS)
+def test_routed_experts_round_by_their_own_scales(
+    name: str, splits: bool, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Oracle: compressed-tensors' rows before gate and up, and before down, expert by expert; of gate and up the larger
+    scale holds.  On 2 ranks experts are split, where groups of 16 and 32 stay whole, or there are some of them."""
+    compress(checkpoint("qwen3-moe", **(SHAPE | EXPERTS_IN_GROUPS)), tmp_path / "target", tmp_path / "twin", name)
+    scales = scale_experts(tmp_path / "target")
+    for rank, world_size in ((0, 1), (1, 2)):
+        model = load_rounding(tmp_path / "target", rank, world_size, enable_expert_parallel=not splits)
+        experts = [one for one in model.modules() if isinstance(one, Experts)][1]
+        assert isinstance(experts.format, Quantised)
+        own = experts.format.experts(dict(experts.named_parameters(recurse=False)), experts.shape)
+        gate_up, down = dequantise(own.gate_up), dequantise(own.down)
+        x, ids = (
+            torch.randn(7, gate_up.shape[2]),
+            torch.tensor([[0, 2], [2, 1], [1, 0], [0, 1], [1, 2], [2, 0], [0, 1]]),
+        )
+        weights = torch.rand(7, 2)
+        expected, whole = torch.zeros_like(x), torch.zeros_like(x)
+        for expert in range(own.first, own.first + len(down)):
+            of_x, of_inner = scales.get(expert, (None, None))
+            share = (weights * (ids == expert)).sum(1, keepdim=True)
+            values = gate_up[expert - own.first], down[expert - own.first]
+            inner = gate(F.linear(fake_rows(x, KINDS[name], of_x), values[0]), SILU)
+            expected += share * F.linear(fake_rows(inner, KINDS[name], of_inner), values[1])
+            whole += share * F.linear(gate(F.linear(x, values[0]), SILU), values[1])
+        experts.finish_loading()
+        assert experts._product is not None
+        found = experts._product(x, ids.int(), weights)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * whole.abs().max().item())
+        assert (found - whole).norm() > 0.01 * whole.norm(), "rows are rounded"
 
 
 def test_parts_of_a_product_must_agree(checkpoint: Callable[..., Path], tmp_path: Path) -> None:

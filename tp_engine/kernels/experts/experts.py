@@ -5,7 +5,8 @@
     out_n = sum over j of weights[n, j] * down_e(activation(gate_e(x_n), up_e(x_n)))      e = expert_ids[n, j]
 
 Products are rounded to the type of ``x``; the sum over j is float32, in the order of j, and rounded once.  Pairs whose
-expert is on another rank add nothing.
+expert is on another rank add nothing.  Weights that say so (``QuantisedWeight.rows``) round their rows in blocks first:
+x, and what down reads, by each expert's own scale.
 """
 
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from tp_engine.kernels.layer_ops import gate
+from tp_engine.kernels.quantization.block_rows import round_rows
 from tp_engine.kernels.quantization.weights import QuantisedWeight, multiply_quantised
 from tp_engine.model_config.mlp import Activation
 
@@ -63,7 +65,9 @@ def _multiply(rows: torch.Tensor, weights: Weights, biases: torch.Tensor | None,
     """``rows`` (n, in) times the weight of expert ``index`` -> (n, out), in the rows' type."""
     bias = None if biases is None else biases[index].to(rows.dtype)
     if isinstance(weights, QuantisedWeight):
-        return multiply_quantised(rows, weights.expert(index), bias)
+        own = weights.expert(index)
+        rows = rows if own.rows is None else round_rows(rows, own.rows.kind, own.rows.scale)
+        return multiply_quantised(rows, own, bias)
     return F.linear(rows, weights[index].to(rows.dtype), bias)
 
 

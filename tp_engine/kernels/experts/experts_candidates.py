@@ -11,11 +11,14 @@ The code's own choice is a table of tiles by the pairs of an expert, the same fo
 pairs needs more registers than a GPU of compute capability 9.0 or 10.0 has: what goes through memory instead costs more
 than a larger tile gains.
 
-Rows are rounded only if the checkpoint prescribes that (``rows`` of a shape), as its makers' own kernels do.
+Rows are rounded only if the checkpoint prescribes that (``rows`` of a shape), as its makers' own kernels do.  Rows in
+blocks are asked for: all candidates round them, and so does their one twin.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +38,8 @@ from tp_engine.kernels.experts.experts import ExpertWeights, Weights, mix_expert
 from tp_engine.kernels.experts.grouped import grouped_experts, why_no_grouped
 from tp_engine.kernels.experts.tiles import DENSE_TILES, GROUPED_MM_FROM, QUANTISED_TILES, Tiles
 from tp_engine.kernels.layer_ops import gate
+from tp_engine.kernels.quantization.block_rows import BLOCK_FORMATS
+from tp_engine.kernels.quantization.block_rows import rounded_rows as rows_in_blocks
 from tp_engine.kernels.quantization.linear_candidates import (
     format_of,
     half_way,
@@ -50,6 +55,7 @@ from tp_engine.model_config.mlp import SILU, Activation
 from tp_engine.system.units import ceil_div
 
 NAME = "experts"
+_RoundRows: TypeAlias = Callable[[torch.Tensor, QuantisedWeight], torch.Tensor]
 _OTHER_WEIGHTS = "it is for other weights"
 # Tiles that no table has, for weights of the type of rows, and for quantised ones.
 _MORE_DENSE_TILES = (Tiles(16, 128, 64, 4, 4), Tiles(128, 64, 64, 8, 4))
@@ -64,11 +70,12 @@ def shape_of(
     """The shape of these experts on one rank, ``top_k`` of ``num_ids`` on all ranks for each token."""
     num_experts, hidden, inner = weights.down.shape
     up, down = _format(weights.gate_up), _format(weights.down)
+    rows = weights.down.rows if isinstance(weights.down, QuantisedWeight) else None
     return {
         "experts": num_experts, "of": num_ids, "top_k": top_k, "hidden": hidden, "inner": inner, "type": name_of(dtype),
         "parts": weights.activation.num_parts, "bias": int(weights.gate_up_bias is not None), **up,
         **{f"down_{name}": value for name, value in down.items() if value != up.get(name)},
-        "rows": rows_of(dtype, rounds_rows=rounds_rows),
+        "rows": rows_of(dtype, rounds_rows=rounds_rows) if rows is None else rows.kind,
     }  # fmt: skip
 
 
@@ -116,17 +123,38 @@ def _inputs(shape: Shape, num_rows: int, device: torch.device, generator: torch.
 
 def _twin(weights: ExpertWeights[Weights], shape: Shape, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     x, ids, shares = inputs
-    return _exact(weights, inputs, rounds_rows=False), mix_experts(x, ids, shares, weights)
+    if shape["rows"] in BLOCK_FORMATS:
+        return _twin_of_rounded(weights, inputs, _in_blocks)
+    return _exact(weights, inputs, _whole), mix_experts(x, ids, shares, weights)
 
 
 def _twin_of_codes(weights: ExpertWeights[Weights], shape: Shape, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    return _twin_of_rounded(weights, inputs, _in_codes)
+
+
+def _twin_of_rounded(
+    weights: ExpertWeights[Weights], inputs: Inputs, round_rows: _RoundRows
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The same arithmetic; one sum that is rounded to the other side changes the codes of its whole group."""
-    rounded, whole = (_exact(weights, inputs, rounds_rows=rounds_rows) for rounds_rows in (True, False))
+    rounded, whole = (_exact(weights, inputs, one) for one in (round_rows, _whole))
     return rounded, half_way(rounded, whole).to(inputs[0].dtype)
 
 
-def _exact(weights: ExpertWeights[Weights], inputs: Inputs, *, rounds_rows: bool) -> torch.Tensor:
-    """The experts in float64; with ``rounds_rows``, what both products read is rounded as the kernels' rows are."""
+def _whole(rows: torch.Tensor, weight: QuantisedWeight) -> torch.Tensor:
+    return rows
+
+
+def _in_codes(rows: torch.Tensor, weight: QuantisedWeight) -> torch.Tensor:
+    return rounded_rows(rows, rule_for(weight).group)
+
+
+def _in_blocks(rows: torch.Tensor, weight: QuantisedWeight) -> torch.Tensor:
+    assert weight.rows is not None
+    return rows_in_blocks(rows, weight.rows.kind, weight.rows.scale)
+
+
+def _exact(weights: ExpertWeights[Weights], inputs: Inputs, round_rows: _RoundRows) -> torch.Tensor:
+    """The experts in float64; what products with quantised weights read, goes through ``round_rows``."""
     x, ids, shares = inputs
     outputs: torch.Tensor = x.new_zeros((*ids.shape, x.shape[1]), dtype=torch.float64)
 
@@ -135,7 +163,7 @@ def _exact(weights: ExpertWeights[Weights], inputs: Inputs, *, rounds_rows: bool
         if not isinstance(stack, QuantisedWeight):
             return F.linear(rows.double(), stack[index].double(), bias)
         own = stack.expert(index)
-        rows = rounded_rows(rows.to(x.dtype), rule_for(own).group) if rounds_rows else rows
+        rows = rows if round_rows is _whole else round_rows(rows.to(x.dtype), own)
         return F.linear(rows.double(), dequantise(own).double(), bias)
 
     for index in {*ids.flatten().tolist()} & {*range(weights.down.shape[0])}:

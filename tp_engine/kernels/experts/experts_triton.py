@@ -4,6 +4,7 @@
 
     sort            pairs of a token and an expert, by expert                         sort_triton
     (codes          x, and inner, as 8-bit floats, if both products are of codes)     row_codes_triton
+    (blocks         x, and inner, rounded in blocks, if the weights say so)           block_rows_triton
     gate and up     x of the pairs -> inner[pair], activated                          products_triton
     down            inner of the pairs -> outputs[pair]
     sum             program (token, columns): outputs of the token's pairs times their weights, in the order of j
@@ -28,6 +29,7 @@ from tp_engine.kernels.experts.products_triton import multiply_pairs
 from tp_engine.kernels.experts.sort_triton import sort_pairs
 from tp_engine.kernels.experts.tiles import Tiles, tiles_for
 from tp_engine.kernels.jit import jit
+from tp_engine.kernels.quantization.block_rows_triton import round_rows_triton
 from tp_engine.kernels.quantization.row_codes import RowCodes, Rows, rule_for
 from tp_engine.kernels.quantization.row_codes_triton import quantise_rows_triton
 
@@ -65,7 +67,8 @@ class TritonExperts:
     """``kernels.experts.mix_experts`` of ``weights``; shapes follow from the number of tokens alone.
 
     ``tiles`` replaces the choice by the number of pairs.  If it ``rounds_rows``, both products read their rows as codes
-    of 8-bit floats, with a scale where the weight has one.
+    of 8-bit floats, with a scale where the weight has one.  Where the weights' rows are rounded in blocks, both read
+    the values of those; NVFP4's x is then a row for each pair, by its expert's scale.
     """
 
     is_recordable = True
@@ -79,6 +82,7 @@ class TritonExperts:
             gate_up, down = (one.map(torch.Tensor.contiguous) for one in (gate_up, down))
             weights = replace(weights, gate_up=gate_up, down=down)
         self._weights, self._tiles, self._rounds_rows = weights, tiles, rounds_rows
+        self._row_scales = _row_scales(weights)
 
     def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         experts, (num_tokens, top_k) = self._weights, expert_ids.shape
@@ -88,18 +92,37 @@ class TritonExperts:
         assert x.is_contiguous(), x.stride()
         tiles = self._tiles or tiles_for(num_tokens * top_k, num_experts, is_quantised=self._is_quantised)
         order = sort_pairs(expert_ids, experts.first, num_experts, tiles.block_m)
+        of_x, of_inner = self._scales_of_pairs(expert_ids)
         inner = multiply_pairs(
-            self._rows(x, experts.gate_up), experts.gate_up, experts.gate_up_bias, order, tiles,
-            pairs_per_row=top_k, activation=experts.activation,
+            self._rows(x, experts.gate_up, of_x), experts.gate_up, experts.gate_up_bias, order, tiles,
+            pairs_per_row=top_k if of_x is None else 1, activation=experts.activation,
         )  # fmt: skip
-        outputs = multiply_pairs(self._rows(inner, experts.down), experts.down, experts.down_bias, order, tiles)
+        rows = self._rows(inner, experts.down, of_inner)
+        outputs = multiply_pairs(rows, experts.down, experts.down_bias, order, tiles)
         return add_up_pairs(x, outputs, expert_ids, weights, experts.first, num_experts)
 
-    def _rows(self, x: torch.Tensor, weight: Weights) -> Rows:
+    def _scales_of_pairs(self, expert_ids: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The scales of both products' rows (pairs,); those of pairs whose expert is elsewhere are any."""
+        if self._row_scales is None:
+            return None, None
+        local = (expert_ids.flatten() - self._weights.first).clamp(0, self._row_scales.shape[1] - 1)
+        of_x, of_inner = self._row_scales.index_select(1, local)
+        return of_x, of_inner
+
+    def _rows(self, x: torch.Tensor, weight: Weights, scales: torch.Tensor | None) -> Rows:
+        if not isinstance(weight, torch.Tensor) and weight.rows is not None:
+            return round_rows_triton(x, weight.rows.kind, scales)
         if not self._rounds_rows:
             return x
         assert not isinstance(weight, torch.Tensor), "codes are multiplied with codes"
         return RowCodes(*quantise_rows_triton(x, rule_for(weight).group))
+
+
+def _row_scales(weights: ExpertWeights[Weights]) -> torch.Tensor | None:
+    """The experts' scales of both products' rows (2, experts); None where rows have none."""
+    both = [None if isinstance(one, torch.Tensor) else one.rows for one in (weights.gate_up, weights.down)]
+    found = [one.scale for one in both if one is not None and one.scale is not None]
+    return torch.stack(found) if found else None
 
 
 class LibraryExperts:

@@ -12,6 +12,8 @@ Codes are rounded to the nearest, of two to the even one; what is beyond the lar
 two is the largest magnitude's own, or the next one from 1.75 times it on, divided by that of the largest code: a
 rule of compressed-tensors and of Quark, which for MXFP8 rounds up, as NVIDIA's libraries do.  A group with NaN or an
 infinity is NaN.  Where a rank's share begins inside of a group, groups are counted from there.
+
+``scale`` is one number for all rows, or (N * k,), where experts have one each: a row then becomes k, in order.
 """
 
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ import torch.nn.functional as F
 
 from tp_engine.kernels.quantization.weights import Codes, QuantisedWeight, code_values
 from tp_engine.model_config.quantization import Blocks
+from tp_engine.system.units import ceil_div
 
 LARGEST_SCALE = 448.0  # of e4m3
 NAN_SCALE = {"e4m3": 0x7F, "e8m0": 0xFF}
@@ -64,15 +67,17 @@ def has_blocks(weight: QuantisedWeight, kind: Blocks) -> bool:
 
 def encode_rows(x: torch.Tensor, kind: Blocks, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """``x`` (N, in) -> codes uint8 (N, in), or of 4 bits (N, in / 2) with the even column in the low bits; and scales
-    uint8 (N, ceil(in / group)).  ``scale`` is NVFP4's, a float32 scalar; ``in`` is even for codes of 4 bits."""
+    uint8 (N, ceil(in / group)).  ``scale`` is NVFP4's, float32; ``in`` is even for codes of 4 bits."""
+    if scale is not None and scale.dim():
+        x, scale = x.repeat_interleave(len(scale) // max(len(x), 1), 0), scale[:, None, None]
     form, (num_rows, size) = BLOCK_FORMATS[kind], x.shape
-    groups = F.pad(x.float(), (0, -size % form.group)).reshape(num_rows, -1, form.group)
+    groups = F.pad(x.float(), (0, -size % form.group)).reshape(num_rows, ceil_div(size, form.group), form.group)
     largest = groups.abs().amax(-1, keepdim=True)
     scales, values = _scales(largest, form, scale)
     quotients = torch.where(values == 0, 0, groups.abs() / values).clamp(max=form.largest).copysign(groups)
     quotients = torch.where(largest < torch.inf, quotients, 0)
     codes = quotients.to(torch.float8_e4m3fn).view(torch.uint8) if form.codes == "e4m3" else _e2m1_codes(quotients)
-    codes = codes.reshape(num_rows, -1)[:, :size]
+    codes = codes.flatten(1)[:, :size]
     if form.per_byte == 2:
         codes = codes[:, 0::2] | codes[:, 1::2] << 4
     return codes.contiguous(), scales.squeeze(-1)
@@ -88,7 +93,7 @@ def rounded_rows(x: torch.Tensor, kind: Blocks, scale: torch.Tensor | None = Non
     form, size = BLOCK_FORMATS[kind], x.shape[1]
     codes, scales = encode_rows(x, kind, scale)
     values = scales.view(form.scale_type).float()
-    values = values if scale is None else values * scale
+    values = values if scale is None else values * scale.unsqueeze(-1)
     return code_values(form.codes, codes) * values.repeat_interleave(form.group, 1)[:, :size]
 
 

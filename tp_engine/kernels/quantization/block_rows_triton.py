@@ -64,24 +64,30 @@ def block_scales(largest, given, LARGEST: tl.constexpr, EXPONENT: tl.constexpr, 
 def block_rows_kernel(
     x, given, out, scales, x_stride,
     SIZE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, LARGEST: tl.constexpr, EXPONENT: tl.constexpr,
-    HAS_POWERS: tl.constexpr, BITS: tl.constexpr, LEAST: tl.constexpr, PER_BYTE: tl.constexpr,
+    COPIES: tl.constexpr, HAS_POWERS: tl.constexpr, BITS: tl.constexpr, LEAST: tl.constexpr, PER_BYTE: tl.constexpr,
     AS_VALUES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: PARTS groups of GROUP columns of one row; ``out`` has codes, or with AS_VALUES what they stand for.
 
+    ``given`` is the scale of all rows; if COPIES is not 0, a row becomes so many, each with its own.
     The largest magnitude of a group is found among bits, where NaN is above all numbers.
     """
     token = begin_row(PDL)
+    source = token
+    given_place = given
+    if COPIES > 0:
+        source = token // COPIES
+        given_place = given + token
     part = tl.program_id(1) * PARTS + tl.arange(0, PARTS)
     column = part[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = column < SIZE
-    values = tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(x + source * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     bits = values.to(tl.int32, bitcast=True)
     size_bits = bits & 0x7FFFFFFF
     peak_bits = tl.max(size_bits, axis=1)
     is_finite = peak_bits < _INFINITY_BITS
     largest = tl.where(is_finite, peak_bits, 0).to(tl.float32, bitcast=True)
-    scale_codes, own = block_scales(largest, given, LARGEST, EXPONENT, HAS_POWERS)
+    scale_codes, own = block_scales(largest, given_place, LARGEST, EXPONENT, HAS_POWERS)
     divisor, is_whole = own[:, None], is_finite[:, None]
     sizes = tl.where(is_whole, size_bits, 0).to(tl.float32, bitcast=True)
     quotient = tl.where(divisor == 0, 0.0, tl.div_rn(sizes, tl.where(divisor == 0, 1.0, divisor)))
@@ -106,7 +112,7 @@ def encode_rows_triton(
     x: torch.Tensor, kind: Blocks, scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``block_rows.encode_rows``; the rows of ``x`` may be slices of wider ones."""
-    form, (num_rows, size) = BLOCK_FORMATS[kind], x.shape
+    form, (num_rows, size) = BLOCK_FORMATS[kind], _shape_of_rows(x, scale)
     assert size % form.per_byte == 0, x.shape
     codes = torch.empty((num_rows, size // form.per_byte), dtype=torch.uint8, device=x.device)
     scales = torch.empty((num_rows, ceil_div(size, form.group)), dtype=torch.uint8, device=x.device)
@@ -116,23 +122,29 @@ def encode_rows_triton(
 
 def round_rows_triton(x: torch.Tensor, kind: Blocks, scale: torch.Tensor | None = None) -> torch.Tensor:
     """``block_rows.round_rows``; the rows of ``x`` may be slices of wider ones."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(_shape_of_rows(x, scale), dtype=x.dtype, device=x.device)
     _launch(x, kind, scale, out, None)
     return out
+
+
+def _shape_of_rows(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[int, int]:
+    return len(x) if scale is None or not scale.dim() else len(scale), x.shape[1]
 
 
 def _launch(
     x: torch.Tensor, kind: Blocks, scale: torch.Tensor | None, out: torch.Tensor, scales: torch.Tensor | None
 ) -> None:
-    form, (num_rows, size) = BLOCK_FORMATS[kind], x.shape
+    form, (num_rows, size) = BLOCK_FORMATS[kind], _shape_of_rows(x, scale)
     assert x.stride(1) == 1 and (scale is None) == (form.scales == "e8m0"), (x.stride(), kind)
     if not num_rows:
         return
     parts = min(_COLUMNS // form.group, int(triton.next_power_of_2(ceil_div(size, form.group))))
     bits, least = _FLOATS[form.codes]
+    copies = 0 if scale is None or not scale.dim() else num_rows // len(x)
     block_rows_kernel[(num_rows, ceil_div(size, parts * form.group))](
         x, scale, out, scales, x.stride(0),
         SIZE=size, GROUP=form.group, PARTS=parts, LARGEST=form.largest, EXPONENT=form.exponent,
-        HAS_POWERS=form.scales == "e8m0", BITS=bits, LEAST=least, PER_BYTE=form.per_byte, AS_VALUES=scales is None,
+        COPIES=copies, HAS_POWERS=form.scales == "e8m0", BITS=bits, LEAST=least, PER_BYTE=form.per_byte,
+        AS_VALUES=scales is None,
         num_warps=max(parts * form.group // (32 * _ELEMENTS_PER_THREAD), 1), **dependent_launch(x.device),
     )  # fmt: skip

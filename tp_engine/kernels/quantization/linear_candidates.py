@@ -157,15 +157,18 @@ def random_quantised(
         factors = torch.full((*outer, out), factor, dtype=torch.float32, device=device)
     return QuantisedWeight(
         kind=kind, codes=codes, scales=scales, group=int(shape["group"]), row_block=int(shape["row_block"]),
-        zeros=zeros, factors=factors, rows=_rows(shape, device),
+        zeros=zeros, factors=factors, rows=_rows(shape, tuple(outer), device),
     )  # fmt: skip
 
 
-def _rows(shape: Shape, device: torch.device) -> RowBlocks | None:
-    """The blocks of normally distributed rows."""
+def _rows(shape: Shape, outer: tuple[int, ...], device: torch.device) -> RowBlocks | None:
+    """The blocks of normally distributed rows; the scales of a stack's experts differ."""
     for kind, form in BLOCK_FORMATS.items():
         if shape["rows"] == kind:
-            largest = torch.full((), 4 / (6 * 448), dtype=torch.float32, device=device)
+            largest = torch.full(outer, 4 / (6 * 448), dtype=torch.float32, device=device)
+            largest = (
+                largest * (1 + torch.arange(outer[0], dtype=torch.float32, device=device) % 4 / 4) if outer else largest
+            )
             return RowBlocks(kind, largest if form.scales == "e4m3" else None)
     return None
 

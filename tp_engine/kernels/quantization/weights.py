@@ -40,7 +40,8 @@ INT4_ZERO_PARTS = 16  # of a step
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowBlocks:
-    """The blocks in which a weight's rows are rounded (``block_rows``); ``scale`` is NVFP4's, a float32 scalar."""
+    """The blocks in which a weight's rows are rounded (``block_rows``); ``scale`` is NVFP4's, a float32 scalar, or
+    (experts,) for a stack."""
 
     kind: Blocks
     scale: torch.Tensor | None = None
@@ -83,7 +84,10 @@ class QuantisedWeight:
 
     def expert(self, index: int) -> QuantisedWeight:
         """One weight of a stack."""
-        return self.map(lambda one: one[index])
+        rows = self.rows
+        if rows is not None and rows.scale is not None:
+            rows = replace(rows, scale=rows.scale[index])
+        return replace(self.map(lambda one: one[index]), rows=rows)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantisedWeight:
         """This weight with ``change`` applied to each of its tensors; ``rows`` stay."""

@@ -8,7 +8,7 @@
     factors    float32 (out, 1)                           of rows, or of a whole stored module
     input_scale float32 (out, 1)                          of each part's inputs, if the checkpoint has fixed ones
 
-Dense layers round their inputs in blocks where the scheme says so; routed experts do not.
+Layers round their inputs in blocks where the scheme says so; an expert has its own scale for x, and one for down.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,10 +28,10 @@ from tp_engine.kernels.quantization.linear_candidates import NAME as QUANTISED
 from tp_engine.kernels.quantization.linear_candidates import shape_of as quantised_shape
 from tp_engine.kernels.quantization.weights import Codes, QuantisedWeight, RowBlocks
 from tp_engine.layers.quantization.base import ExpertsProduct, ParameterFactory, Product
-from tp_engine.layers.quantization.dense import ThenGate, choose_experts, expert_biases, experts_shape
+from tp_engine.layers.quantization.dense import ThenGate, choose_experts, expert_biases, experts_shape, runs_triton
 from tp_engine.layers.quantization.experts import ExpertsShape
 from tp_engine.layers.quantization.packings import Scalar, Tensors, pack_codes, pack_zeros, tensors_of
-from tp_engine.layers.quantization.quantised_products import choose_quantised_product
+from tp_engine.layers.quantization.quantised_products import RoundedExperts, choose_quantised_product
 from tp_engine.layers.quantization.stored import LinearShape, StoredTensor, Unit
 from tp_engine.model_config.mlp import StoredExperts
 from tp_engine.model_config.quantization import WeightScheme
@@ -66,16 +66,18 @@ class Quantised:
     def create(self, context: ParameterFactory, shape: LinearShape) -> Mapping[str, nn.Parameter]:
         found = self._create(context, [WeightLayout(shape)])
         if (scale := self._input_scale(shape)) is not None:
-            alternatives = WeightLayout(shape).scalar_sources(scale)
-            found["input_scale"] = context.parameter((shape.num_rows, 1), *alternatives, dtype=torch.float32)
+            found["input_scale"] = _of_modules(context, [WeightLayout(shape)], (), scale)
         return found
 
     def _input_scale(self, shape: LinearShape) -> Scalar | None:
         """The stored scale of all inputs, if there is one."""
         if self.scheme.activations == "tensor":
             return Scalar(suffix=f".{self.scheme.input_scale_name}", divides=True)
-        is_rounded = self.scheme.input_blocks is not None and shape.rounds_rows
-        return self._tensors([WeightLayout(shape)]).input_factor if is_rounded else None
+        return self._block_scale([WeightLayout(shape)]) if shape.rounds_rows else None
+
+    def _block_scale(self, ways: Sequence[WeightLayout]) -> Scalar | None:
+        """The stored scale of inputs that are rounded in blocks, if they are and there is one."""
+        return None if self.scheme.input_blocks is None else self._tensors(ways).input_factor
 
     def kept_bytes(self, name: str, weight: torch.Tensor) -> int:
         return weight.nbytes
@@ -115,17 +117,20 @@ class Quantised:
     def create_experts(self, context: ParameterFactory, shape: ExpertsShape) -> Mapping[str, nn.Parameter]:
         found: dict[str, nn.Parameter] = dict(expert_biases(context, shape))
         for side, ways in expert_sides(shape).items():
-            made = self._create(context, ways, stack=(shape.experts.size,))
+            stack = (shape.experts.size,)
+            made = self._create(context, ways, stack)
+            if (scale := self._block_scale(ways)) is not None:
+                made["input_scale"] = _of_modules(context, ways, stack, scale)
             found |= {f"{side}_{name}": parameter for name, parameter in made.items()}
         return found
 
     def finish_experts(
         self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape, dtype: torch.dtype
     ) -> ExpertsProduct:
-        return choose_experts(
-            self.experts(parameters, shape), shape.spec, dtype, quantises_activations=self._rounds_rows,
-            choices=self.choices,
-        )  # fmt: skip
+        weights = self.experts(parameters, shape)
+        if weights.down.rows is not None and not runs_triton(weights.down.codes.device.type):
+            return RoundedExperts(weights, dtype)
+        return choose_experts(weights, shape.spec, dtype, quantises_activations=self._rounds_rows, choices=self.choices)
 
     def tuned_experts(
         self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape, dtype: torch.dtype, device_type: str
@@ -140,16 +145,19 @@ class Quantised:
         return self.scheme.activations is not None
 
     def weight(self, parameters: Mapping[str, torch.Tensor], shape: LinearShape) -> QuantisedWeight:
-        """The loaded ``parameters`` as one weight.
+        """The loaded ``parameters`` as one weight."""
+        found = self._weight(parameters, [WeightLayout(shape)])
+        return self._with_rows(found, parameters) if shape.rounds_rows else found
+
+    def _with_rows(self, weight: QuantisedWeight, parameters: Mapping[str, torch.Tensor]) -> QuantisedWeight:
+        """``weight``, or a stack, whose rows are rounded in blocks if the scheme says so.
 
         Its parts are one product of one input, so the largest scale of inputs holds for all of them.
         """
-        found, kind, scale = self._weight(parameters, [WeightLayout(shape)]), self.scheme.input_blocks, None
-        if kind is None or not shape.rounds_rows:
-            return found
-        if "input_scale" in parameters:
-            scale = parameters["input_scale"].detach().max()
-        return replace(found, rows=RowBlocks(kind, scale))
+        kind, scales = self.scheme.input_blocks, parameters.get("input_scale")
+        if kind is None:
+            return weight
+        return replace(weight, rows=RowBlocks(kind, None if scales is None else scales.detach().amax((-2, -1))))
 
     def experts(self, parameters: Mapping[str, torch.Tensor], shape: ExpertsShape) -> ExpertWeights[QuantisedWeight]:
         """The loaded ``parameters`` as the weights of experts."""
@@ -158,7 +166,7 @@ class Quantised:
             own = {
                 name.removeprefix(f"{side}_"): one for name, one in parameters.items() if name.startswith(f"{side}_")
             }
-            sides[side] = self._weight(own, ways)
+            sides[side] = self._with_rows(self._weight(own, ways), own)
         return ExpertWeights(gate_up=sides["gate_up"], down=sides["down"], **shape.rest_of(parameters))
 
     def _create(
@@ -196,8 +204,7 @@ class Quantised:
             alternatives = [way.sources(one, kept) for way in ways for one in (factors, *tensors.others)]
             found["factors"] = parameter(of_rows, torch.float32, alternatives)
         elif factor is not None:
-            alternatives = [sources for way in ways for sources in way.scalar_sources(factor)]
-            found["factors"] = parameter(of_rows, torch.float32, alternatives)
+            found["factors"] = _of_modules(context, ways, stack, factor)
         return found
 
     def _weight(self, parameters: Mapping[str, torch.Tensor], ways: Sequence[WeightLayout]) -> QuantisedWeight:
@@ -235,6 +242,14 @@ def _parameter(
     shape = ways[0].shape
     size = (*stack, ceil_div(shape.num_rows, unit.rows), ceil_div(shape.num_columns, unit.columns))
     return context.parameter(size, *alternatives, dtype=dtype)
+
+
+def _of_modules(
+    context: ParameterFactory, ways: Sequence[WeightLayout], stack: tuple[int, ...], scalar: Scalar
+) -> nn.Parameter:
+    """A parameter (rows, 1) of ``scalar``, which each stored module has."""
+    alternatives = [sources for way in ways for sources in way.scalar_sources(scalar)]
+    return context.parameter((*stack, ways[0].shape.num_rows, 1), *alternatives, dtype=torch.float32)
 
 
 def expert_sides(shape: ExpertsShape) -> dict[str, list[WeightLayout]]:

@@ -34,6 +34,8 @@ import torch
 
 from tp_engine.cpu import QuantisedPanels, native_library
 from tp_engine.kernels.candidates import DEFAULTS, MANY, Choices, build, pick
+from tp_engine.kernels.experts.experts import ExpertWeights, add_up
+from tp_engine.kernels.experts.pairs import pair_up
 from tp_engine.kernels.ops import has_triton, op
 from tp_engine.kernels.quantization.block_rows import round_rows
 from tp_engine.kernels.quantization.linear_candidates import FEW_ROWS_BESIDE_CODES, NAME, CodesProduct, shape_of
@@ -171,6 +173,41 @@ def choose_quantised_product(
         scaled = scaled_product(weight, input_scale)
     rounds_rows = quantises_activations and input_scale is None
     return TritonQuantised(weight, activation, scaled, dtype=dtype, rounds_rows=rounds_rows, choices=choices)
+
+
+class RoundedExperts:
+    """``kernels.experts.mix_experts`` of ``weights`` whose rows are rounded in blocks, on CPUs.
+
+    An expert is two dense products, each of which rounds by its own scale.
+    """
+
+    is_recordable = False
+
+    def __init__(self, weights: ExpertWeights[QuantisedWeight], dtype: torch.dtype) -> None:
+        """``dtype`` is that of rows."""
+
+        def product(stack: QuantisedWeight, index: int, activation: Activation | None) -> Product:
+            own = stack.expert(index)
+            return choose_quantised_product(own, dtype=dtype, activation=activation, quantises_activations=False)
+
+        def biases(stack: torch.Tensor | None) -> list[torch.Tensor | None]:
+            return [None] * num_experts if stack is None else list(stack.detach().to(dtype))
+
+        num_experts = weights.down.shape[0]
+        self._first = weights.first
+        self._gate_up = [product(weights.gate_up, index, weights.activation) for index in range(num_experts)]
+        self._down = [product(weights.down, index, None) for index in range(num_experts)]
+        self._gate_up_biases, self._down_biases = biases(weights.gate_up_bias), biases(weights.down_bias)
+
+    def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        pairs = pair_up(expert_ids.numpy() - self._first, len(self._down))
+        top_k, order = expert_ids.shape[1], torch.from_numpy(pairs.order)
+        outputs = x.new_zeros((len(x) * top_k, x.shape[1]))
+        for expert, first, count in pairs.runs:
+            numbers = order[first : first + count]
+            inner = self._gate_up[expert](x[numbers // top_k], self._gate_up_biases[expert])
+            outputs[numbers] = self._down[expert](inner, self._down_biases[expert])
+        return add_up(outputs.view(len(x), top_k, -1), weights).to(x.dtype)
 
 
 def gated_pair(gate_up: Product, down: Product) -> GatedPair | None:
