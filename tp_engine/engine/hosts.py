@@ -9,12 +9,13 @@
       identity: equal?                                  identity
 
 The *identity* is what must be equal on all hosts, because every rank decides from the same bits: the package, torch,
-the configuration, the weights (``weights/fingerprint.py``), and the kind of device.  A difference ends the start, with
-both values.
+the configuration, the model's description, with transformers if this gave it, the weights
+(``weights/fingerprint.py``), and the kind of device.  A difference ends the start, with both values.
 """
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import secrets
 import socket
@@ -31,6 +32,8 @@ from tp_engine.ipc.handshake import KEY_BYTES, PURPOSES, Listener, connect, watc
 from tp_engine.ipc.relay import PlanLink, RelayReader
 from tp_engine.ipc.ring_buffer import RingWriter
 from tp_engine.job.topology import Topology
+from tp_engine.model_config.installed_classes import transformers_version
+from tp_engine.model_config.spec import ModelSpec
 from tp_engine.options.fields import plain
 from tp_engine.system import env
 from tp_engine.system.interfaces import address_towards, interface_of, is_loopback
@@ -181,10 +184,18 @@ def identity_of(effective: EffectiveConfig) -> dict[str, str]:
     return {name: str(plain(getattr(effective.config, name))) for name in shared} | {
         "tp_engine": __version__,
         "torch": str(torch.__version__),
+        "transformers": transformers_version() if effective.model.described_by == "transformers" else "not asked",
+        "model's description": _digest(effective.model),
         "weights": "dummy" if effective.config.load_format == "dummy" else checkpoint_fingerprint(effective.model_path),
         "kind of device": kind_of_device(torch.device(effective.config.device)),
         "tuned": "a file" if effective.config.tuned is not None else "none",  # whose choices all ranks exchange
     }
+
+
+def _digest(model: ModelSpec) -> str:
+    """Of what counts where models are compared."""
+    counts = [(one.name, getattr(model, one.name)) for one in dataclasses.fields(model) if one.compare]
+    return hashlib.sha256(repr(counts).encode()).hexdigest()[:16]
 
 
 def _own_address(store: Store, launched: env.LaunchedRank, topology: Topology) -> str:

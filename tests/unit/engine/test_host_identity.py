@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -89,6 +90,21 @@ def test_what_hosts_must_agree_on(tmp_path: Path) -> None:
     assert [line.split()[0] for line in found] == ["seed", "weights"] and found[
         0
     ] == "seed is 0 on host 0 and 5 on host 1"
+
+
+def test_hosts_describe_the_model_alike() -> None:
+    """Oracle: the fields of a description that count where models are compared, and the version that gave it."""
+    found = resolve(EngineConfig(device="cpu"))
+
+    def with_model(**changes: Any) -> dict[str, str]:
+        return identity_of(dataclasses.replace(found, model=dataclasses.replace(found.model, **changes)))
+
+    first = identity_of(found)
+    assert first["transformers"] == "not asked" and differences(first, with_model(notes=("a note",)), 1) == []
+    (line,) = differences(first, with_model(logit_scale=2.0), 1)
+    assert line.startswith("model's description is ")
+    (line,) = differences(first, with_model(described_by="transformers"), 1)
+    assert line == f"transformers is not asked on host 0 and {importlib.metadata.version('transformers')} on host 1"
 
 
 def test_fingerprints(tmp_path: Path) -> None:

@@ -278,6 +278,23 @@ def _plus(original: Any) -> Any:
     return lambda self, x, *given, **named: original(self, x, *given, **named) + 0.01 * x
 
 
+def _residuals_by_width(_original: Any) -> Any:
+    def forward(self: Any, hidden_states: torch.Tensor, **named: Any) -> Any:
+        scale = (hidden_states.shape[-1] / 256) ** -0.5
+        middle = hidden_states + scale * self.self_attn(hidden_states=self.input_layernorm(hidden_states), **named)[0]
+        return middle + scale * self.mlp(self.post_attention_layernorm(middle))
+
+    return forward
+
+
+def _eps_by_width(original: Any) -> Any:
+    def forward(self: Any, hidden_states: torch.Tensor) -> Any:
+        self.variance_epsilon = 1e-4 / hidden_states.shape[-1]
+        return original(self, hidden_states)
+
+    return forward
+
+
 def _with_logits(original: Any) -> Any:
     def forward(*given: Any, **named: Any) -> Any:
         found = original(*given, **named)
@@ -309,6 +326,8 @@ CLASSES: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "attends twice": ("LlamaAttention.forward", _twice, "attends 2 times in a step"),
     "something is added": ("LlamaDecoderLayer.forward", _plus, "not simply added"),
     "an MLP does more": ("LlamaMLP.forward", _plus, "not simply added"),
+    "an epsilon of the width": ("LlamaRMSNorm.forward", _eps_by_width, "depends on their sizes: .*eps is"),
+    "a scale of the width": ("LlamaDecoderLayer.forward", _residuals_by_width, "residual_scale is 2.0"),
     "logits are moved": ("LlamaForCausalLM.forward", _with_logits, "its logits are neither"),
     "queries grow with their position": ("apply_rotary_pos_emb", _scaled_queries, "in a way that no table"),
     "chunks": ("create_causal_mask", _chunks, "its mask"),
@@ -358,12 +377,35 @@ def test_other_classes_are_refused_with_the_reason(architecture: str, reason: st
 
 
 def test_keys_that_the_class_does_not_read_are_refused(ask_here: None) -> None:
-    """Oracle: the rule of every family: a key that no code reads may change what the model computes."""
-    values = {**served_values("ArceeForCausalLM"), "attention_mystery": 3}
-    with pytest.raises(ConfigError, match="attention_mystery=3"):
-        read_model(values)
+    """Oracle: the rule of every family: a key that no code reads may change what the model computes.  Words of the code
+    that ask no configuration for anything are such keys too."""
+    values = served_values("ArceeForCausalLM")
+    for key in ("attention_mystery", "residual", "hidden_states", "scaling", "Llama"):
+        with pytest.raises(ConfigError, match=f"{key}=3"):
+            read_model({**values, key: 3})
     with pytest.raises(ConfigError, match="architectures is"):
         read_model(values, "native")
+
+
+def test_keys_that_a_configuration_takes_by_other_names_are_known() -> None:
+    """Oracle: the code of transformers' configurations, read by hand."""
+    keys = {
+        "llama": ["rope_theta", "rope_scaling", "partial_rotary_factor", "head_dim", "scale", "dim"],
+        "gemma3": ["sliding_window_pattern", "rope_local_base_freq", "query_pre_attn_scalar", "window", "factor"],
+    }
+    for name, listed in keys.items():
+        values = {key: one for key, one in family_values(name).items() if key not in listed}
+        known = ModelClass({**values, **dict.fromkeys(listed[:2])}).known_keys
+        unread = ModelClass(values)
+        unread._values |= dict.fromkeys(listed)
+        assert {*unread.known_keys} - {*known} == {*listed[2:-2]}
+
+
+def test_tables_that_are_too_large_are_refused() -> None:
+    """Oracle: CodeGen's table of sines and cosines: 64 numbers for each position; and the limit."""
+    config = transformers.CodeGenConfig(n_positions=10**8)
+    with pytest.raises(RefusalError, match=r"tables has 6400000000 numbers; at most 268435456"):
+        ModelClass(values_of(config, "CodeGenForCausalLM")).published()
 
 
 def test_an_unknown_class_is_told_what_would_help() -> None:

@@ -10,9 +10,7 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -21,10 +19,12 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from tp_engine.models.recognition.read_keys import read_keys
 from tp_engine.models.recognition.record import FLOATS, NAME, register
 from tp_engine.models.recognition.refusal import RefusalError
 
-NARROW_VOCAB, NARROW_INNER, NARROW_WINDOW = 128, 96, 7
+NARROW_VOCAB, NARROW_WINDOW = 128, 7
+_WIDTH_UNIT, _INNER_UNIT = 32, 48
 _MOST_LAYERS, _MOST_NUMBERS = 512, 1 << 28
 _GAIN = 0.6  # small: with many layers, rounding errors grow as the model's own numbers do
 # Names of the sizes that a narrow model changes, in any class.
@@ -76,14 +76,8 @@ class ModelClass:
 
     @property
     def known_keys(self) -> list[str]:
-        """The keys of the config.json that the class reads: its configuration has them, or its code names them."""
-        from transformers import modeling_rope_utils
-
-        plain = self._kind()
-        own = {*plain.to_dict(), *getattr(plain, "attribute_map", {}), *vars(plain)}
-        modules = (sys.modules[self._class.__module__], sys.modules[self._kind.__module__], modeling_rope_utils)
-        words = {word for module in modules for word in re.findall(r"\w+", inspect.getsource(module))}
-        return sorted(name for name in self._values if name in own or name in words)
+        """The keys of the config.json that the class reads."""
+        return sorted(read_keys(self._class, self._kind).intersection(self._values))
 
     @property
     def values(self) -> dict[str, Any]:
@@ -93,24 +87,31 @@ class ModelClass:
     def published(self) -> Any:
         """On meta, with its buffers too."""
         with torch.device("meta"), _no_init():
-            return self._class._from_config(self._copy(), attn_implementation=NAME, dtype=torch.bfloat16).eval()
+            model = self._class._from_config(self._copy(), attn_implementation=NAME, dtype=torch.bfloat16).eval()
+        most = max((buffer.numel() for buffer in model.buffers()), default=0)
+        if most > _MOST_NUMBERS:
+            raise RefusalError(f"one of its tables has {most} numbers; at most {_MOST_NUMBERS} are made")
+        return model
 
-    def narrow(self, head_dim: int, kv_heads: str, implementation: str, *, is_free: bool) -> Any:
-        """With random weights: 4 heads of ``head_dim``, and as many KV heads, half of them, or one; the width is that
-        of the heads, unless it ``is_free``."""
+    def narrow(self, head_dim: int, kv_heads: str, implementation: str, *, is_free: bool, unit: int = 2) -> Any:
+        """With random weights: 2 ``unit`` heads of ``head_dim``, and as many KV heads, half of them, or one; the width
+        is that of the heads, unless it ``is_free``.
+
+        All these sizes grow with ``unit``.
+        """
         config = self._copy()
-        count = {"all": 4, "some": 2, "one": 1}[kv_heads]
+        heads, count = 2 * unit, {"all": 2 * unit, "some": unit, "one": 1}[kv_heads]
         has_dim = "head_dim" in self._kind().to_dict() or getattr(config, "head_dim", None) is not None
         _set(config, "vocab_size", NARROW_VOCAB)
-        _set(config, "num_attention_heads", 4)
+        _set(config, "num_attention_heads", heads)
         if hasattr(config, "num_key_value_heads"):
             _set(config, "num_key_value_heads", count)
         if has_dim:
             config.head_dim = head_dim
-        _set(config, "hidden_size", 64 if has_dim and is_free else 4 * head_dim)
+        _set(config, "hidden_size", _WIDTH_UNIT * unit if has_dim and is_free else heads * head_dim)
         for name, value in list(config.to_dict().items()):
             if _INNER.fullmatch(name) and type(value) is int and value:
-                setattr(config, name, NARROW_INNER)
+                setattr(config, name, _INNER_UNIT * unit)
         _few_experts(config)
         if isinstance(getattr(config, "sliding_window", None), int):
             config.sliding_window = NARROW_WINDOW

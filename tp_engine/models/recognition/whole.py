@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -86,13 +89,10 @@ def describe(model_class: ModelClass) -> Recognised:
     path = layers_path_of(published)
     asked = _interview(published, path)
     narrow, recipe = _make_narrow(model_class, path, asked)
-    rotations, positions = Rotations(narrow), _positions(model_class)
-    run = record.run(narrow, path, _ids(), positions)
-    modules = narrow.get_submodule(path)
-    stored = StoredNames(narrow, path)
-    context = ModelContext(rotations=rotations, positions=positions, stored=stored, config=narrow.config)
-    layers = [recognise(one, module, context) for one, module in zip(run.layers, modules, strict=True)]
-    _check_tables(narrow, rotations)
+    positions = _positions(model_class)
+    layers, run, rotations, stored = _recognised(narrow, path, positions)
+    wider = model_class.narrow(**recipe, implementation=record.NAME, unit=3)
+    _check_numbers(layers, _recognised(wider, path, positions)[0])
     structure = _Structure(layers=layers, rotations=rotations, names=_names(narrow, stored, layers), path=path)
     hollow = model_class.hollow(path)
     hollow_run = record.run(hollow, path, _ids(), positions)
@@ -102,6 +102,44 @@ def describe(model_class: ModelClass) -> Recognised:
         narrow=structure.decoder(model_class, narrow, own, _ends(narrow, run, path)),
         recipe=recipe,
     )
+
+
+def _recognised(
+    model: Any, path: str, positions: torch.Tensor
+) -> tuple[list[RecognisedLayer], ModelRun, Rotations, StoredNames]:
+    """The layers of a narrow model by a run of it, its tables of frequencies, and its names in a checkpoint."""
+    rotations, stored = Rotations(model), StoredNames(model, path)
+    run = record.run(model, path, _ids(), positions)
+    context = ModelContext(rotations=rotations, positions=positions, stored=stored, config=model.config)
+    modules = model.get_submodule(path)
+    layers = [recognise(one, module, context) for one, module in zip(run.layers, modules, strict=True)]
+    _check_tables(model, rotations)
+    return layers, run, rotations, stored
+
+
+def _check_numbers(narrow: Sequence[RecognisedLayer], wider: Sequence[RecognisedLayer]) -> None:
+    """Raise ``RefusalError`` if the ``wider`` layers have other numbers than the ``narrow`` ones."""
+    for one, other in zip(narrow, wider, strict=True):
+        for (name, first), (_, second) in zip_longest(_measured(one), _measured(other), fillvalue=("", None)):
+            if first is None or second is None or not math.isclose(first, second, rel_tol=1e-3, abs_tol=1e-9):
+                raise RefusalError(f"a number of its layers depends on their sizes: {name} is {first}, then {second}")
+
+
+def _measured(layer: RecognisedLayer) -> Iterator[tuple[str, float | None]]:
+    """What is measured of it; the scale and the cap of its attention are asked of the published model."""
+    spec = layer.spec
+    if isinstance(spec.attention, AttentionSpec):
+        spec = replace(spec, attention=replace(spec.attention, scale=0.0, softcap=None))
+    yield from _floats("", spec)
+    yield from _floats("turn", layer.turn)
+
+
+def _floats(name: str, value: Any) -> Iterator[tuple[str, float | None]]:
+    if isinstance(value, float):
+        yield name, value
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _floats(f"{name}.{field.name}".strip("."), getattr(value, field.name))
 
 
 def _interview(model: Any, path: str) -> list[Asked]:
