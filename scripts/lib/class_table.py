@@ -87,7 +87,11 @@ def way_of(name: str) -> tuple[str, str]:
 
 def asked_ways(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Ask all of them."""
+    import transformers
+
     listed = list(names)
+    for name in listed:
+        getattr(transformers, name, None)  # its lazy imports are not for several threads
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return dict(zip(listed, pool.map(way_of, listed), strict=True))
 

@@ -78,9 +78,11 @@ def pooled(spec: ModelSpec, pooling: PoolingSpec) -> ModelSpec:
 
 
 def _is_for_embeddings(folder: Path) -> bool:
-    """Whether the folder has the files of sentence-transformers, or a decoder that was saved without its head."""
-    architectures = read_json(folder / CONFIG_FILE).get("architectures") or [""]
-    return (folder / _MODULES_FILE).is_file() or str(architectures[0]).endswith("Model")
+    """Whether the folder has the files of sentence-transformers, or a decoder that was saved without its head, unlike
+    ``GPT2LMHeadModel``."""
+    architecture = str((read_json(folder / CONFIG_FILE).get("architectures") or [""])[0])
+    is_headless = architecture.endswith("Model") and not architecture.endswith("LMHeadModel")
+    return (folder / _MODULES_FILE).is_file() or is_headless
 
 
 def _own_name(model: str, folder: Path) -> str:

@@ -46,6 +46,11 @@ class LanguageModel(nn.Module, ABC):
     def is_recordable(self) -> bool:
         """Whether recordings of steps can hold all that the model runs; known after ``finish_loading``."""
 
+    @property
+    def why_not_capture(self) -> str | None:
+        """What keeps CUDA graphs from holding a step, if anything in the model does."""
+        return None
+
     @abstractmethod
     def shortened(self) -> AbstractContextManager[None]:
         """Within this context only what differs runs: the rest needs no further memory."""

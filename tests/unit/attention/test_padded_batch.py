@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -144,13 +144,24 @@ def test_rules(
     config = EngineConfig(model="unused", device="cuda", max_num_seqs=20, max_num_batched_tokens=128, **options)
     backend: Any = Stub(name="test", can_capture_decodes=True, can_capture_prompts=can_capture)
     communicator: Any = Stub(can_capture=True, why_not_capture=lambda *_: None)
-    model: Any = Stub(state_layers=states, hidden_size=64, dtype=torch.bfloat16, modules=lambda: ())
+    model: Any = Stub(why_not_capture=None, state_layers=states, hidden_size=64, dtype=torch.bfloat16, modules=list)
     with caplog.at_level(logging.WARNING, logger="tp_engine"):
         plan = graph_plan(config, backend, communicator, model)
     assert plan is not None and plan.sizes[-1] == 20
     expected = StepSizes(decodes=(0, 8, 32), tokens=(32, 64, 128))
     assert plan.prompts == (expected if reason is None else None)
     assert bool(caplog.messages) == bool(reason) and all(str(reason) in text for text in caplog.messages)
+
+
+@pytest.mark.parametrize("prompts", ["none", "auto"])
+def test_what_a_model_cannot_hold_is_not_recorded(prompts: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Oracle: no graph of decodes or of prompts, and the model's own reason in the log, once."""
+    config = EngineConfig(model="unused", device="cuda", max_num_seqs=20, cudagraph_prefill_capture_sizes=prompts)
+    backend: Any = Stub(name="test", can_capture_decodes=True, can_capture_prompts=True)
+    communicator: Any = Stub(can_capture=True, why_not_capture=lambda *_: None)
+    with caplog.at_level(logging.WARNING, logger="tp_engine"):
+        assert graph_plan(config, backend, communicator, cast("Any", Stub(why_not_capture="it reads values"))) is None
+    assert caplog.messages == ["no CUDA graphs, so decode steps are slower: it reads values"]
 
 
 @pytest.mark.skipif(not has_triton(), reason="triton is not installed")

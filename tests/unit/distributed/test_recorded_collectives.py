@@ -67,7 +67,8 @@ def test_sizes_are_those_of_a_step(family: str, tp_invariant: bool, checkpoint: 
 
 def small_model(world: Communicator) -> Any:
     """32 hidden float32 elements, so 128 bytes of each row are all-reduced."""
-    return Stub(hidden_size=32, dtype=torch.float32, modules=list, state_layers=[], info=world.info)
+    sizes: dict[str, Any] = {"hidden_size": 32, "dtype": torch.float32, "modules": list, "state_layers": []}
+    return Stub(**sizes, why_not_capture=None, info=world.info)
 
 
 @needs_triton

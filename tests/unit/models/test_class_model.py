@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from pathlib import Path
+from threading import BrokenBarrierError
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -13,11 +16,13 @@ import torch
 import transformers
 
 from tests.families import FAMILIES
+from tests.simulated_ranks import run_ranks
 from tests.tiers import slow_but
 from tests.tiny_models import make_config, randomise_vectors
-from tests.unit.models.test_models import oracle_logits, parallel_logits, prompts
+from tests.unit.models.test_models import load, oracle_logits, parallel_logits, prompts
 from tests.unit.models.test_recognition import values_of
 from tp_engine.config import EngineConfig
+from tp_engine.distributed.collectives import Communicator
 from tp_engine.errors import ConfigError
 from tp_engine.features.speculation.options import SpeculativeConfig
 from tp_engine.model_config import check_tensor_parallel, families, load_model_config, read_model
@@ -25,10 +30,10 @@ from tp_engine.model_config.asked_decoder import ClassAnswer
 from tp_engine.model_config.drafting import find_head
 from tp_engine.model_config.spec import AttentionSpec, ModelSpec
 from tp_engine.model_config.tp_invariant import check_tp_invariant
-from tp_engine.models.class_model import interview
+from tp_engine.models.class_model import attention, guard, interview
 from tp_engine.models.class_model.guard import served_by_modules
 from tp_engine.models.recognition import child
-from tp_engine.models.recognition.model_class import ModelClass
+from tp_engine.models.recognition.model_class import ModelClass, layers_path_of
 from tp_engine.models.recognition.refusal import RefusalError
 
 _SIZES: dict[str, Any] = {
@@ -139,6 +144,53 @@ def test_a_wrong_plan_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not served_by_modules(model_class).modules.splits
 
 
+@pytest.mark.parametrize("error", [BrokenBarrierError, MemoryError, OSError])
+def test_a_slow_or_full_machine_decides_nothing(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the error itself, which is not taken for a fault of the class's plan."""
+    compare = guard._Oracle.compare
+
+    def failing(self: Any, narrow: Any, world_size: int) -> None:
+        if world_size > 1:
+            raise error
+        compare(self, narrow, world_size)
+
+    monkeypatch.setattr(guard._Oracle, "compare", failing)
+    with pytest.raises(error):
+        served_by_modules(ModelClass(values("Starcoder2ForCausalLM")))
+
+
+def test_new_files_of_the_same_model_are_the_same_model(by_modules: None) -> None:
+    """Oracle: keys that say who wrote a file change nothing; a size does."""
+    found = values("StableLmForCausalLM")
+    written = {**found, "transformers_version": "5.0.1", "_name_or_path": "another/place", "torch_dtype": "float32"}
+    assert read_model(written).modules == read_model(found).modules
+    assert read_model({**found, "intermediate_size": 160}).modules != read_model(found).modules
+
+
+def test_each_call_of_attention_has_its_place() -> None:
+    """Oracle: a module that attends more often than it was asked, less often, or with a mask of its own, is stopped."""
+    places = attention.ModulePlaces()
+    places.add(Mock(spec=attention.Place))
+    places.begin_step()
+    with pytest.raises(RuntimeError, match="attended 0 times in a step, and 1 times before"):
+        places.end_step()
+    places.next_place()
+    places.end_step()
+    with pytest.raises(RuntimeError, match="more often in a step than the 1 times"):
+        places.next_place()
+    with pytest.raises(NotImplementedError, match="Linear attends with a mask of its own"):
+        attention._attend(torch.nn.Linear(1, 1), None, None, None, torch.ones(1))
+
+
+def test_layers_are_not_their_experts() -> None:
+    """Oracle: two layers with four experts each."""
+    model: Any = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(torch.nn.ModuleList(torch.nn.Identity() for _ in range(4)) for _ in range(2))
+    for said, expected in ((2, "layers"), (9, "layers.0")):
+        model.config = Mock(num_hidden_layers=said)
+        assert layers_path_of(model) == expected
+
+
 @pytest.mark.parametrize("lie", ["scale", "window", "softcap", "has_sinks"])
 def test_a_wrong_interview_is_refused(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the class's own logits: what the interview says wrongly is found in them."""
@@ -146,14 +198,12 @@ def test_a_wrong_interview_is_refused(lie: str, monkeypatch: pytest.MonkeyPatch)
     changes = {"scale": 0.5, "window": 6, "softcap": None}
     describe = interview.AskedCall
 
-    def lying(path: str, attention: AttentionSpec, chunk: int | None) -> Any:
-        if lie == "window" and attention.window is None:
-            return describe(path, attention, chunk)
-        return describe(path, replaced(attention, **{lie: changes[lie]}), chunk)
+    def lying(path: str, asked: AttentionSpec, chunk: int | None) -> Any:
+        if lie == "window" and asked.window is None:
+            return describe(path, asked, chunk)
+        return describe(path, replaced(asked, **{lie: changes[lie]}), chunk)
 
     if lie == "has_sinks":  # they come with the call, and would be dropped
-        from tp_engine.models.class_model import attention
-
         monkeypatch.setattr(attention, "_sinks_of", lambda _named: None)
     else:
         monkeypatch.setattr(interview, "AskedCall", lying)
@@ -198,6 +248,29 @@ def test_options_that_need_native_layers_are_refused(by_modules: None) -> None:
     head = SpeculativeConfig(method="eagle3", model="head", num_speculative_tokens=2)
     with pytest.raises(ConfigError, match="do not show a draft head"):
         find_head(spec, head, name="model", folder=None)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "words"),
+    [("StableLmForCausalLM", None), ("OlmoeForCausalLM", r"0\.00 GiB, whole on each of 2 ranks, .*: take a model")],
+)
+def test_what_it_costs_is_told(
+    architecture: str, words: str | None, tmp_path: Path, by_modules: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Oracle: stacked experts alone are warned of, by one rank; no CUDA graph may hold either, whatever they do."""
+    spec, folder = load_model_config(str(save_model(tmp_path, values(architecture))))
+    caplog.clear()
+
+    def body(communicator: Communicator) -> tuple[bool, str | None]:
+        model = load(spec, folder, communicator)
+        model.finish_loading()
+        return model.is_recordable, model.why_not_capture
+
+    with caplog.at_level(logging.WARNING, logger="tp_engine"):
+        found = run_ranks(2, body)
+    assert all(not recorded and architecture in str(reason) for recorded, reason in found)
+    assert len(caplog.messages) == (words is not None)
+    assert all(words is not None and re.search(words, text) for text in caplog.messages)
 
 
 def test_no_code_of_a_checkpoint_runs(tmp_path: Path, by_modules: None) -> None:

@@ -82,7 +82,16 @@ class ModulePlaces:
     def next_place(self) -> Place:
         """That of the next call."""
         self._next += 1
+        if self._next > len(self._places):
+            raise RuntimeError(
+                f"a module attends more often in a step than the {len(self._places)} times it did before"
+            )
         return self._places[self._next - 1]
+
+    def end_step(self) -> None:
+        """Raise ``RuntimeError`` if there were fewer calls than places: the cache lacks a token then."""
+        if self._next != len(self._places):
+            raise RuntimeError(f"a module attended {self._next} times in a step, and {len(self._places)} times before")
 
 
 def place_calls(body: nn.Module, paths: Sequence[str], places: Sequence[Place]) -> list[ModulePlaces]:
@@ -106,7 +115,8 @@ def register() -> None:
 def _attend(
     module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any = None, *_more: Any, **named: Any
 ) -> tuple[torch.Tensor, None]:
-    assert attention_mask is None, "a mask would be ignored"
+    if attention_mask is not None:
+        raise NotImplementedError(f"{type(module).__name__} attends with a mask of its own, which would be ignored")
     places: ModulePlaces = getattr(module, _PLACES)
     return places.next_place().attend(query, key, value, _sinks_of(named)), None
 

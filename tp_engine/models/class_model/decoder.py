@@ -20,6 +20,10 @@ from tp_engine.models.class_model.attention import NAME, Place, place_calls, reg
 from tp_engine.models.class_model.body import make_body
 from tp_engine.models.language_model import LanguageModel
 from tp_engine.models.recognition.model_class import ModelClass
+from tp_engine.system.log import get_logger
+from tp_engine.system.units import format_gib
+
+logger = get_logger(__name__)
 
 
 class ClassDecoder(LanguageModel):
@@ -63,6 +67,7 @@ class ClassDecoder(LanguageModel):
         linears = () if spec.classifier is None else spec.classifier.linears
         self.score_head = ScoreHead(linears, spec.hidden_size, context=context) if linears else None
         self.hidden_size, self.dtype = spec.hidden_size, context.dtype
+        self._architecture, self._info = modules.architecture, context.communicator.info
         self.layer_embeddings = self.vision = self.mtp = None
         self._copy_rows = context.op("copy_rows")
 
@@ -70,6 +75,19 @@ class ClassDecoder(LanguageModel):
     def is_recordable(self) -> bool:
         """No: the class's modules are not compiled."""
         return False
+
+    @property
+    def why_not_capture(self) -> str:
+        """The class's modules may read values on the host, or choose by them what they run: a graph would keep the
+        choice of its recording, and give wrong tokens without an error."""
+        return f"the modules of {self._architecture} are transformers' own, which may choose by values what they run"
+
+    def finish_loading(self) -> None:
+        """Warn, besides, of experts that no native layers run."""
+        super().finish_loading()
+        num_bytes = sum(weight.nbytes for weight in self.body.parameters() if weight.dim() == 3 and weight.shape[1] > 1)
+        if num_bytes and self._info.is_first:
+            logger.warning("%s", _cost_of_experts(self._architecture, num_bytes, self._info.world_size))
 
     @property
     def attention_of(self) -> dict[int, Attention]:
@@ -93,6 +111,19 @@ class ClassDecoder(LanguageModel):
             one.begin_step()
         given: dict[str, Any] = {"input_ids": input_ids[None], "position_ids": positions[None], "use_cache": False}
         hidden: torch.Tensor = self.body(**given).last_hidden_state[0].to(self.dtype)
+        for one in self._calls:
+            one.end_step()
         if states is not None:
             self._copy_rows(hidden, states)
         return only(wanted, hidden)
+
+
+def _cost_of_experts(architecture: str, num_bytes: int, world_size: int) -> str:
+    """What it costs that stacked experts of ``num_bytes`` on each rank are run by their class."""
+    kept = f"{format_gib(num_bytes)} on this rank"
+    if world_size > 1:
+        kept = f"{format_gib(num_bytes)}, whole on each of {world_size} ranks, each of which computes all of them"
+    remedy = "take a model that native layers run (docs/classes.md lists the classes)"
+    if world_size > 1:
+        remedy += ", or, if one rank has room for it, one engine on each device and a router before them"
+    return f"the experts of {architecture} ({kept}) are run by transformers' own code, which is slow: {remedy}"

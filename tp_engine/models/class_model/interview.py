@@ -21,6 +21,8 @@ from tp_engine.models.recognition.refusal import RefusalError
 from tp_engine.models.recognition.whole import is_tied, scale_and_cap
 
 _MOST_BYTES_PER_CALL = 32 << 10  # of a token's keys and values in 16 bits
+# Of a config.json, what is no part of the model: new weights of the same model may differ in it.
+_OF_FILE = {"_commit_hash", "_name_or_path", "auto_map", "dtype", "torch_dtype", "transformers_version"}
 _SIZES = (1e-3, 1.0, 30.0, 1e3, 1e6)
 
 
@@ -178,7 +180,7 @@ def describe(model_class: ModelClass, model: Any, config: dict[str, Any], run: A
         known_keys=tuple(model_class.known_keys),
         modules=ClassModules(
             architecture=model_class.name,
-            config=json.dumps(config, sort_keys=True),
+            config=json.dumps({key: config[key] for key in config.keys() - _OF_FILE}, sort_keys=True),
             places=tuple(one.path.removeprefix(f"{body}.") for one in calls),
             body=body,
             embedding=embedding,

@@ -29,7 +29,7 @@ _MOST_LAYERS, _MOST_NUMBERS = 512, 1 << 28
 _GAIN = 0.6  # small: with many layers, rounding errors grow as the model's own numbers do
 # Names of the sizes that a narrow model changes, in any class.
 _turn = threading.Lock()  # one model at a time is made without memory
-_INNER = re.compile(r".*intermediate_size.*|ffn_dim|n_inner|ffn_hidden_size")
+_INNER = re.compile(r".*intermediate_size.*|ffn_dim|n_inner|ffn_hidden_size|dff")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k")
 
@@ -106,7 +106,7 @@ class ModelClass:
         _set(config, "num_attention_heads", heads)
         if hasattr(config, "num_key_value_heads"):
             _set(config, "num_key_value_heads", count)
-        if has_dim:
+        if has_dim and getattr(config, "head_dim", None) is None:
             config.head_dim = head_dim
         _set(config, "hidden_size", _WIDTH_UNIT * unit if has_dim and is_free else heads * head_dim)
         for name, value in list(config.to_dict().items()):
@@ -166,12 +166,14 @@ def filled(model: Any) -> Any:
     return model
 
 
-def layers_path_of(model: nn.Module) -> str:
-    """The list of the layers: the longest list of modules, the outermost of such."""
+def layers_path_of(model: Any) -> str:
+    """The list of the layers: the outermost list with as many modules as its configuration says, or else the longest,
+    as lists of experts may be longer."""
     lists = [(path, one) for path, one in model.named_modules() if isinstance(one, nn.ModuleList)]
     if not lists:
         raise RefusalError("it has no list of layers")
-    most = max(len(one) for _, one in lists)
+    said = model.config.num_hidden_layers
+    most = said if any(len(one) == said for _, one in lists) else max(len(one) for _, one in lists)
     return str(next(path for path, one in lists if len(one) == most))
 
 

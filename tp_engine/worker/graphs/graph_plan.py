@@ -68,7 +68,7 @@ def graph_plan(
     if config.device != "cuda":
         return _tape_plan(config, backend, communicator, model)
     sizes = capture_sizes(config.cudagraph_capture_sizes, config.max_step_decodes)
-    obstacle = _obstacle(config, backend)
+    obstacle = _obstacle(config, backend, model)
     if obstacle is None:
         obstacle = communicator.why_not_capture(sizes_of(model, sizes, tp_invariant=config.tp_invariant, head=head))
     if obstacle is not None:
@@ -78,11 +78,13 @@ def graph_plan(
     return GraphPlan(sizes=sizes, prompts=prompts, make_recorder=partial(CudaRecorder, check))
 
 
-def _obstacle(config: EngineConfig, backend: AttentionBackend) -> str | None:
+def _obstacle(config: EngineConfig, backend: AttentionBackend, model: LanguageModel) -> str | None:
     if config.debug_compare_rank_inputs:
         return "debug_compare_rank_inputs reads every step's inputs"
     if not backend.can_capture_decodes:
         return f"the attention backend {backend.name} cannot be captured"
+    if model.why_not_capture is not None:
+        return model.why_not_capture
     if not has_triton():
         return "the triton package is not installed"
     return None
