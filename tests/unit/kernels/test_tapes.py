@@ -63,6 +63,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     **{f"table-{name}": {"architecture": name} for name in FAMILIES},
 }  # fmt: skip
+# Families whose steps no tape holds yet: streams of the residual and compressed attention are PyTorch's.
+WITHOUT_TAPES = {"table-deepseek-v4"}
 
 
 class Rows:
@@ -162,14 +164,18 @@ def admission(row: int, length: int, blocks: IntArray) -> Admission:
 @pytest.mark.parametrize("dtype", fast_first(1, [torch.float32, torch.bfloat16]), ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_equal_those_without_a_tape(name: str, dtype: torch.dtype, checkpoint: Callable[..., Path]) -> None:
-    """Oracle: the same step without a tape, bit by bit: beyond the ends of blocks and ranges, rows mixed."""
+    """Oracle: the same step without a tape, bit by bit: beyond the ends of blocks and ranges, rows mixed.  All but
+    the families that have none run on tapes."""
     rows = Rows(checkpoint(**MODELS[name]), dtype)
     for step in range(7):
         for count in range(1, NUM_ROWS + 1):
             order = np.random.default_rng(step).permutation(NUM_ROWS)[:count].astype(np.int32)
             rows.check_step(order)
     for count in range(1, NUM_ROWS + 1):
-        assert all(one.is_settled and one.run_count == 2 for one in rows.recordings(count))
+        if name in WITHOUT_TAPES:
+            assert not rows.recordings(count)[0].is_settled
+        else:
+            assert all(one.is_settled and one.run_count == 2 for one in rows.recordings(count))
 
 
 def test_a_step_with_an_operation_of_torch_is_not_recorded(

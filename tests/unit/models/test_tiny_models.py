@@ -16,12 +16,14 @@ from tests.leaks import footprint, leaked_since
 
 @pytest.mark.parametrize("architecture", sorted(FAMILIES))
 def test_checkpoint_has_the_asked_shape(checkpoint: Callable[..., Path], architecture: str) -> None:
-    """Oracle: transformers' own config.json, read back; latent attention has as many key heads as query heads."""
+    """Oracle: transformers' own config.json, read back; latent attention has as many key heads as query heads, and
+    DeepSeek V4 one."""
     folder = checkpoint(architecture, num_kv_heads=2)
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == [FAMILIES[architecture].model]
     text = config.get("text_config", config)
-    assert text["num_key_value_heads"] == (text["num_attention_heads"] if "kv_lora_rank" in text else 2)
+    own = FAMILIES[architecture].changes.get("num_key_value_heads", 2)
+    assert text["num_key_value_heads"] == (text["num_attention_heads"] if "kv_lora_rank" in text else own)
     assert (folder / "model.safetensors").is_file()
 
 
