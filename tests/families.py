@@ -491,6 +491,24 @@ FAMILIES: dict[str, Family] = {
         seed=3,
     ),
     "deepseek-v4": Family("DeepseekV4Config", "DeepseekV4ForCausalLM", _COMPRESSED),
+    "kimi-linear": Family(
+        "KimiLinearConfig",
+        "KimiLinearForCausalLM",
+        {
+            **_LATENT,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "linear_num_heads": 24,
+            "linear_head_dim": 8,
+            "q_lora_rank": None,
+            "n_routed_experts": 8,
+            "num_local_experts": 8,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        seed=6,
+    ),
 }
 
 

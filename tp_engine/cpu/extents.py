@@ -49,6 +49,15 @@ EXTENTS: dict[str, dict[str, str]] = {
         "gates": f"{_DECODES}(num_runs - 1) * gates_stride + 2 * value_heads",
         "out": f"{_DECODES}num_runs * value_heads * value_dim",
     },
+    "kimi_delta": {
+        "conv": f"taps * {_CHANNELS}", "decay": "value_heads", "dt_bias": "value_heads * key_dim", "norm": "value_dim",
+        "inputs": "1", "matrices": "1", "slots": "num_runs", "runs": "2 * num_runs", "chunks": "4 * num_runs",
+        "mixed": f"{_DECODES}(num_runs - 1) * mixed_stride + {_CHANNELS}",
+        "beta": f"{_DECODES}(num_runs - 1) * beta_stride + value_heads",
+        "decays": f"{_DECODES}(num_runs - 1) * decays_stride + value_heads * key_dim",
+        "z": f"{_DECODES}(num_runs - 1) * z_stride + value_heads * value_dim",
+        "out": f"{_DECODES}num_runs * value_heads * value_dim",
+    },
     "mamba2": {
         "conv": f"taps * {_CHANNELS}", "conv_bias": _CHANNELS, "decay": "value_heads", "dt_bias": "value_heads",
         "skip": "value_heads", "inputs": "1", "matrices": "1", "slots": "num_runs", "runs": "2 * num_runs",

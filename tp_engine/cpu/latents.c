@@ -25,7 +25,8 @@ INLINE void norm_latent(char *row, const char *weight, int64_t rank, float eps, 
 }
 
 /* query (tokens, heads, nope + rope) and rows (tokens, rank + rope), in place; tokens are `query_stride` and
-   `row_stride` elements apart.  `table` (positions, rope): cosines, then sines; `query_scale` (positions,) or NULL. */
+   `row_stride` elements apart.  `table` (positions, rope): cosines, then sines; `query_scale` (positions,) or NULL.
+   Without `positions` nothing turns. */
 TAPED int prepare_latents(char *query, int64_t query_stride, char *rows, int64_t row_stride, const int64_t *positions,
                           const char *table, const float *query_scale, const char *weight, float eps,
                           int64_t is_interleaved, int64_t num_tokens, int64_t num_heads, int64_t nope, int64_t rope,
@@ -35,6 +36,10 @@ TAPED int prepare_latents(char *query, int64_t query_stride, char *rows, int64_t
 #pragma omp parallel for num_threads((int)num_threads) if (num_threads > 1 && num_tokens > 1 &&                        \
                                                                work >= MIN_PARALLEL_PRODUCTS)
     for (int64_t token = 0; token < num_tokens; token++) {
+        if (!positions) {
+            FOR_DTYPE(norm_latent(rows + token * row_stride * size, weight, rank, eps, TYPE))
+            continue;
+        }
         const int64_t position = positions[token];
         const float scale = query_scale ? query_scale[position] : 1;
         char *heads = query + token * query_stride * size, *row = rows + token * row_stride * size;

@@ -18,24 +18,30 @@ def prepare_latents(
     query: torch.Tensor,
     rows: torch.Tensor,
     rule: NormRule,
-    rotation: Rotation,
+    rotation: Rotation | None,
     is_interleaved: bool,
     kv: LayerKv | None,
     slot_mapping: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute ``latents.prepare_latents`` in C; both are overwritten, nothing is stored."""
-    table, scale = rotation.table, rotation.query_scale
-    is_plain = not (rule.offset or rule.is_centred) and rule.weight.dtype == rows.dtype == query.dtype == table.dtype
-    is_taken = is_plain and query.dtype in DTYPE_CODES and rotation.rotary_dim <= MAX_ROPE_DIM
+    rank = len(rule.weight)
+    turning: tuple[torch.Tensor | None, ...] = None, None, None
+    rope_dim = rows.shape[1] - rank
+    is_plain = not (rule.offset or rule.is_centred) and rule.weight.dtype == rows.dtype == query.dtype
+    is_taken = is_plain and query.dtype in DTYPE_CODES and rope_dim <= MAX_ROPE_DIM
+    if rotation is not None:
+        turning = rotation.positions, rotation.table, rotation.query_scale
+        is_taken = is_taken and rotation.table.dtype == query.dtype
+        assert rotation.table.is_contiguous() and rotation.positions.dtype == torch.int64
+        scale = rotation.query_scale
+        assert scale is None or (scale.dtype == torch.float32 and scale.is_contiguous())
     if not (is_taken and _has_dense_tokens(query)):
         return twins.prepare_latents(query, rows, rule, rotation, is_interleaved, kv, slot_mapping)
     num_tokens, num_heads, query_dim = query.shape
-    assert rows.stride(1) == 1 and table.is_contiguous() and rotation.positions.dtype == torch.int64
-    assert scale is None or (scale.dtype == torch.float32 and scale.is_contiguous())
+    assert rows.stride(1) == 1
     library.prepare_latents(
-        query, query.stride(0), rows, rows.stride(0), rotation.positions, table, scale, rule.weight, rule.eps,
-        is_interleaved, num_tokens, num_heads, query_dim - rotation.rotary_dim, rotation.rotary_dim, len(rule.weight),
-        query.dtype,
+        query, query.stride(0), rows, rows.stride(0), *turning, rule.weight, rule.eps, is_interleaved, num_tokens,
+        num_heads, query_dim - rope_dim, rope_dim, rank, query.dtype,
     )  # fmt: skip
     return query, rows.unsqueeze(1)
 

@@ -25,6 +25,8 @@ typedef struct {
     float *values;               /* (tokens, width): they become the outputs */
     float *states[BLOCK + 1];    /* (rows, width): before the block, then behind each token */
     float decay[BLOCK], step[BLOCK], skip;
+    float *decays, *sights; /* (tokens, rows), where rows decay on their own, or NULL: what of a row stays, and keys of
+                               what stays */
     int64_t tokens, rows, width;
 } Block;
 

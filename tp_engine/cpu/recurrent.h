@@ -45,6 +45,17 @@ INLINE int64_t slot_behind(const Run *run, int64_t token)
 
 INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
+/* max(x, 0) + log(1 + y) with y = exp(-|x|), which is twice the series of atanh at y / (2 + y), at most 1/3. */
+INLINE vf softplus_vector(vf x)
+{
+    const vf positive = select_vector(x > 0.0f, x, splat(0)), y = exp2_vector((x - 2.0f * positive) * LOG2_E);
+    const vf s = y / (y + 2.0f), q = s * s;
+    vf sum = splat(1.0f / 13);
+    for (int odd = 11; odd > 0; odd -= 2)
+        sum = sum * q + 1.0f / (float)odd;
+    return positive + 2.0f * s * sum;
+}
+
 /* The sum of the squares of `count` numbers. */
 INLINE float squares_of(const float *x, int64_t count)
 {

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tp_engine.cpu.layout import DTYPE_CODES
-from tp_engine.kernels import gated_delta_net, mamba2, short_conv
+from tp_engine.kernels import gated_delta_net, kda, mamba2, short_conv
 
 MAX_DIM = 256  # of matrix_states.h
 
@@ -59,6 +59,8 @@ def _in_c(
 
 gated_delta_net_decode = _in_c("gated_delta_net", gated_delta_net.gated_delta_net_decode)
 gated_delta_net_prefill = _in_c("gated_delta_net", gated_delta_net.gated_delta_net_prefill)
+kda_decode = _in_c("kimi_delta", kda.kda_decode)
+kda_prefill = _in_c("kimi_delta", kda.kda_prefill)
 mamba2_decode = _in_c("mamba2", mamba2.mamba2_decode, torch.float32)
 mamba2_prefill = _in_c("mamba2", mamba2.mamba2_prefill, torch.float32)
 short_conv_decode = _in_c("short_conv", short_conv.short_conv_decode)

@@ -3,7 +3,7 @@
 
 #include <stdint.h>
 
-enum { MAX_WORDS = 25 };
+enum { MAX_WORDS = 30 };
 
 typedef union {
     void *pointer;

@@ -91,7 +91,7 @@ def _decode(
     kind = rule.kind
     places = torch.where(slots < 0, len(states.conv) - 1, slots).long()
     inputs, z = _split(widened(mixed), kind)
-    query, key, value = _heads(F.silu(convolve_step(inputs, states.conv, places, rule.conv, None)), kind)
+    query, key, value = heads_of(F.silu(convolve_step(inputs, states.conv, places, rule.conv, None)), kind)
     decay, beta = _decay_and_beta(gates, rule)
     by_key = len(slots), kind.num_key_heads, -1
     old = states.recurrent.index_select(0, places).view(*by_key, kind.key_dim, kind.value_dim)
@@ -115,7 +115,7 @@ def gated_delta_net_prefill(
     def compute(own: slice, kept: torch.Tensor, state: torch.Tensor) -> Computed:
         inputs, z = _split(widened(mixed[own]), rule.kind)
         turned, kept = convolve_chunk(inputs, kept, rule.conv, None)
-        query, key, value = _heads(F.silu(turned), rule.kind)
+        query, key, value = heads_of(F.silu(turned), rule.kind)
         attended, state = attend_in_chunks(query, key, value, *_decay_and_beta(gates[own], rule), state)
         return _gated_norm(attended, z, rule).to(mixed.dtype), kept, state
 
@@ -164,7 +164,7 @@ def _split(mixed: torch.Tensor, kind: StateKind) -> tuple[torch.Tensor, torch.Te
     return inputs, z.view(-1, kind.num_value_heads, kind.value_dim)
 
 
-def _heads(turned: torch.Tensor, kind: StateKind) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def heads_of(turned: torch.Tensor, kind: StateKind) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(N, channels) -> query and key (N, KH, DK), normalised, and value (N, VH, DV)."""
     width = kind.num_key_heads * kind.key_dim
     query, key, value = turned.split_with_sizes((width, width, kind.num_value_heads * kind.value_dim), 1)

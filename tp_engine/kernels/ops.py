@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any, Literal, TypeAlias
 
 from tp_engine.cpu import NativeInt8Rows, native_library
-from tp_engine.kernels import gated_delta_net, layer_ops, mamba2, short_conv, streams
+from tp_engine.kernels import gated_delta_net, kda, layer_ops, mamba2, short_conv, streams
 from tp_engine.kernels.attention import heads, index_keys, latents
 from tp_engine.kernels.experts import experts, routing
 from tp_engine.kernels.kv_cache import block_codes, layer_kv
@@ -49,6 +49,8 @@ OPS: dict[str, Op] = {
     "gated_delta_net_prefill": Op(
         gated_delta_net.gated_delta_net_prefill, "gated_delta_net_prefill_triton", "recurrent"
     ),
+    "kda_decode": Op(kda.kda_decode, None, "recurrent"),
+    "kda_prefill": Op(kda.kda_prefill, None, "recurrent"),
     "mamba2_decode": Op(mamba2.mamba2_decode, "mamba2_triton", "recurrent"),
     "mamba2_prefill": Op(mamba2.mamba2_prefill, "mamba2_triton", "recurrent"),
     "group_squares": Op(mamba2.group_squares, "mamba2_triton", "recurrent"),

@@ -12,6 +12,7 @@ import torch
 
 from tp_engine.attention.base import AttentionMetadata
 from tp_engine.kernels.candidates import Wanted
+from tp_engine.kernels.ops import kind_of
 from tp_engine.kernels.quantization.row_codes import Rows
 from tp_engine.kernels.recurrent import Chunk, LayerStates
 from tp_engine.kernels.recurrent_candidates import shape_of
@@ -25,7 +26,9 @@ from tp_engine.weights.source import Source, Span
 
 
 class KeepsState(Layer):
-    """A layer with a state of ``kind`` for each row."""
+    """A layer with a state of ``kind`` for each row.  CUDA graphs hold its draft rows if it ``can_record_drafts``."""
+
+    can_record_drafts = True
 
     def __init__(self, kind: StateKind) -> None:
         super().__init__()
@@ -40,7 +43,7 @@ class KeepsState(Layer):
 class RecurrentMixer(KeepsState):
     """Projections (``readers``), a recurrence, this rank's part of the output projection.
 
-    The ``operation`` stands for two of ``kernels.ops``, which get the outputs of the ``readers`` for N tokens, and
+    The ``operation`` stands for two of ``kernels.ops``, which get what ``project`` makes of N tokens, and
     return (N, width); ``finish`` then makes what the output projection reads::
 
         NAME_decode(*inputs, rule, states, slots, runs)    one token of each row; draft rows continue others (``runs``)
@@ -50,13 +53,17 @@ class RecurrentMixer(KeepsState):
     before there are states.
     """
 
-    def __init__(self, spec: RecurrentSpec, hidden_size: int, *, operation: str, context: LayerContext) -> None:
+    def __init__(
+        self, spec: RecurrentSpec, hidden_size: int, *, operation: str, context: LayerContext, output: str = "out_proj"
+    ) -> None:
         super().__init__(spec.kv_kind.on(context.world_size))
-        self.out_proj = RowParallelLinear(spec.out_size, hidden_size, bias=False, context=context.at("out_proj"))
+        self.out_proj = RowParallelLinear(spec.out_size, hidden_size, bias=False, context=context.at(output))
         self._rule: Any = None
         self._prefill = f"{operation}_prefill", shape_of(self.kind, context.dtype)
         self._step, self._chunks = context.op(f"{operation}_decode"), context.chosen(*self._prefill)
         self.is_recordable = context.can_record(f"{operation}_decode")
+        # Twins read on the host which rows are drafts.
+        self.can_record_drafts = kind_of(f"{operation}_decode", context.device.type) != "twin"
 
     @property
     def reduced_bytes(self) -> int:
@@ -82,7 +89,7 @@ class RecurrentMixer(KeepsState):
     def forward(self, x: Rows, wanted: torch.Tensor | None) -> torch.Tensor:
         """``x`` (N, hidden), normalised -> this rank's part of the block's output, of the tokens ``wanted`` (n,)."""
         assert self._rule is not None, "finish_loading comes first"
-        batch, inputs, parts = current_metadata(), [reader(x) for reader in self.readers], []
+        batch, inputs, parts = current_metadata(), self.project(x), []
         num_decodes = batch.num_decodes
         if num_decodes:
             assert self.states is not None and batch.decode_rows is not None, "decodes need the states of their rows"
@@ -93,6 +100,10 @@ class RecurrentMixer(KeepsState):
             parts.append(self._chunks(*own, self._rule, self.states, chunks_of(batch)))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.out_proj.part(self.finish(only(wanted, out)))
+
+    def project(self, x: Rows) -> list[torch.Tensor]:
+        """The operation's inputs for ``x`` (N, hidden)."""
+        return [reader(x) for reader in self.readers]
 
     def finish(self, out: torch.Tensor) -> torch.Tensor:
         """What the output projection reads, made from what the operation returns."""

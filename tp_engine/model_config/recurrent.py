@@ -74,6 +74,34 @@ class GatedDeltaNetSpec(RecurrentSpec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KimiDeltaSpec(RecurrentSpec):
+    """A layer with Kimi delta attention (``kernels/kda.py``); sizes are the model's.
+
+    Queries, keys and values have ``num_heads`` of ``head_dim``, each a convolution of ``taps``; each head's output is
+    normalised with ``eps``.  Logarithms of decays are above ``lower_bound``, unless it is 0.  Its modules are q_proj,
+    k_proj, v_proj, q_conv1d, k_conv1d, v_conv1d, b_proj; f_a_proj and f_b_proj, which make decays; g_a_proj and
+    g_b_proj, which make the output's gates; o_norm; o_proj.
+    """
+
+    num_heads: int
+    head_dim: int
+    taps: int
+    eps: float
+    lower_bound: float = 0.0
+    name: str = "self_attn"
+
+    @property
+    def heads(self) -> tuple[tuple[str, int], tuple[str, int]]:
+        heads = "linear-attention heads", self.num_heads
+        return heads, heads
+
+    @property
+    def kv_kind(self) -> StateKind:
+        heads, dim = self.num_heads, self.head_dim
+        return StateKind(num_key_heads=heads, num_value_heads=heads, key_dim=dim, value_dim=dim, taps=self.taps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConvSpec(RecurrentSpec):
     """A layer with a gated causal convolution of few ``taps`` (``kernels/short_conv.py``); its state has no matrices.
 

@@ -16,6 +16,7 @@ from tp_engine.kernels.quantization.row_codes import Rows
 from tp_engine.layers.attention import Attention, current_metadata, only
 from tp_engine.layers.context import Layer, LayerContext
 from tp_engine.layers.gated_delta_net import GatedDeltaNet
+from tp_engine.layers.kimi_delta import KimiDelta
 from tp_engine.layers.linear import LocalLinear, QKVParallelLinear, RowParallelLinear
 from tp_engine.layers.mamba2 import Mamba2
 from tp_engine.layers.norm import Norm, QKNorm
@@ -24,7 +25,7 @@ from tp_engine.layers.residual import Join, StreamScale
 from tp_engine.layers.rotary import order_of
 from tp_engine.layers.short_conv import ShortConv
 from tp_engine.layers.streams import StreamJoin, StreamReader, read_within
-from tp_engine.model_config.recurrent import GatedDeltaNetSpec, Mamba2Spec, RecurrentSpec, ShortConvSpec
+from tp_engine.model_config.recurrent import GatedDeltaNetSpec, KimiDeltaSpec, Mamba2Spec, RecurrentSpec, ShortConvSpec
 from tp_engine.model_config.rope import RopeSpec
 from tp_engine.model_config.spec import AttentionSpec, LayerSpec, NormSpec
 from tp_engine.models.layer_embeddings import LayerEmbedding
@@ -36,6 +37,7 @@ from tp_engine.weights.source import equal_share, vector_source
 # What runs in the place of attention.
 MIXERS: dict[type[RecurrentSpec], Callable[..., RecurrentMixer]] = {
     GatedDeltaNetSpec: GatedDeltaNet,
+    KimiDeltaSpec: KimiDelta,
     ShortConvSpec: ShortConv,
     Mamba2Spec: Mamba2,
 }

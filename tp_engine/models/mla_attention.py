@@ -108,8 +108,8 @@ class MLAAttention(Layer):
     ) -> None:
         super().__init__()
         latent = spec.latent
-        assert latent is not None and rope is not None
-        self._latent, self._is_interleaved = latent, rope.is_interleaved
+        assert latent is not None
+        self._latent, self._is_interleaved = latent, rope is not None and rope.is_interleaved
         own = equal_share(spec.num_heads, context.rank, context.world_size)
         num_rows = spec.num_heads * latent.query_dim
         rows = ("kv_a_proj_with_mqa", latent.row_dim, Span(0, latent.row_dim))

@@ -14,6 +14,7 @@ from tp_engine.attention.base import AttentionNeeds
 from tp_engine.attention.registry import select_backend
 from tp_engine.config import EngineConfig
 from tp_engine.errors import ConfigError
+from tp_engine.features.speculation.options import SpeculativeConfig
 from tp_engine.kernels.ops import has_triton
 from tp_engine.kernels.steps.decode_inputs import RowTables
 from tp_engine.plan import StepPlan
@@ -162,6 +163,22 @@ def test_what_a_model_cannot_hold_is_not_recorded(prompts: str, caplog: pytest.L
     with caplog.at_level(logging.WARNING, logger="tp_engine"):
         assert graph_plan(config, backend, communicator, cast("Any", Stub(why_not_capture="it reads values"))) is None
     assert caplog.messages == ["no CUDA graphs, so decode steps are slower: it reads values"]
+
+
+@pytest.mark.skipif(not has_triton(), reason="triton is not installed")
+def test_drafts_that_the_host_orders_are_not_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    """Oracle: the rule; without draft tokens the same layers are recorded, and with a kernel both."""
+    backend: Any = Stub(name="test", can_capture_decodes=True, can_capture_prompts=False)
+    communicator: Any = Stub(can_capture=True, why_not_capture=lambda *_: None)
+    drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=2)
+    for can_record, speculation in ((True, drafts), (False, None), (False, drafts)):
+        layers = [Stub(can_record_drafts=True), Stub(can_record_drafts=can_record)]
+        model: Any = Stub(state_layers=layers, hidden_size=64, dtype=torch.bfloat16, modules=lambda: ())
+        config = EngineConfig(model="unused", device="cuda", max_num_seqs=20, speculative_config=speculation)
+        with caplog.at_level(logging.WARNING, logger="tp_engine"):
+            plan = graph_plan(config, backend, communicator, model)
+        is_obstacle = speculation is not None and not can_record
+        assert (plan is None) == ("leave out speculative_config" in caplog.text) == is_obstacle
 
 
 @pytest.mark.skipif(not has_triton(), reason="triton is not installed")

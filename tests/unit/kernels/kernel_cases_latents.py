@@ -123,7 +123,8 @@ PREPARED = ((3, 22, 6, 70), (20, 16, 8, 32), (1, 128, 64, 512))
 def check_prepared(
     device: str, sizes: tuple[int, ...], dtype: torch.dtype, is_interleaved: bool, cache_dtype: torch.dtype | None
 ) -> None:
-    """Slices of wider rows; with scaled queries and without; stored at their slots, and without a cache."""
+    """Slices of wider rows; with scaled queries, without, and without rotation; stored at their slots, and without a
+    cache."""
     prepare, twin = both("prepare_latents")
     heads, nope, rope, rank = sizes
     count, width = 5, heads * (nope + rope)
@@ -131,12 +132,14 @@ def check_prepared(
     positions = torch.tensor([0, 29, 7, 7, 3], device=device)
     slots = torch.tensor([3, -1, 19, 0, 7], device=device)
     table, weight = random((30, rope), dtype, device, 1), random((rank,), dtype, device, 2)
-    for scale in (None, random((30,), torch.float32, device, 3)):
+    scales_of_queries = random((30,), torch.float32, device, 3)
+    for turning in ((None,), (scales_of_queries,), ()):
 
-        def run(operation: Any, wide: bool, kv: LayerKv | None, scale: torch.Tensor | None = scale) -> Any:
+        def run(operation: Any, wide: bool, kv: LayerKv | None, turning: tuple[Any, ...] = turning) -> Any:
             given = [one.double() if wide else one.clone() for one in (joined, table, weight)]
             query = given[0][:, :width].view(count, heads, -1)
-            rotation, rule = Rotation(given[1], positions, scale), NormRule(given[2], 1e-6)
+            rule = NormRule(given[2], 1e-6)
+            rotation = Rotation(given[1], positions, *turning) if turning else None
             return operation(query, given[0][:, width:-5], rule, rotation, is_interleaved, kv, slots)
 
         exact, plain, found = run(twin, True, None), run(twin, False, None), run(prepare, False, None)

@@ -42,7 +42,7 @@ class _AllChecks(RowChecks, WeightChecks, AttentionChecks):
         for checks in (
             self.rows, self.recurrent, self.heads, self.linear, self.quantised, self.experts, self.attention,
             self.latents, self.chosen_keys, self.block_codes, self.adapters, self.int8_rows, self.index,
-            self.steps, self.blocks,
+            self.steps, self.blocks, self.kimi_delta,
         ):  # fmt: skip
             yield from checks()
 

@@ -1,6 +1,8 @@
 """Operations on rows, recurrent states, the inputs of steps, and blocks."""
 
 from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,7 +11,7 @@ from tp_engine.cpu import block_codes as native_block_codes
 from tp_engine.cpu import ops, recurrent
 from tp_engine.cpu.paged_attention import in_kernel_order
 from tp_engine.cpu.self_check.base import ACTIVATIONS, BLOCK_SIZE, Check, KernelChecks
-from tp_engine.kernels import gated_delta_net, layer_ops, mamba2, short_conv
+from tp_engine.kernels import gated_delta_net, kda, layer_ops, mamba2, short_conv
 from tp_engine.kernels.kv_cache import block_codes
 from tp_engine.kernels.layer_ops import NormRule
 from tp_engine.kernels.recurrent import Chunk, LayerStates
@@ -39,18 +41,13 @@ class RowChecks(KernelChecks):
         yield from self.both(ops, layer_ops, "gate_heads", x[:, :20].contiguous(), x[:, 20:24], "softplus")
 
     def recurrent(self) -> Iterator[Check]:
-        """Layers with a state, with heads and channels that vectors do not divide, and the norm of groups.  Padding is
-        after the rows, and the last slot is for what twins leave of it."""
+        """Layers with a state, with heads and channels that vectors do not divide, and the norm of groups."""
         kind = StateKind(num_key_heads=2, num_value_heads=4, key_dim=12, value_dim=40, taps=3)
         conv, channels = self.wide(3, kind.num_channels) / 4, kind.num_channels
         delta = gated_delta_net.DeltaRule(kind, conv, -self.wide(4).abs(), self.wide(4), self.wide(40), 1e-6)
         mamba = mamba2.Mamba2Rule(kind, conv, self.wide(channels), -self.wide(4).abs(), self.wide(4), self.wide(4))
         short = StateKind(num_key_heads=1, num_value_heads=37, key_dim=0, value_dim=1, taps=3)
         short_rule = short_conv.ShortConvRule(short, self.wide(3, 37))
-        slots, chunks = (
-            torch.tensor([2, 0, -1], dtype=torch.int32, device="cpu"),
-            [Chunk(0, 2, 1, False), Chunk(2, 1, 0, True)],
-        )
         states = LayerStates(self.wide(4, 2, channels) / 4, self.wide(4, 4, 12, 40) / 4)
         inputs = LayerStates(self.wide(4, 2, 37), torch.empty(4, 37, 0, 1, dtype=torch.float32, device="cpu"))
         for name, twins, *given in (
@@ -58,14 +55,29 @@ class RowChecks(KernelChecks):
             ("mamba2", mamba2, self.draw(3, channels + 164) / 4, mamba, states),
             ("short_conv", short_conv, self.draw(3, 111), short_rule, inputs),
         ):
-            for way, places, count in (("decode", slots, 2), ("prefill", chunks, 3)):
-                for full, found, expected in self.both(recurrent, twins, f"{name}_{way}", *given, places, writes=True):
-                    seen = slice(count if len(found) == 3 else 3)
-                    yield full, found[seen], expected[seen]
+            yield from self._of_state(name, twins, *given)
         rows, squares, weight = self.wide(3, 160), self.wide(3, 2).abs() * 80, self.draw(160)
         yield from self.both(recurrent, mamba2, "group_squares", rows, 2)
         for own, size in ((None, 80), (squares, 160)):
             yield from self.both(recurrent, mamba2, "norm_groups", rows, weight, 2, 1e-5, own, size)
+
+    def kimi_delta(self) -> Iterator[Check]:
+        """Kimi delta attention, with sizes that vectors do not divide."""
+        kind = StateKind(num_key_heads=2, num_value_heads=2, key_dim=20, value_dim=20, taps=3)
+        conv, rates, bias, norm = self.wide(3, 120) / 4, -self.wide(2).abs(), self.wide(40), self.wide(20)
+        states = LayerStates(self.wide(4, 2, 120) / 4, self.wide(4, 2, 20, 20) / 4)
+        inputs = self.draw(3, 120), self.draw(3, 2), self.draw(3, 40), self.draw(3, 40)
+        rule = kda.KdaRule(kind, conv, rates, bias, norm, 1e-6, 0.0)
+        yield from self._of_state("kda", kda, *inputs, rule, states)
+
+    def _of_state(self, name: str, twins: ModuleType, *given: Any) -> Iterator[Check]:
+        """A decode and prompts.  Padding is after the rows, and the last slot is for what twins leave of it."""
+        slots = torch.tensor([2, 0, -1], dtype=torch.int32, device="cpu")
+        chunks = [Chunk(0, 2, 1, False), Chunk(2, 1, 0, True)]
+        for way, places, count in (("decode", slots, 2), ("prefill", chunks, 3)):
+            for full, found, expected in self.both(recurrent, twins, f"{name}_{way}", *given, places, writes=True):
+                seen = slice(count if len(found) == 3 else 3)
+                yield full, found[seen], expected[seen]
 
     def steps(self) -> Iterator[Check]:
         """The inputs of three decodes, of which one is padding, in two groups; the step's end; then drafts of requests

@@ -25,17 +25,20 @@ def prepare_latents(
     query: torch.Tensor,
     rows: torch.Tensor,
     rule: NormRule,
-    rotation: Rotation,
+    rotation: Rotation | None,
     is_interleaved: bool,
     kv: LayerKv | None,
     slot_mapping: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``query`` (N, heads, query_dim) and ``rows`` (N, row_dim) -> both prepared; rows as (N, 1, row_dim).
 
-    ``rule`` is that of the latents' norm.  This twin leaves the store to the attention backend; others may store the
-    rows at the slots ``slot_mapping`` (N,) int64 of ``kv``, if there is one, and then return None for them.
+    ``rule`` is that of the latents' norm; without a ``rotation`` nothing turns.  This twin leaves the store to the
+    attention backend; others may store the rows at the slots ``slot_mapping`` (N,) int64 of ``kv``, if there is one,
+    and then return None for them.
     """
     rank = len(rule.weight)
+    if rotation is None:
+        return query, torch.cat((norm(rows[:, :rank], rule), rows[:, rank:]), 1).unsqueeze(1)
     size = rotation.rotary_dim
     nope = query.shape[2] - size
     rotated = rotate(query[..., nope:], rotation, is_interleaved)

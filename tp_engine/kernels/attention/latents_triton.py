@@ -47,15 +47,20 @@ def prepare_latents_kernel(
     query, rows, weight, table, positions, query_scale, out, scales, slot_mapping, query_stride, row_stride, eps,
     NUM_HEADS: tl.constexpr, NOPE: tl.constexpr, NOPE_PAD: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr,
     HALF: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
-    SCALES_QUERY: tl.constexpr, STORES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
+    TURNS: tl.constexpr, SCALES_QUERY: tl.constexpr, STORES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     SCALE_STRIDE: tl.constexpr, LARGEST: tl.constexpr, IS_INTEGER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of one token's heads, or its row; NOPE_PAD, RANK_PAD and PAIRS are powers of two."""
     begin_program(PDL)
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    position = tl.load(positions + token).to(tl.int64)
     pair = tl.arange(0, PAIRS)
-    cos, sin, first, second = load_rotation(table, position, pair, HALF, INTERLEAVED)
+    if TURNS:
+        position = tl.load(positions + token).to(tl.int64)
+        cos, sin, first, second = load_rotation(table, position, pair, HALF, INTERLEAVED)
+    else:
+        position, cos, sin = token, tl.full((PAIRS,), 1.0, tl.float32), tl.zeros((PAIRS,), tl.float32)
+        first, second = pair, pair + HALF
     if tile * TILE < NUM_HEADS:
         head = tile * TILE + tl.arange(0, TILE)[:, None]
         place = query + token * query_stride + head * (NOPE + 2 * HALF)
@@ -101,7 +106,7 @@ def prepare_latents_triton(
     query: torch.Tensor,
     rows: torch.Tensor,
     rule: NormRule,
-    rotation: Rotation,
+    rotation: Rotation | None,
     is_interleaved: bool,
     kv: LayerKv | None,
     slot_mapping: torch.Tensor,
@@ -111,7 +116,9 @@ def prepare_latents_triton(
     No synchronisation and fixed shapes, so a CUDA graph can hold it.  The query is changed in place and returned.
     """
     num_tokens, num_heads, query_dim = query.shape
-    rank, rope = len(rule.weight), rotation.rotary_dim
+    rank = len(rule.weight)
+    rope = rows.shape[1] - rank
+    turning = (None,) * 3 if rotation is None else (rotation.table, rotation.positions, rotation.query_scale)
     assert query.stride(2) == 1 and query.stride(1) == query_dim and rows.stride(1) == 1, "rows must be contiguous"
     assert rows.shape == (num_tokens, rank + rope) and rope % 2 == 0 and not rule.is_centred
     out = rows.new_empty(num_tokens, 1, rank + rope) if kv is None else kv.cache[0]
@@ -119,11 +126,12 @@ def prepare_latents_triton(
     if num_tokens:
         tile = min(_HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
         prepare_latents_kernel[(num_tokens, triton.cdiv(num_heads, tile) + 1)](
-            query, rows, rule.weight, rotation.table, rotation.positions, rotation.query_scale, out, scales,
+            query, rows, rule.weight, *turning, out, scales,
             slot_mapping, query.stride(0), rows.stride(0), rule.eps,
             NUM_HEADS=num_heads, NOPE=query_dim - rope, NOPE_PAD=triton.next_power_of_2(max(query_dim - rope, 1)),
             RANK=rank, RANK_PAD=triton.next_power_of_2(rank), HALF=rope // 2, PAIRS=triton.next_power_of_2(rope // 2),
-            TILE=tile, OFFSET=rule.offset, INTERLEAVED=is_interleaved, SCALES_QUERY=rotation.query_scale is not None,
+            TILE=tile, OFFSET=rule.offset, INTERLEAVED=is_interleaved, TURNS=rotation is not None,
+            SCALES_QUERY=turning[2] is not None,
             STORES=kv is not None, BLOCK_SIZE=1 if kv is None else kv.cache.shape[2],
             BLOCK_STRIDE=rank + rope if kv is None else kv.block_stride,
             SCALE_STRIDE=0 if kv is None else kv.scale_stride,

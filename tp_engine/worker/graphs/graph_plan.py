@@ -87,6 +87,8 @@ def _obstacle(config: EngineConfig, backend: AttentionBackend, model: LanguageMo
         return model.why_not_capture
     if not has_triton():
         return "the triton package is not installed"
+    if config.speculative_config is not None and not all(layer.can_record_drafts for layer in model.state_layers):
+        return "the host orders the draft tokens of a recurrent layer that has no kernel: leave out speculative_config"
     return None
 
 
