@@ -14,7 +14,9 @@ import torch.nn.functional as F
 
 from tests.unit.kernels.kernel_cases_layer_ops import Case, assert_close_enough, both, gate_exactly, random
 from tests.unit.kernels.kernel_cases_quantised import BFLOAT16, FLOAT16, FLOAT32, assert_same, make_weight
+from tests.unit.kernels.kernel_harness import spilled_bytes
 from tp_engine.kernels.experts.experts import ExpertWeights, mix_experts
+from tp_engine.kernels.experts.experts_candidates import BLOCK_TILES as EXPERT_TILES
 from tp_engine.kernels.quantization.block_rows import BLOCK_FORMATS, rounded_rows
 from tp_engine.kernels.quantization.linear_candidates import BLOCK_TILES
 from tp_engine.kernels.quantization.weights import QuantisedWeight, RowBlocks, dequantise, multiply_quantised
@@ -104,11 +106,20 @@ def check_experts(device: str, kind: Blocks) -> None:
     weights, x = experts_in_blocks(kind, (4, 96, 64), device), random((41, 96), BFLOAT16, device)
     ids = random((41, 6), FLOAT32, device, 4).topk(3).indices.to(torch.int32)
     shares = random((41, 3), FLOAT32, device, 5).sigmoid()
-    product, exact = TritonExperts(weights), mix_experts(x.double(), ids, shares, weights)
-    found, twin = product(x, ids, shares), mix_experts(x, ids, shares, weights)
-    errors = [((one.double() - exact).norm(dim=1) / exact.norm(dim=1)).median().item() for one in (found, twin)]
-    assert errors[0] <= 2 * errors[1] + torch.finfo(BFLOAT16).eps, errors
-    assert_same(product(x[-1:], ids[-1:], shares[-1:]), found[-1:])
+    exact, twin = (mix_experts(rows, ids, shares, weights) for rows in (x.double(), x))
+    for product in (TritonExperts(weights), *in_units(weights, device)):
+        found = product(x, ids, shares)
+        errors = [((one.double() - exact).norm(dim=1) / exact.norm(dim=1)).median().item() for one in (found, twin)]
+        assert errors[0] <= 2 * errors[1] + torch.finfo(BFLOAT16).eps, errors
+        assert_same(product(x[-1:], ids[-1:], shares[-1:]), found[-1:])
+
+
+def in_units(weights: ExpertWeights[QuantisedWeight], device: str) -> list[Any]:
+    """The candidates that multiply codes with codes, where the GPU has units, or in the interpreter."""
+    from tp_engine.kernels.experts.experts_triton import TritonExperts
+
+    has_units = device != "cuda" or torch.cuda.get_device_capability()[0] in (10, 12)
+    return [TritonExperts(weights, tiles, in_blocks=True) for tiles in EXPERT_TILES] if has_units else []
 
 
 def check_product(device: str, kind: Blocks, num_rows: int, size: tuple[int, int]) -> None:
@@ -168,6 +179,7 @@ CASES = make_cases()
 
 def launch_all(capability: int) -> None:
     """Rows and products of Qwen3-8B; units other than those with scales widen MXFP4 alone, which nothing uses."""
+    from tp_engine.kernels.experts.experts_triton import TritonExperts
     from tp_engine.kernels.quantization.block_linear_triton import BlockScaledProduct
 
     x = torch.empty(128, 4096, dtype=BFLOAT16, device="meta")
@@ -184,11 +196,18 @@ def launch_all(capability: int) -> None:
             for num_rows in (8, 64, 128) if capability >= 100 else (8,):
                 for tiles in tiles_for(num_rows)[-1:]:
                     BlockScaledProduct(weight, tiles)(x[:num_rows], None)
+            experts = experts_in_blocks(kind, (8, 4096, 768), "meta")
+            ids, shares = (torch.empty(128, 4, dtype=one, device="meta") for one in (torch.int32, FLOAT32))
+            for tiles in EXPERT_TILES if capability >= 100 else EXPERT_TILES[:1]:
+                TritonExperts(experts, tiles, in_blocks=True)(x, ids, shares)
 
 
 def check_compiled(kernel: Any, capability: int) -> None:
-    """Products meet units that take scales; numbers too small for a float32's exponent survive."""
+    """Products meet units that take scales, and spill nothing where these read registers, on sm_120; numbers too small
+    for a float32's exponent survive."""
     ptx = kernel.asm["ptx"]
     assert ".ftz" not in ptx
-    if kernel.name == "block_linear_kernel" and capability >= 100:
+    if kernel.name in ("block_linear_kernel", "grouped_block_kernel") and capability >= 100:
         assert re.search(UNITS[capability], ptx), f"{kernel.name} widens its codes on sm_{capability}"
+    if capability == 120:
+        assert spilled_bytes(kernel) == 0, kernel.name

@@ -5,6 +5,7 @@
     tiles-MxN    M pairs by N outputs; weights of few bits are widened in registers    experts_triton
     codes-MxN    both products in units for 8-bit floats: their rows are rounded       experts_triton
     mx-MxN       Triton's dot_scaled widens MXFP4                                      experts_triton
+    blocks-MxN   rows in blocks meet weights in blocks, in units for both              experts_triton
     library      PyTorch's grouped products                                            grouped
 
 The code's own choice is a table of tiles by the pairs of an expert, the same for all models and GPUs.  No tile for many
@@ -46,6 +47,7 @@ from tp_engine.kernels.quantization.linear_candidates import (
     name_of,
     random_quantised,
     rows_of,
+    why_no_blocks,
     why_no_codes,
     why_no_mx,
 )
@@ -61,6 +63,8 @@ _OTHER_WEIGHTS = "it is for other weights"
 _MORE_DENSE_TILES = (Tiles(16, 128, 64, 4, 4), Tiles(128, 64, 64, 8, 4))
 _MORE_QUANTISED_TILES = (Tiles(16, 128, 64, 8, 3), Tiles(64, 64, 64, 4, 3))
 _MX_TILES = (Tiles(16, 64, 64, 4, 4, True), Tiles(64, 128, 64, 8, 3, True), Tiles(128, 128, 64, 8, 3, True))
+# Columns of these are bytes of codes; 128 rows would spill registers on GPUs of 12.x.
+BLOCK_TILES = (Tiles(16, 128, 128, 4, 3), Tiles(64, 128, 128, 8, 3))
 _CODE_TILES = (Tiles(16, 64, 64, 4, 4), Tiles(64, 128, 64, 8, 4), Tiles(128, 64, 64, 8, 3))
 
 
@@ -174,10 +178,10 @@ def _exact(weights: ExpertWeights[Weights], inputs: Inputs, round_rows: _RoundRo
     return outputs.sum(1)
 
 
-def _tiled(tiles: Tiles, weights: ExpertWeights[Weights], shape: Shape, *, rounds_rows: bool = False) -> Run:
+def _tiled(tiles: Tiles, weights: ExpertWeights[Weights], shape: Shape, **how: bool) -> Run:
     from tp_engine.kernels.experts.experts_triton import TritonExperts
 
-    return TritonExperts(weights, tiles, rounds_rows=rounds_rows)
+    return TritonExperts(weights, tiles, **how)
 
 
 def _of_library(weights: ExpertWeights[Weights], shape: Shape) -> Run:
@@ -197,6 +201,12 @@ def _why_no_tiles(tiles: Tiles, shape: Shape, device: torch.device) -> str | Non
 
 def _why_no_codes(shape: Shape, device: torch.device) -> str | None:
     return why_no_codes(shape, device) or why_no_codes(_down_format(shape), device)
+
+
+def _why_no_blocks(shape: Shape, device: torch.device) -> str | None:
+    if not _is_quantised(shape):
+        return _OTHER_WEIGHTS
+    return why_no_blocks(shape, device) or why_no_blocks(_down_format(shape), device)
 
 
 def _why_no_mx(shape: Shape, device: torch.device) -> str | None:
@@ -262,6 +272,12 @@ OPERATION = Operation(
         *(
             Candidate(name=f"mx-{tiles.name}", build=partial(_tiled, tiles), why_not=_why_no_mx)
             for tiles in _MX_TILES
+        ),
+        *(
+            Candidate(
+                name=f"blocks-{tiles.name}", build=partial(_tiled, tiles, in_blocks=True), why_not=_why_no_blocks
+            )
+            for tiles in BLOCK_TILES
         ),
         Candidate(name="library", build=_of_library, why_not=partial(_why_no_library, is_quantised=False)),
         Candidate(

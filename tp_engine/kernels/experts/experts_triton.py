@@ -5,8 +5,8 @@
     sort            pairs of a token and an expert, by expert                         sort_triton
     (codes          x, and inner, as 8-bit floats, if both products are of codes)     row_codes_triton
     (blocks         x, and inner, rounded in blocks, if the weights say so)           block_rows_triton
-    gate and up     x of the pairs -> inner[pair], activated                          products_triton
-    down            inner of the pairs -> outputs[pair]
+    gate and up     x of the pairs -> inner[pair], activated                          products_triton,
+    down            inner of the pairs -> outputs[pair]                              block_products_triton
     sum             program (token, columns): outputs of the token's pairs times their weights, in the order of j
 
 Grids have room for the most blocks that the number of tokens can need, so a CUDA graph can hold all of it and the host
@@ -16,20 +16,21 @@ the code is this project's.
 """
 
 from dataclasses import replace
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import torch
 import triton
 import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import begin_row_block, launch_row_blocks
+from tp_engine.kernels.experts.block_products_triton import BlockRows, multiply_block_pairs
 from tp_engine.kernels.experts.experts import ExpertWeights, Weights
 from tp_engine.kernels.experts.grouped import GroupedExperts
 from tp_engine.kernels.experts.products_triton import multiply_pairs
 from tp_engine.kernels.experts.sort_triton import sort_pairs
 from tp_engine.kernels.experts.tiles import Tiles, tiles_for
 from tp_engine.kernels.jit import jit
-from tp_engine.kernels.quantization.block_rows_triton import round_rows_triton
+from tp_engine.kernels.quantization.block_rows_triton import encode_rows_triton, round_rows_triton
 from tp_engine.kernels.quantization.row_codes import RowCodes, Rows, rule_for
 from tp_engine.kernels.quantization.row_codes_triton import quantise_rows_triton
 
@@ -68,13 +69,18 @@ class TritonExperts:
 
     ``tiles`` replaces the choice by the number of pairs.  If it ``rounds_rows``, both products read their rows as codes
     of 8-bit floats, with a scale where the weight has one.  Where the weights' rows are rounded in blocks, both read
-    the values of those; NVFP4's x is then a row for each pair, by its expert's scale.
+    the values of those, or ``in_blocks`` their codes; NVFP4's x is then a row for each pair, by its expert's scale.
     """
 
     is_recordable = True
 
     def __init__(
-        self, weights: ExpertWeights[Weights], tiles: Tiles | None = None, *, rounds_rows: bool = False
+        self,
+        weights: ExpertWeights[Weights],
+        tiles: Tiles | None = None,
+        *,
+        rounds_rows: bool = False,
+        in_blocks: bool = False,
     ) -> None:
         gate_up, down = weights.gate_up, weights.down
         self._is_quantised = not isinstance(gate_up, torch.Tensor)
@@ -82,7 +88,7 @@ class TritonExperts:
             gate_up, down = (one.map(torch.Tensor.contiguous) for one in (gate_up, down))
             weights = replace(weights, gate_up=gate_up, down=down)
         self._weights, self._tiles, self._rounds_rows = weights, tiles, rounds_rows
-        self._row_scales = _row_scales(weights)
+        self._row_scales, self._in_blocks = _row_scales(weights), in_blocks
 
     def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         experts, (num_tokens, top_k) = self._weights, expert_ids.shape
@@ -93,12 +99,12 @@ class TritonExperts:
         tiles = self._tiles or tiles_for(num_tokens * top_k, num_experts, is_quantised=self._is_quantised)
         order = sort_pairs(expert_ids, experts.first, num_experts, tiles.block_m)
         of_x, of_inner = self._scales_of_pairs(expert_ids)
-        inner = multiply_pairs(
+        inner = self._multiply(
             self._rows(x, experts.gate_up, of_x), experts.gate_up, experts.gate_up_bias, order, tiles,
             pairs_per_row=top_k if of_x is None else 1, activation=experts.activation,
         )  # fmt: skip
         rows = self._rows(inner, experts.down, of_inner)
-        outputs = multiply_pairs(rows, experts.down, experts.down_bias, order, tiles)
+        outputs = self._multiply(rows, experts.down, experts.down_bias, order, tiles)
         return add_up_pairs(x, outputs, expert_ids, weights, experts.first, num_experts)
 
     def _scales_of_pairs(self, expert_ids: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -109,8 +115,16 @@ class TritonExperts:
         of_x, of_inner = self._row_scales.index_select(1, local)
         return of_x, of_inner
 
-    def _rows(self, x: torch.Tensor, weight: Weights, scales: torch.Tensor | None) -> Rows:
+    def _multiply(self, x: Rows | BlockRows, weight: Weights, *others: Any, **options: Any) -> torch.Tensor:
+        if not isinstance(x, BlockRows):
+            return multiply_pairs(x, weight, *others, **options)
+        assert not isinstance(weight, torch.Tensor), "codes are multiplied with codes"
+        return multiply_block_pairs(x, weight, *others, **options)
+
+    def _rows(self, x: torch.Tensor, weight: Weights, scales: torch.Tensor | None) -> Rows | BlockRows:
         if not isinstance(weight, torch.Tensor) and weight.rows is not None:
+            if self._in_blocks:
+                return BlockRows(*encode_rows_triton(x, weight.rows.kind, scales))
             return round_rows_triton(x, weight.rows.kind, scales)
         if not self._rounds_rows:
             return x

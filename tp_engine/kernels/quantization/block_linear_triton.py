@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from tp_engine.kernels.dependent_launch_triton import begin_program, dependent_launch
+from tp_engine.kernels.jit import jit
 from tp_engine.kernels.ops import op
 from tp_engine.kernels.quantization.block_rows import BLOCK_FORMATS, has_blocks
 from tp_engine.kernels.quantization.linear_triton import RowTiles
@@ -28,22 +29,16 @@ _BLOCK_BYTES = 128  # of a row of codes, at a time
 _E2M1, _E4M3 = tl.constexpr("e2m1"), tl.constexpr("e4m3")
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-@no_type_check
-def block_linear_kernel(
-    x, x_scales, codes, scales, factors, given, bias, out, num_rows,
-    IN: tl.constexpr, OUT: tl.constexpr, GROUP: tl.constexpr, PER_BYTE: tl.constexpr, HAS_FACTORS: tl.constexpr,
-    HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_BYTES: tl.constexpr, PDL: tl.constexpr,
+@jit
+def block_sums(
+    x, x_scales, codes, scales, row, is_row, output, inside,
+    IN: tl.constexpr, GROUP: tl.constexpr, PER_BYTE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_N outputs of BLOCK_M rows; codes are e2m1, two PER_BYTE, or e4m3."""
-    begin_program(PDL)
+    """(BLOCK_N, BLOCK_M) float32: rows ``output`` of the weight times rows ``row`` of ``x``."""
     width: tl.constexpr = IN // PER_BYTE
     groups: tl.constexpr = (IN + GROUP - 1) // GROUP
     block_groups: tl.constexpr = BLOCK_BYTES * PER_BYTE // GROUP
-    output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    inside, is_row = output < OUT, row < num_rows
     byte, number = tl.arange(0, BLOCK_BYTES), tl.arange(0, block_groups)
     code_place = codes + output.to(tl.int64)[:, None] * width + byte[None, :]
     row_place = x + row[:, None] * width + byte[None, :]
@@ -66,6 +61,25 @@ def block_linear_kernel(
         else:
             own, rows = own.to(tl.float8e4nv, bitcast=True), rows.to(tl.float8e4nv, bitcast=True)
             sums = tl.dot_scaled(own, own_scales, _E4M3, tl.trans(rows), row_scales, _E4M3, sums)
+    return sums
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+@no_type_check
+def block_linear_kernel(
+    x, x_scales, codes, scales, factors, given, bias, out, num_rows,
+    IN: tl.constexpr, OUT: tl.constexpr, GROUP: tl.constexpr, PER_BYTE: tl.constexpr, HAS_FACTORS: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_N outputs of BLOCK_M rows; codes are e2m1, two PER_BYTE, or e4m3."""
+    begin_program(PDL)
+    output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    inside, is_row = output < OUT, row < num_rows
+    sums = block_sums(
+        x, x_scales, codes, scales, row, is_row, output, inside, IN, GROUP, PER_BYTE, BLOCK_N, BLOCK_M, BLOCK_BYTES
+    )
     if HAS_SCALE:
         sums *= tl.load(given)
     if HAS_FACTORS:

@@ -166,9 +166,8 @@ def _rows(shape: Shape, outer: tuple[int, ...], device: torch.device) -> RowBloc
     for kind, form in BLOCK_FORMATS.items():
         if shape["rows"] == kind:
             largest = torch.full(outer, 4 / (6 * 448), dtype=torch.float32, device=device)
-            largest = (
-                largest * (1 + torch.arange(outer[0], dtype=torch.float32, device=device) % 4 / 4) if outer else largest
-            )
+            if outer:
+                largest *= 1 + torch.arange(outer[0], dtype=torch.float32, device=device) % 4 / 4
             return RowBlocks(kind, largest if form.scales == "e4m3" else None)
     return None
 
