@@ -139,7 +139,10 @@ def _load(stored: Stored, item: _Item, copy: Copy) -> int:
     target = item.parameter
     for dim, span in enumerate(item.source.target):
         target = target.narrow(dim, span.start, span.size)
-    decoded = item.source.decode(values)
+    try:
+        decoded = item.source.decode(values)
+    except WeightError as error:  # says what is wrong with the values
+        raise WeightError(f"{item.name} {error}") from None
     assert decoded.shape == target.shape, f"{item.name}: {tuple(decoded.shape)} for {tuple(target.shape)}"
     copy(decoded, target)
     return values.nbytes

@@ -154,14 +154,15 @@ def test_maps_of_latents_are_whole(name: str, checkpoint: Callable[..., Path], t
 @pytest.mark.parametrize(
     ("name", "suffix"), [("nvfp4-modelopt", "input_scale"), ("nvfp4-pack-quantized", "input_global_scale")]
 )
+@pytest.mark.parametrize("module", ["layers.1.mlp", "layers.2.mlp.experts.2"])
 def test_a_scale_that_rows_cannot_be_divided_by_is_refused(
-    name: str, suffix: str, value: float, checkpoint: Callable[..., Path], tmp_path: Path
+    module: str, name: str, suffix: str, value: float, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Oracle: the tensor is named; with 0 all rows would become 0 in silence."""
-    compress(checkpoint("qwen3", **SHAPE), tmp_path / "target", tmp_path / "twin", name)
+    compress(checkpoint("qwen3-moe", **(SHAPE | EXPERTS)), tmp_path / "target", tmp_path / "twin", name)
     (file,) = (tmp_path / "target").glob("*.safetensors")
     tensors = load_file(file)
-    damaged = f"model.layers.1.mlp.down_proj.{suffix}"
+    damaged = f"model.{module}.down_proj.{suffix}"
     tensors[damaged].fill_(value)
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(WeightError, match=f"{re.escape(damaged)} is .* must be above 0 and finite"):

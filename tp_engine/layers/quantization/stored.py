@@ -222,19 +222,19 @@ class LinearShape:
                 taken = whole(shape) if stored == shape else (Span(number, 1), *whole(shape[1:]))
                 target = (Span(first, part.rows.size), Span(0, 1))
                 name = part.name + suffix
-                spread = partial(_spread, decode=decode, count=part.rows.size, divisor=name if divides else None)
+                spread = partial(_spread, decode=decode, count=part.rows.size, divides=divides)
                 found.append(Source(name=name, shape=stored, taken=taken, target=target, decode=spread, init=init))
             return tuple(found)
 
         return [alternative(shape, is_joint) for shape in _SCALAR_SHAPES for is_joint in (True, False)]
 
 
-def _spread(value: torch.Tensor, decode: Decode, count: int, divisor: str | None) -> torch.Tensor:
-    """A number for ``count`` rows (count, 1); ``divisor`` is its name if it must be above 0."""
+def _spread(value: torch.Tensor, decode: Decode, count: int, divides: bool) -> torch.Tensor:
+    """A number for ``count`` rows (count, 1), which must be above 0 if it ``divides``."""
     number = decode(value.float())
-    if divisor is not None and not 0 < number.item() < math.inf:
+    if divides and not 0 < number.item() < math.inf:
         raise WeightError(
-            f"{divisor} is {value.item()}: inputs are divided by this scale, so it must be above 0 and finite; "
+            f"is {value.item()}: inputs are divided by this scale, so it must be above 0 and finite; "
             "the checkpoint is damaged, or its calibration never reached this module"
         )
     return number.reshape(1, 1).expand(count, 1)
