@@ -427,7 +427,7 @@ def test_dual_chunk_attention_is_bounded() -> None:
 @pytest.mark.parametrize(
     ("name", "relatives"),
     [
-        ("DeepseekV4ForCausalLM", ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM")),
+        ("DeepseekV5ForCausalLM", ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV4ForCausalLM")),
         ("Glm5NextForConditionalGeneration", ("GlmForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")),
         ("MiniMaxM3ForCausalLM", ("MiniMaxM2ForCausalLM",)),  # and not Ministral
         ("HYV4ForCausalLM", ("HYV3ForCausalLM",)),
