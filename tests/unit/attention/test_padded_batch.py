@@ -173,7 +173,9 @@ def test_drafts_that_the_host_orders_are_not_recorded(caplog: pytest.LogCaptureF
     drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=2)
     for can_record, speculation in ((True, drafts), (False, None), (False, drafts)):
         layers = [Stub(can_record_drafts=True), Stub(can_record_drafts=can_record)]
-        model: Any = Stub(state_layers=layers, hidden_size=64, dtype=torch.bfloat16, modules=lambda: ())
+        model: Any = Stub(
+            state_layers=layers, hidden_size=64, dtype=torch.bfloat16, modules=lambda: (), why_not_capture=None
+        )
         config = EngineConfig(model="unused", device="cuda", max_num_seqs=20, speculative_config=speculation)
         with caplog.at_level(logging.WARNING, logger="tp_engine"):
             plan = graph_plan(config, backend, communicator, model)
