@@ -276,10 +276,13 @@ class _Places:
         renamings = [rule for rule in self._rules if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in self._rules if isinstance(rule, WeightConverter)]
         empty = model.state_dict()
-        self._target = {
-            name: rename_source_key(name, renamings, converters, model.base_model_prefix, empty)[0]
-            for name in stored.names
-        }
+
+        def target(name: str) -> str:
+            # As transformers' loader does: a name that is the model's own already is not renamed to one that is not.
+            found: str = rename_source_key(name, renamings, converters, model.base_model_prefix, empty)[0]
+            return name if found not in empty and name in empty else found
+
+        self._target = {name: target(name) for name in stored.names}
 
     def load(self, module_name: str, dtype: torch.dtype, device: torch.device) -> None:
         """Load all parameters below a module.  ``WeightError`` names those that the checkpoint does not have."""
