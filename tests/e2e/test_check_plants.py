@@ -114,11 +114,11 @@ def test_exchanged_experts_name_layer_and_part(
         init(self, *given, **named)
         made.append(self)
 
-    def exchanged(self: Experts, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def exchanged(self: Experts, x: torch.Tensor, logits: torch.Tensor, *given: Any) -> torch.Tensor:
         if self is made[-1] and (len(x) == 1 or not only_decodes):
             logits = logits.clone()
             logits[:, :4] = logits[:, [1, 0, 3, 2]]
-        return forward(self, x, logits)
+        return forward(self, x, logits, *given)
 
     monkeypatch.setattr(Experts, "__init__", noted)
     monkeypatch.setattr(Experts, "forward", exchanged)
