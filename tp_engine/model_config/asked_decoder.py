@@ -51,19 +51,16 @@ class AskedLayer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskedDecoder:
-    """The answer of a class: fields of ``ModelSpec``, each kind of layer once, and the ``order`` of the layers.
+class _Asked:
+    """What both kinds of answers say: fields of ``ModelSpec``, and the ``order`` of what is listed once by kind.
 
-    ``known_keys`` of config.json are those that its configuration class reads.
+    ``known_keys`` of config.json are those that the class's configuration reads.
     """
 
     architecture: str
     vocab_size: int
     hidden_size: int
-    kinds: tuple[AskedLayer, ...]
     order: tuple[int, ...]
-    ropes: tuple[RopeSpec, ...]
-    final_norm: NormSpec
     tie_word_embeddings: bool
     max_position: int
     eos_token_ids: tuple[int, ...]
@@ -72,6 +69,15 @@ class AskedDecoder:
     logit_softcap: float | None
     names: CheckpointNames
     known_keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedDecoder(_Asked):
+    """The answer of a class that native layers run: each kind of layer once, and the ``order`` of the layers."""
+
+    kinds: tuple[AskedLayer, ...]
+    ropes: tuple[RopeSpec, ...]
+    final_norm: NormSpec
 
     @classmethod
     def of_layers(cls, layers: Sequence[LayerSpec], **fields: Any) -> Self:
@@ -96,27 +102,14 @@ class AskedDecoder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskedModules:
-    """The answer of a class whose own modules run: fields of ``ModelSpec``, each kind of attention once, and the
-    ``order`` of the calls.
+class AskedModules(_Asked):
+    """The answer of a class whose own modules run: each kind of attention once, and the ``order`` of its calls.
 
     ``reason`` says why native layers do not run it.
     """
 
-    architecture: str
-    vocab_size: int
-    hidden_size: int
     kinds: tuple[AttentionSpec, ...]
-    order: tuple[int, ...]
-    tie_word_embeddings: bool
-    max_position: int
     max_position_key: str
-    eos_token_ids: tuple[int, ...]
-    embedding_scale: float
-    logit_scale: float
-    logit_softcap: float | None
-    names: CheckpointNames
-    known_keys: tuple[str, ...]
     modules: ClassModules
     reason: str = ""
 

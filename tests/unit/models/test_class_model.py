@@ -20,7 +20,7 @@ from tests.simulated_ranks import run_ranks
 from tests.tiers import slow_but
 from tests.tiny_models import make_config, randomise_vectors
 from tests.unit.models.test_models import load, oracle_logits, parallel_logits, prompts
-from tests.unit.models.test_recognition import values_of
+from tests.unit.models.test_recognition import SIZES, values_of
 from tp_engine.config import EngineConfig
 from tp_engine.distributed.collectives import Communicator
 from tp_engine.errors import ConfigError
@@ -36,20 +36,7 @@ from tp_engine.models.recognition import child
 from tp_engine.models.recognition.model_class import ModelClass, layers_path_of
 from tp_engine.models.recognition.refusal import RefusalError
 
-_SIZES: dict[str, Any] = {
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "intermediate_size": 96,
-    "vocab_size": 203,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+_SIZES = SIZES | {"num_hidden_layers": 2}
 # Classes that native layers do not run: what each is here for, and its changes.
 SERVED: dict[str, dict[str, Any]] = {
     "BioGptForCausalLM": {},  # learned positions, scaled embeddings

@@ -37,7 +37,7 @@ DENSE = (
     "glm4", "smollm3", "seed-oss", "exaone4", "cohere2", "qwen2-moe", "qwen3-moe", "mixtral", "granite-moe", "glm4-moe",
     "minimax-m2", "ernie4.5-moe",
 )  # fmt: skip
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "num_hidden_layers": 3,
     "hidden_size": 64,
     "num_attention_heads": 8,
@@ -96,7 +96,7 @@ def served_values(architecture: str) -> dict[str, Any]:
     name, changes = SERVED[architecture]
     kind = getattr(transformers, name)
     known = kind().to_dict()
-    sizes = {key: one for key, one in (_SIZES | _EXPERTS).items() if key in known or key.endswith("token_id")}
+    sizes = {key: one for key, one in (SIZES | _EXPERTS).items() if key in known or key.endswith("token_id")}
     return values_of(kind(**{**sizes, **changes}), architecture)
 
 
